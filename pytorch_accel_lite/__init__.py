@@ -1,0 +1,30 @@
+"""A small, exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
+
+from pytorch_accel_lite.callbacks import (
+    CallbackHandler,
+    NonFiniteLossError,
+    StopTrainingError,
+    TrainerCallback,
+    get_default_callbacks,
+)
+from pytorch_accel_lite.run_config import TrainerRunConfig
+from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
+from pytorch_accel_lite.trainer import Trainer, TrainerPlaceholderValues, TrainerWithTimmScheduler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CallbackHandler",
+    "InMemoryRunHistory",
+    "LossTracker",
+    "NonFiniteLossError",
+    "Progress",
+    "RunHistory",
+    "StopTrainingError",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerPlaceholderValues",
+    "TrainerRunConfig",
+    "TrainerWithTimmScheduler",
+    "get_default_callbacks",
+]

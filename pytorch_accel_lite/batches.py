@@ -1,0 +1,199 @@
+"""What a batch is: its size, how it is fed to a model, and how outputs become one again."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from _tensors(value)
+    elif isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        for value in data:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            yield from _tensors(getattr(data, field.name))
+
+
+def find_batch_size(batch: Any) -> int:
+    """Return the length of the first tensor with dimensions in a batch.
+
+    :raises ValueError: when there is none
+    """
+    for tensor in _tensors(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ValueError(
+        f"No batch size can be told from a batch of type {type(batch).__name__} without tensors. Return "
+        "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss."
+    )
+
+
+class ModelCaller:
+    """Feeds batches to a model in the ways that :meth:`Trainer.calculate_train_batch_loss` documents.
+
+    ``model`` is given at each call, because it is wrapped while training; which keys its ``forward`` takes is
+    looked up once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        while isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile hides the signature
+            model = model._orig_mod  # type: ignore[assignment]
+        parameters = inspect.signature(type(model).forward).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._keys = [p.name for p in parameters if p.kind in named][1:]
+        self._name = type(model).__name__
+        self._warned = False
+
+    def call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Return the model's outputs, and the targets: what the batch holds besides the inputs (or ``None``)."""
+        if isinstance(batch, Mapping):
+            inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
+            if not inputs:
+                raise ValueError(
+                    f"None of the batch's keys {sorted(map(str, batch))} is an argument of {self._name}.forward, "
+                    f"which takes {self._keys}. Rename the keys, or override calculate_train_batch_loss."
+                )
+            return model(**inputs), {k: v for k, v in batch.items() if k not in inputs}
+        if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+            if len(batch) > 2:
+                raise ValueError(
+                    f"The batch is a {type(batch).__name__} of {len(batch)} elements; (inputs, targets) was expected. "
+                    "Override calculate_train_batch_loss and calculate_eval_batch_loss to use the others."
+                )
+            return model(batch[0]), batch[1] if len(batch) == 2 else None
+        return model(batch), None
+
+    def loss(self, loss_func: Any, outputs: Any, targets: Any, batch: Any) -> Any:
+        """Return ``loss_func(outputs, targets)``, or the loss that the model itself returned."""
+        if loss_func is None:
+            if isinstance(batch, Mapping) and targets and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self._name}.forward takes no argument named {', '.join(map(repr, targets))}: left out of "
+                    "the call. Drop them from the dataset, or override calculate_train_batch_loss to use them.",
+                    stacklevel=2,
+                )
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+            if loss is None:
+                raise ValueError(
+                    f"loss_func is None and {self._name} returned no loss in its {type(outputs).__name__}. "
+                    "Pass a loss_func, or feed the model the labels that make it return one."
+                )
+            return loss
+        if isinstance(batch, Mapping):
+            targets = self._mapping_targets(targets, batch)
+        if targets is None:
+            raise ValueError(
+                f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
+                "(inputs, targets), or override calculate_train_batch_loss."
+            )
+        return loss_func(outputs, targets)
+
+    def _mapping_targets(self, rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+        """The one key that forward does not take; else all such keys; else a key with a usual name."""
+        if len(rest) == 1:
+            return next(iter(rest.values()))
+        if rest:
+            return rest
+        return next((batch[key] for key in TARGET_KEYS if key in batch), None)
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's outputs for a batch, whose targets, if any, are not used."""
+        if isinstance(batch, Mapping):
+            return self.call(model, {k: v for k, v in batch.items() if k not in TARGET_KEYS})[0]
+        if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+            return self.call(model, batch[:1])[0]
+        return self.call(model, batch)[0]
+
+
+def check_loss(output: Any, method: str, training: bool) -> None:
+    """Check what a step returned.
+
+    :raises TypeError, ValueError: when it is no dict with a ``loss`` that is a scalar (or a dict of scalars) and,
+        in training, requires gradients
+    """
+    if not isinstance(output, Mapping):
+        raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
+    if "loss" not in output:
+        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.")
+    losses = output["loss"]
+    if isinstance(losses, Mapping) and not losses:
+        raise ValueError(f"{method} returned an empty dict of losses.")
+    for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
+        if loss.ndim:
+            raise ValueError(
+                f"{method}: {name!r} must be a scalar, but has shape {tuple(loss.shape)}. Reduce it with .mean()."
+            )
+    if training and not total_loss(losses).requires_grad:
+        raise ValueError(
+            f"{method}: the loss does not require gradients. Is the model frozen, or was the loss detached, "
+            "or computed under torch.no_grad()?"
+        )
+
+
+def total_loss(losses: Any) -> torch.Tensor:
+    """Return the loss that is minimised: the sum, when there are several by name."""
+    if isinstance(losses, Mapping):
+        first, *others = losses.values()
+        for other in others:
+            first = first + other
+        return first  # type: ignore[no-any-return]
+    return losses  # type: ignore[no-any-return]
+
+
+def to_cpu(outputs: Any) -> Any:
+    """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
+
+    Entries without a dimension for the samples (a mean loss, say) and entries that are no tensors are left out of
+    dicts; elsewhere they are an error.
+    """
+    if isinstance(outputs, torch.Tensor):
+        if not outputs.ndim:
+            raise ValueError("predict: the model returned a tensor without a dimension for the samples.")
+        return outputs.detach().cpu()
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
+        outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    if isinstance(outputs, Mapping):
+        return {k: to_cpu(v) for k, v in outputs.items() if any(t.ndim for t in _tensors(v))}
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*map(to_cpu, outputs))
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(to_cpu(value) for value in outputs)
+    raise TypeError(
+        f"predict: the model returned {type(outputs).__name__}; tensors, or tuples, lists and dicts of tensors, "
+        "were expected. Override calculate_predict_batch_output to return such."
+    )
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Concatenate nested outputs of the same structure along their first dimension."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            raise ValueError(
+                f"predict: outputs of shapes {sorted({tuple(p.shape[1:]) for p in parts})} per sample cannot be "
+                "concatenated. Pad them to one shape in calculate_predict_batch_output."
+            ) from error
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    columns = [concatenate(column) for column in zip(*parts, strict=True)]
+    return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)

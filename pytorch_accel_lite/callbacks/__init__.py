@@ -1,0 +1,37 @@
+"""Callbacks: what listens to a run. The events are in the docstring of :class:`TrainerCallback`."""
+
+from __future__ import annotations
+
+from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
+from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
+from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
+from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.events import CallbackHandler, NonFiniteLossError, StopTrainingError, TrainerCallback
+
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "CallbackHandler",
+    "EarlyStoppingCallback",
+    "LogMetricsCallback",
+    "MoveModulesToDeviceCallback",
+    "NonFiniteLossError",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
+    "SaveBestModelCallback",
+    "StopTrainingError",
+    "TerminateOnNaNCallback",
+    "TrainerCallback",
+    "get_default_callbacks",
+]
+
+
+def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
+    """Return the callbacks that a trainer has unless told otherwise.
+
+    :param progress_bar: include :class:`ProgressBarCallback`
+    """
+    bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if progress_bar else ()
+    return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback, *bar, LogMetricsCallback)
+
+
+DEFAULT_CALLBACKS = get_default_callbacks()

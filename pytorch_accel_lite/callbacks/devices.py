@@ -1,0 +1,33 @@
+"""Placing modules on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pytorch_accel_lite.events import TrainerCallback
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class MoveModulesToDeviceCallback(TrainerCallback):
+    """Moves every module that is an attribute of the trainer (metrics, a loss function) to its device.
+
+    The model is left out: Accelerate places it.
+    """
+
+    def _move(self, trainer: Trainer) -> None:
+        for name, value in vars(trainer).items():
+            if isinstance(value, nn.Module) and name != "model":
+                value.to(trainer.device)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._move(trainer)
+
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._move(trainer)
+
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._move(trainer)

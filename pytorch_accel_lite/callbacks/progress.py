@@ -1,0 +1,198 @@
+"""Showing how a run goes: messages, a progress bar, metrics."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from pytorch_accel_lite.events import TrainerCallback
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class PrintProgressCallback(TrainerCallback):
+    """Prints when a run and each of its epochs start, and when the run ends."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        trainer.print("Starting training run")
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        config = trainer.run_config
+        of = f"/{config.num_epochs}" if config is not None and config.num_epochs is not None else ""
+        trainer.print(f"Starting epoch {trainer.progress.epoch}{of}")
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        trainer.print("Finishing training run")
+
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        trainer.print("Starting evaluation run")
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        trainer.print("Finishing evaluation run")
+
+
+class ProgressBarCallback(TrainerCallback):
+    """Shows a bar for each epoch of training and each evaluation, in a terminal or a notebook.
+
+    It shows the running mean of the loss, the learning rate and the samples of the whole job in a second. The
+    loss is read from the device when it is shown, a few times a second. Only the first process of a machine shows
+    bars, and only when its output is a terminal or a notebook.
+
+    :param show_always: also when the output is a file or a pipe
+    :param refresh_seconds: time between two refreshes
+    """
+
+    def __init__(self, show_always: bool = False, refresh_seconds: float = 0.25) -> None:
+        if not refresh_seconds >= 0:
+            raise ValueError(f"refresh_seconds={refresh_seconds!r} must be 0 or more.")
+        self.show_always = show_always
+        self.refresh_seconds = refresh_seconds
+        self.pbar: Any = None
+        self.eval_pbar: Any = None
+        self._since = self._next_refresh = 0.0
+        self._samples_before = 0
+        self._steps_shown = 0
+
+    def _create(self, trainer: Trainer, loader: Any, description: str, unit: str = "batch") -> Any:
+        try:
+            total: int | None = len(loader)
+        except TypeError:
+            total = None
+        shown = trainer.accelerator.is_local_main_process and (self.show_always or _is_watched())
+        return tqdm(
+            total=total, desc=description, unit=unit, leave=False, disable=not shown, mininterval=self.refresh_seconds
+        )
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        config = trainer.run_config
+        of = f"/{config.num_epochs}" if config is not None and config.num_epochs is not None else ""
+        self.pbar = self._create(trainer, trainer.train_dataloader, f"Epoch {trainer.progress.epoch}{of}")
+        self._since = self._next_refresh = time.monotonic()
+        self._samples_before = trainer.progress.samples_in_epoch
+        self._steps_shown = trainer.progress.step
+        if self._steps_shown:
+            self.pbar.update(self._steps_shown)
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        now = time.monotonic()
+        if now < self._next_refresh or self.pbar.disable:
+            return
+        self._next_refresh = now + self.refresh_seconds
+        self._show(trainer, now)
+
+    def _show(self, trainer: Trainer, now: float) -> None:
+        parts = {"loss": f"{trainer.running_loss:.4g}"}
+        if trainer.optimizer.param_groups:
+            parts["lr"] = f"{float(trainer.optimizer.param_groups[0]['lr']):.3g}"
+        seconds = now - self._since
+        if seconds > 0:
+            rate = (trainer.progress.samples_in_epoch - self._samples_before) / seconds
+            parts["samples/s"] = f"{rate:,.0f}"
+        self.pbar.set_postfix(parts, refresh=False)
+        self.pbar.update(trainer.progress.step - self._steps_shown)
+        self._steps_shown = trainer.progress.step
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not self.pbar.disable:
+            self._show(trainer, time.monotonic())
+        self.pbar.close()
+
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.eval_pbar = self._create(trainer, trainer.eval_dataloader, "Evaluating")
+
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.eval_pbar.update(1)
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.eval_pbar.close()
+
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.eval_pbar = self._create(trainer, trainer.eval_dataloader, "Predicting")
+
+    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.eval_pbar.update(1)
+
+    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.eval_pbar.close()
+
+    def _close(self) -> None:
+        for bar in (self.pbar, self.eval_pbar):
+            if bar is not None:
+                bar.close()
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._close()
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._close()
+
+
+def _is_watched() -> bool:
+    """Whether bars go to a terminal or a notebook, and not into a file."""
+    in_notebook = "ipykernel" in sys.modules
+    return in_notebook or bool(sys.stderr is not None and sys.stderr.isatty())
+
+
+class LogMetricsCallback(TrainerCallback):
+    """Prints the metrics that were recorded since it printed last, once on every machine.
+
+    It does so after the training part of an epoch, and when every callback has seen the end of the epoch or of
+    the evaluation. Override :meth:`log_metrics` to send them elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._logged: dict[str, int] = {}
+        self._last_losses: dict[str, float] = {}
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._skip_earlier(trainer)
+
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._skip_earlier(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._log_new(trainer)
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.recorded_losses is not self._last_losses:  # an evaluation in the middle of the epoch
+            self._log_new(trainer)
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._log_new(trainer)
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._log_new(trainer)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._log_new(trainer)
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._log_new(trainer)
+
+    def _counts(self, trainer: Trainer) -> dict[str, int]:
+        history = trainer.run_history
+        return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+
+    def _skip_earlier(self, trainer: Trainer) -> None:
+        self._logged = self._counts(trainer)
+        self._last_losses = trainer.recorded_losses
+
+    def _log_new(self, trainer: Trainer) -> None:
+        counts = self._counts(trainer)
+        new = [name for name, count in counts.items() if count > self._logged.get(name, 0)]
+        self._logged = counts
+        self._last_losses = trainer.recorded_losses
+        if new:
+            self.log_metrics(trainer, {name: trainer.run_history.get_latest_metric(name) for name in new})
+
+    def log_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Print metrics by name on one line."""
+        shown = (
+            f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}"
+            for name, value in metrics.items()
+        )
+        trainer.print("  " + ", ".join(shown))

@@ -1,0 +1,175 @@
+"""Ending a run early: losses that are not finite, metrics that no longer improve."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class TerminateOnNaNCallback(TrainerCallback):
+    """Ends the run with :class:`NonFiniteLossError` when a loss is infinite or NaN, on all ranks together.
+
+    No step waits for the device: losses are looked at late, a few steps after they were computed on a GPU, and at
+    the end of an epoch in any case.
+
+    :ivar triggered: whether a loss that was not finite has been seen
+    """
+
+    #: Steps between two looks at losses that lie on a GPU.
+    LOOK_EVERY = 8
+
+    def __init__(self) -> None:
+        self.triggered = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._recent: deque[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = deque(maxlen=2 * self.LOOK_EVERY)
+        self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.triggered = False
+        self._clear()
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        loss = kwargs["batch_output"]["loss"].detach()
+        named = kwargs["batch_output"].get("losses", {})
+        step = kwargs["step"]
+        if loss.device.type == "cpu":
+            if not math.isfinite(_value(loss)):
+                self._terminate(trainer, step, loss, named)
+            return
+        self._recent.append((step, loss, named))
+        if step % self.LOOK_EVERY == 0:
+            self._look_late(trainer, loss)
+
+    def _look_late(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        """Read the copy that was begun some steps ago, if it has arrived, and begin another."""
+        if loss.device.type != "cuda":
+            return  # no asynchronous copies: the end of the epoch will tell
+        if self._copy is not None:
+            copied, arrived = self._copy
+            if not arrived.query():  # type: ignore[no-untyped-call]
+                return
+            if not math.isfinite(_value(copied)):
+                self._search(trainer)
+        # A sum over the latest steps: one number that is not finite makes it so.
+        total = torch.stack([recent for _, recent, _ in self._recent]).float().sum()
+        copied = torch.empty((), pin_memory=True)
+        copied.copy_(total, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        self._copy = copied, arrived
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._search(trainer)
+        self._clear()
+        self._check_recorded(trainer, "training")
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if "evaluation_loss" not in trainer.recorded_losses:  # evaluate() returns what it finds
+            self._check_recorded(trainer, "evaluation")
+
+    def _check_recorded(self, trainer: Trainer, phase: str) -> None:
+        losses = trainer.recorded_losses
+        if not all(map(math.isfinite, losses.values())):
+            self.triggered = True
+            listed = ", ".join(f"{name}={loss}" for name, loss in losses.items())
+            raise NonFiniteLossError(
+                f"The {phase} loss of epoch {trainer.progress.epoch} is not finite after step "
+                f"{trainer.progress.step}: {listed}. {_ADVICE}"
+            )
+
+    def _search(self, trainer: Trainer) -> None:
+        for step, loss, named in self._recent:
+            if not math.isfinite(float(loss)):
+                self._terminate(trainer, step, loss, named)
+
+    def _terminate(self, trainer: Trainer, step: int, loss: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
+        self.triggered = True
+        losses = {"loss": loss, **named}
+        listed = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
+        raise NonFiniteLossError(
+            f"The training loss is not finite in epoch {trainer.progress.epoch}, step {step}: {listed}. {_ADVICE}"
+        )
+
+
+_ADVICE = "Lower the learning rate, clip the gradients, or look at the data of this step."
+
+
+def _value(scalar: torch.Tensor) -> float:
+    """Read a scalar in host memory, past torch's dispatch, which would cost more than the check."""
+    numpy = scalar.float().numpy() if scalar.dtype == torch.bfloat16 else scalar.numpy()
+    return float(numpy)
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Stops the run when a metric has not improved for some epochs.
+
+    :param early_stopping_patience: epochs without improvement after which the run stops
+    :param early_stopping_threshold: a change that is not larger than this is no improvement
+    :param watch_metric: the name of the metric in the run history
+    :param greater_is_better: whether larger values are better
+    :param reset_on_train: begin anew in every training run
+    """
+
+    def __init__(
+        self,
+        early_stopping_patience: int = 1,
+        early_stopping_threshold: float = 0.01,
+        watch_metric: str = "eval_loss_epoch",
+        greater_is_better: bool = False,
+        reset_on_train: bool = True,
+    ) -> None:
+        self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
+        if not early_stopping_threshold >= 0:
+            raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
+        self.early_stopping_threshold = early_stopping_threshold
+        self.watch_metric = watch_metric
+        self.greater_is_better = greater_is_better
+        self.reset_on_train = reset_on_train
+        self.best_metric: float | None = None
+        self.early_stopping_patience_counter = 0
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.reset_on_train:
+            self.best_metric = None
+            self.early_stopping_patience_counter = 0
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
+        if self.best_metric is None:
+            improvement = math.inf if math.isfinite(metric) else -math.inf
+        else:
+            improvement = metric - self.best_metric if self.greater_is_better else self.best_metric - metric
+        if improvement > self.early_stopping_threshold:
+            self.best_metric = metric
+            self.early_stopping_patience_counter = 0
+            return
+        self.early_stopping_patience_counter += 1
+        trainer.print(
+            f"{self.watch_metric} has not improved on {self.best_metric} by more than "
+            f"{self.early_stopping_threshold}: {self.early_stopping_patience_counter} of "
+            f"{self.early_stopping_patience} epochs of patience used."
+        )
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            raise StopTrainingError(
+                f"Stopping: {self.watch_metric} has not improved for {self.early_stopping_patience} epoch(s)."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and the patience used."""
+        return {"best_metric": self.best_metric, "patience_counter": self.early_stopping_patience_counter}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self.best_metric = state["best_metric"]
+        self.early_stopping_patience_counter = state["patience_counter"]

@@ -1,0 +1,56 @@
+"""Default arguments of dataloaders."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from pytorch_accel_lite.data.loader import tensors_in_memory
+
+
+def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
+    """Return how many worker processes a dataloader gets unless told otherwise.
+
+    None for data that are in memory or read a whole batch at a time, for iterable datasets (workers would each
+    repeat the stream), and where workers are started anew instead of forked; else one for each core that this
+    process can count on, up to eight.
+    """
+    if tensors_in_memory(dataset) is not None or hasattr(dataset, "__getitems__"):
+        return 0
+    # Asking for the start method without allow_none would fix it for the whole program.
+    start = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if isinstance(dataset, IterableDataset) or start != "fork":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    per_process = cores // max(processes_on_machine, 1)
+    return min(per_process, 8) if per_process > 1 else 0
+
+
+def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, processes_on_machine: int) -> dict[str, Any]:
+    """Return the arguments that a dataloader is made with unless told otherwise."""
+    workers = default_num_workers(dataset, processes_on_machine)
+    kwargs: dict[str, Any] = {
+        "batch_size": batch_size,
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "pin_memory": torch.cuda.is_available(),
+    }
+    if not isinstance(dataset, IterableDataset):
+        kwargs["shuffle"] = shuffle
+    return kwargs
+
+
+def merge_loader_kwargs(defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the defaults with the user's arguments on top, less the defaults that these exclude."""
+    given = dict(given or {})
+    if "sampler" in given or "batch_sampler" in given:
+        defaults = {k: v for k, v in defaults.items() if k != "shuffle"}
+    if "batch_sampler" in given:
+        defaults = {k: v for k, v in defaults.items() if k not in ("batch_size", "drop_last")}
+    if given.get("num_workers") == 0:
+        defaults = {k: v for k, v in defaults.items() if k not in ("persistent_workers", "prefetch_factor")}
+    return defaults | given

@@ -1,0 +1,359 @@
+"""Loaders that give each process its share of every global batch, each sample once, from any source."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+
+from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, mix, take
+from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
+from pytorch_accel_lite.distributed import Ranks
+
+T = TypeVar("T")
+
+
+class LoadedBatch(NamedTuple):
+    """A batch of this process, with what it needs to know about the same step on the others.
+
+    :param batch: on the device
+    :param num_samples: samples of this process; 0 when the batch only keeps it in step with the others (a sample
+        of another process, to be given no weight); ``None`` when only the step that uses the batch can tell
+    :param total_samples: samples of all processes in this step; ``None`` like ``num_samples``
+    :param is_last: whether it is the last step of the epoch
+    """
+
+    batch: Any
+    num_samples: int | None
+    total_samples: int | None
+    is_last: bool
+
+
+class OwnShard:
+    """Marks batches that are this process's own, already different on every process.
+
+    Return it from ``create_train_dataloader`` for a ``DataLoader`` over an ``IterableDataset`` that shards itself.
+    Iterables that are no ``torch.utils.data.DataLoader`` are always taken to be such.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+class ShardedLoader(ABC):
+    """The batches of one process. Iterating over it gives them on the device; so do :meth:`steps`, with counts.
+
+    Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) can be read here too.
+
+    :param fill: give a process that has no samples left in a step a batch without weight, so that all processes
+        make equally many steps; otherwise it has fewer
+    """
+
+    #: At most this many steps in an epoch; ``None`` for no limit.
+    limit: int | None = None
+
+    def __init__(self, source: Any, ranks: Ranks, device: torch.device, fill: bool) -> None:
+        self.source = source
+        self._ranks = ranks
+        self._device = device
+        self._fill = fill
+        self._epoch = 0
+
+    @abstractmethod
+    def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]: ...
+
+    @abstractmethod
+    def _num_steps(self) -> int: ...
+
+    def steps(self, epoch: int, start: int = 0) -> Iterator[LoadedBatch]:
+        """Yield the steps of an epoch, from the position after ``start`` samples of the whole job.
+
+        :param epoch: with a seed, the order and the randomness in the dataset follow from it
+        """
+        self._epoch = epoch
+        for step in self._steps(epoch, start):
+            batch = step.batch
+            if self._device.type != "cpu":
+                batch = send_to_device(batch, self._device, non_blocking=True)
+            yield step._replace(batch=batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (step.batch for step in self.steps(self._epoch))
+
+    def __len__(self) -> int:
+        """The number of steps in an epoch, the same on every process.
+
+        :raises TypeError: when the source has no length
+        """
+        steps = self._num_steps()
+        return steps if self.limit is None else min(steps, self.limit)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # not yet set: while being unpickled
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+class MapLoader(ShardedLoader):
+    """The batches of a ``DataLoader`` over a map dataset, shared out over the processes.
+
+    Each step takes the next ``batch_size`` samples for every process from one global order; a smaller rest is
+    shared out evenly. With a ``batch_sampler`` of the user's, a step takes its next batch for every process.
+    Tensors in memory are indexed a whole batch at a time.
+    """
+
+    def __init__(
+        self, source: DataLoader[Any], ranks: Ranks, device: torch.device, seed: int | None, fill: bool
+    ) -> None:
+        super().__init__(source, ranks, device, fill)
+        self._own_batches = source.batch_size is None
+        sampler = source.batch_sampler if self._own_batches else source.sampler
+        assert sampler is not None
+        self._sampler = sampler
+        self._order = EpochOrder(sampler, ranks, seed)
+        self._seed = seed
+        self._start = 0
+        self._shares: deque[tuple[int, int, bool]] = deque()
+        self._memory = None
+        if source.num_workers == 0 and source.collate_fn is default_collate:
+            self._memory = tensors_in_memory(source.dataset)
+        self._inner = None if self._memory is not None else self._create_inner(source)
+
+    def _create_inner(self, source: DataLoader[Any]) -> DataLoader[Any]:
+        dataset, collate_fn, generator = source.dataset, source.collate_fn, source.generator
+        if self._seed is not None:
+            dataset, collate_fn = BatchReader(dataset, collate_fn, self._seed), identity
+            generator = torch.Generator().manual_seed(mix(self._seed) >> 1)
+        return DataLoader(
+            dataset,
+            batch_sampler=_KeyBatches(self),
+            collate_fn=collate_fn,
+            generator=generator,
+            num_workers=source.num_workers,
+            pin_memory=source.pin_memory,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+            prefetch_factor=source.prefetch_factor,
+            persistent_workers=source.persistent_workers,
+        )
+
+    def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
+        self._epoch, self._start = epoch, start
+        self._shares.clear()
+        batches = self._read_memory() if self._inner is None else self._inner
+        for batch in batches:
+            yield LoadedBatch(batch, *self._shares.popleft())
+
+    def _read_memory(self) -> Iterator[list[torch.Tensor]]:
+        assert self._memory is not None
+        tensors, subset = self._memory
+        pin = self.source.pin_memory and self._device.type == "cuda"
+        # As a DataLoader does, so that the stream of random numbers goes on as in a hand-written loop.
+        torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
+        for indices, _ in self._shares_of_steps():
+            chosen = torch.as_tensor(indices)
+            if subset is not None:
+                chosen = subset[chosen]
+            batch = [tensor[chosen] for tensor in tensors]
+            yield [tensor.pin_memory() for tensor in batch] if pin else batch
+
+    def keys(self) -> Iterator[list[Any]]:
+        """Yield what the dataset is asked for, batch by batch: indices, with epoch and position under a seed."""
+        for indices, first in self._shares_of_steps():
+            if self._seed is None:
+                yield list(indices)
+            else:
+                yield [(self._epoch, first + i, index) for i, index in enumerate(indices)]
+
+    def _shares_of_steps(self) -> Iterator[tuple[Sequence[Any], int]]:
+        """Yield this process's indices of every step and their first position; note its counts in ``_shares``."""
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        position = self._start
+        for group, is_last in with_last(islice(self._global_batches(), self.limit)):
+            flat = list(chain(*group)) if self._own_batches else group
+            begin, end = split(0, len(flat), rank, world_size)
+            if self._own_batches and len(group) == world_size:
+                begin = sum(map(len, group[:rank]))
+                end = begin + len(group[rank])
+            if end > begin or self._fill:
+                self._shares.append((end - begin, len(flat), is_last))
+                if end > begin:
+                    yield flat[begin:end], position + begin
+                else:
+                    yield flat[:1], position
+            position += len(flat)
+
+    def _global_batches(self) -> Iterator[Any]:
+        """Yield the indices of all processes in each step; with own batches, the batches of each step."""
+        order, world_size = self._order.draw(self._epoch), self._ranks.world_size
+        if self._own_batches:
+            batches, skipped = iter(order), 0
+            while skipped < self._start:
+                skipped += len(next(batches))
+            yield from iter(lambda: list(islice(batches, world_size)), [])
+            return
+        next_indices = take(order, self._start)
+        global_batch = self.source.batch_size * world_size
+        try:
+            size = len(self._sampler)  # type: ignore[arg-type]
+        except TypeError:
+            yield from iter(lambda: next_indices(global_batch), [])
+            return
+        spread = 1 if self._fill else world_size
+        for begin, end in global_batches(size, global_batch, self._start, self.source.drop_last, spread):
+            yield next_indices(end - begin)
+
+    def _num_steps(self) -> int:
+        if self._own_batches:
+            return count_global_batches(len(self._sampler), self._ranks.world_size)  # type: ignore[arg-type]
+        global_batch = self.source.batch_size * self._ranks.world_size
+        return count_global_batches(len(self._sampler), global_batch, self.source.drop_last)  # type: ignore[arg-type]
+
+
+class _KeyBatches:
+    """The batch sampler of the inner dataloader: it asks its loader anew in every epoch."""
+
+    def __init__(self, loader: MapLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._loader.keys()
+
+
+class StreamLoader(ShardedLoader):
+    """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads them all and deals them out in turn.
+
+    So every sample is seen once, whatever the randomness of the stream. Going on in the middle of an epoch reads
+    and drops what came before.
+    """
+
+    def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
+        dataset = self.source.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        if self._ranks.world_size == 1:
+            for batch, is_last in with_last(islice(_skip(self.source, start), self.limit)):
+                yield LoadedBatch(batch, None, None, is_last)
+            return
+        batches = _skip(self.source, start) if self._ranks.rank == 0 else iter(())
+        groups = iter(lambda: list(islice(batches, self._ranks.world_size)), [])
+        steps = chain(with_last(islice(groups, self.limit)), [None])
+        while True:
+            step = self._ranks.broadcast_object(lambda: next(steps))
+            if step is None:
+                return
+            group, is_last = step
+            sizes = [find_batch_size(batch) for batch in group]
+            if self._ranks.rank < len(group):
+                yield LoadedBatch(group[self._ranks.rank], sizes[self._ranks.rank], sum(sizes), is_last)
+            elif self._fill:
+                yield LoadedBatch(group[0], 0, sum(sizes), is_last)
+
+    def _num_steps(self) -> int:
+        return count_global_batches(len(self.source), self._ranks.world_size)
+
+
+class OwnLoader(ShardedLoader):
+    """The batches of any other iterable, taken to be this process's own.
+
+    In training, the processes agree at every step on whether any has a batch left; one that has none repeats its
+    last batch without weight until the others are done.
+    """
+
+    def __init__(self, source: Iterable[Any], ranks: Ranks, device: torch.device, fill: bool) -> None:
+        super().__init__(source, ranks, device, fill)
+        try:
+            length = float(len(source))  # type: ignore[arg-type]
+        except TypeError:
+            length = -1.0
+        self._length = int(ranks.max([length])[0])
+
+    def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
+        batches = with_last(islice(_skip(self.source, start), self.limit))
+        if self._ranks.world_size == 1 or not self._fill:
+            for batch, is_last in batches:
+                yield LoadedBatch(batch, None, None, is_last)
+            return
+        batch, ready = None, next(batches, None)
+        while True:
+            if ready is not None:
+                batch = ready[0]
+            size = 0 if ready is None else find_batch_size(batch)
+            following = None if ready is None else next(batches, None)
+            total, running, empty = self._ranks.sum([size, following is not None, batch is None])
+            if total and empty:
+                raise ValueError(
+                    f"{int(empty)} of {self._ranks.world_size} processes have no training batch at all. Give every "
+                    "process at least one."
+                )
+            if not total:
+                return
+            yield LoadedBatch(batch, size, int(total), not running)
+            ready = following
+
+    def _num_steps(self) -> int:
+        if self._length < 0:
+            raise TypeError(f"{type(self.source).__name__} has no length.")
+        return self._length
+
+
+def shard(source: Any, ranks: Ranks, device: torch.device, seed: int | None, training: bool) -> ShardedLoader:
+    """Return a loader that gives this process its share of any source of batches.
+
+    :param source: a ``DataLoader``, or any other iterable of batches (see :class:`OwnShard`)
+    :param training: every process makes equally many steps; in evaluation a process may have fewer
+    """
+    if isinstance(source, ShardedLoader):
+        return source
+    if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+        raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
+    if not isinstance(source, DataLoader) or type(source).__iter__ is not DataLoader.__iter__:
+        return OwnLoader(source, ranks, device, training)
+    if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
+        return StreamLoader(source, ranks, device, training)
+    return MapLoader(source, ranks, device, seed, training)
+
+
+def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
+    """Return the tensors of a ``TensorDataset``, with the indices into them of a ``Subset`` of one; else nothing."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset:
+        inner = tensors_in_memory(dataset.dataset)
+        if inner is not None:
+            tensors, chosen = inner
+            indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            return tensors, indices if chosen is None else chosen[indices]
+    return None
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item with whether it is the last, reading one ahead."""
+    iterator = iter(items)
+    held = list(islice(iterator, 1))
+    for following in iterator:
+        yield held.pop(), False
+        held.append(following)
+    if held:
+        yield held.pop(), True
+
+
+def _skip(batches: Iterable[Any], samples: int) -> Iterator[Any]:
+    iterator = iter(batches)
+    while samples > 0:
+        samples -= find_batch_size(next(iterator))
+    return iterator

@@ -1,0 +1,144 @@
+"""The order in which an epoch visits the samples, and the randomness inside a dataset."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, SequentialSampler, get_worker_info
+
+from pytorch_accel_lite.distributed import Ranks
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """Combine whole numbers into one well-spread 64-bit seed (the finaliser of SplitMix64, Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the CPU generators of torch, numpy and python, as augmentation uses them."""
+    # torch.manual_seed also visits every device, which costs a hundred times as much.
+    torch.default_generator.manual_seed(seed >> 1)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+@contextmanager
+def keep_generators() -> Iterator[None]:
+    """Put back the states of the CPU generators after a block of code."""
+    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+class BatchReader(Dataset[Any]):
+    """Reads and collates whole batches, with randomness that is a function of (seed, epoch, position).
+
+    Every sample is read with generators seeded from its place in the epoch's order, and the batch is collated with
+    generators seeded from that of its first sample; a dataset that reads many samples at once (``__getitems__``)
+    has one seed for them. So neither workers, nor processes, nor an interruption change what is read. Without
+    workers, the generators of the training process are put back afterwards.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.seed = seed
+
+    def __getitems__(self, keys: list[tuple[int, int, Any]]) -> Any:
+        if get_worker_info() is not None:  # a worker's generators serve nothing else
+            return self._read(keys)
+        with keep_generators():
+            return self._read(keys)
+
+    def _read(self, keys: list[tuple[int, int, Any]]) -> Any:
+        epoch, first, _ = keys[0]
+        if getattr(self.dataset, "__getitems__", None):
+            seed_generators(mix(self.seed, epoch, first))
+            samples = self.dataset.__getitems__([index for _, _, index in keys])
+        else:
+            samples = []
+            for _, position, index in keys:
+                seed_generators(mix(self.seed, epoch, position))
+                samples.append(self.dataset[index])
+        seed_generators(mix(self.seed, epoch, first, 1))
+        return self.collate_fn(samples)
+
+
+def identity(batch: Any) -> Any:
+    """Return a batch that is collated already."""
+    return batch
+
+
+class EpochOrder:
+    """The global sequence of an epoch's samples, from the sampler of a dataloader.
+
+    Without a seed it is what the sampler draws from torch's generator on rank 0; with one, f(seed, epoch).
+
+    :param sampler: yields indices, or lists of indices when ``batched``
+    :param seed: ``None`` to leave the sampler to its own randomness
+    """
+
+    def __init__(self, sampler: Iterable[Any], ranks: Ranks, seed: int | None) -> None:
+        if isinstance(sampler, DistributedSampler):  # it would shard what is sharded here
+            sampler = DistributedSampler(
+                sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+            )
+        self._sampler = sampler
+        self._ranks = ranks
+        self._seed = seed
+
+    def draw(self, epoch: int) -> Iterable[Any]:
+        """Return the sequence for an epoch, the same on all ranks."""
+        sampler = self._sampler
+        if isinstance(sampler, SequentialSampler):
+            return range(len(sampler))
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        if self._seed is None:
+            if self._ranks.world_size == 1:
+                return sampler
+            indices: list[Any] = self._ranks.broadcast_object(lambda: list(sampler))
+            return indices
+        seed = mix(self._seed, epoch)
+        inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+        generator = getattr(inner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed >> 1)
+        with keep_generators():
+            seed_generators(seed)
+            return list(sampler)
+
+
+def take(order: Iterable[Any], start: int) -> Callable[[int], Sequence[Any]]:
+    """Return a function that gives the next n elements of an order, of which ``start`` are skipped."""
+    if isinstance(order, (range, list)):
+        position = start
+
+        def slice_off(count: int) -> Sequence[Any]:
+            nonlocal position
+            position += count
+            return order[position - count : position]
+
+        return slice_off
+    iterator = iter(order)
+    for _ in range(start):
+        next(iterator, None)
+    return lambda count: [index for _, index in zip(range(count), iterator, strict=False)]

@@ -1,0 +1,189 @@
+"""Communication between the processes of a job, on the CPU side and safe for tensors of unequal length."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+
+class Ranks:
+    """The processes of a job. With one process, every method returns at once what it was given.
+
+    Several processes talk through a gloo group of their own, so that nothing here waits for a device and nothing
+    mixes with the collectives of the model. Making an instance is itself a collective: all ranks do it.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.rank: int = accelerator.process_index
+        self.world_size: int = accelerator.num_processes
+        self._accelerator = accelerator
+        self._group: Any = dist.new_group(backend="gloo") if self.world_size > 1 else None
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up lists of numbers element by element, in float64."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Take the largest of each element."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, operation, group=self._group)
+        return tensor.tolist()
+
+    def sum_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add up a tensor over the ranks where it lies, without waiting for it. Changes it in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return what each rank gave, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast_object(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` gives on rank 0, where alone it is called."""
+        if self.world_size == 1:
+            return make()
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                box = [make()]
+            except Exception as error:
+                box = [_Failure(error)]
+                _broadcast(box, self._group)
+                raise
+        _broadcast(box, self._group)
+        if isinstance(box[0], _Failure):
+            raise RuntimeError(f"Rank 0 failed: {box[0].text}")
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier(group=self._group)
+
+    def gather(self, data: Any) -> Any:
+        """Concatenate tensors over the ranks along their first dimension, whatever its length on each.
+
+        :param data: a tensor, or nested lists, tuples and dicts of tensors, of the same structure on all ranks;
+            tensors without dimensions become one of length ``world_size``
+        """
+        if self.world_size == 1:
+            return data
+        leaves, rebuild = _flatten(data)
+        lengths = self.all_gather_object([leaf.shape[0] if leaf.ndim else None for leaf in leaves])
+        return rebuild([self._gather(leaf, [rank[i] for rank in lengths]) for i, leaf in enumerate(leaves)])
+
+    def _gather(self, tensor: torch.Tensor, lengths: list[int | None]) -> torch.Tensor:
+        if len(set(lengths)) == 1:
+            gathered: torch.Tensor = self._accelerator.gather(tensor.contiguous())
+            return gathered
+        longest = max(length or 0 for length in lengths)
+        padding = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
+        gathered = self._accelerator.gather(torch.cat([tensor, padding]).contiguous())
+        pieces = torch.split(gathered, longest)
+        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+
+
+class _Failure:
+    def __init__(self, error: BaseException) -> None:
+        self.text = f"{type(error).__name__}: {error}"
+
+
+def _broadcast(box: list[Any], group: Any) -> None:
+    dist.broadcast_object_list(box, src=0, group=group)
+
+
+def _flatten(data: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    leaves, spec = torch.utils._pytree.tree_flatten(data)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
+    return leaves, lambda gathered: torch.utils._pytree.tree_unflatten(gathered, spec)
+
+
+class StopVote:
+    """Lets any rank ask for an end, and makes all ranks learn of it at the same update.
+
+    Ranks talk at most every ``seconds``: after each talk they agree on the number of updates until the next, from
+    the slowest rank's time for an update. With one process nothing is needed: errors are raised where they occur.
+    """
+
+    def __init__(self, ranks: Ranks, seconds: float = 0.2) -> None:
+        self.request: Exception | None = None
+        self._ranks = ranks
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was asked for, and begin to count anew."""
+        self.request = None
+        self._updates = 0
+        self._interval = 1
+        self._since = time.monotonic()
+
+    def ask(self, error: Exception) -> None:
+        """Ask for an end with this error; the first one asked for is kept."""
+        self.request = self.request or error
+
+    def settle(self, now: bool = False) -> None:
+        """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
+
+        :param now: talk in any case, as at the end of an epoch
+        """
+        if self._ranks.world_size == 1:
+            return
+        self._updates += 1
+        if not now and self._updates < self._interval:
+            return
+        elapsed = time.monotonic() - self._since
+        asked, pace = self._ranks.max([float(self.request is not None), elapsed / self._updates])
+        self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
+        self._updates, self._since = 0, time.monotonic()
+        if asked:
+            self._raise_first()
+
+    def _raise_first(self) -> None:
+        requests = self._ranks.all_gather_object(pickle.dumps(self.request))
+        for rank, pickled in enumerate(requests):
+            error = self.request if rank == self._ranks.rank else pickle.loads(pickled)
+            if error is not None:
+                raise error
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """Raise an error when a launcher started several processes that the accelerator does not see.
+
+    :raises RuntimeError: each rank would be a world of its own, all writing the same files; or a plugin for
+        sharded training would be silently ignored
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise RuntimeError(
+            f"The launcher started WORLD_SIZE={launched} processes, but Accelerate sees "
+            f"{accelerator.num_processes}: each rank would train on its own. On machines without a GPU set the "
+            "environment variable ACCELERATE_USE_CPU=true, or pass accelerator=Accelerator(cpu=True) to the Trainer."
+        )
+    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        raise RuntimeError(
+            f"An FSDP plugin was configured, but Accelerate runs {accelerator.distributed_type.value} on "
+            f"{accelerator.num_processes} {accelerator.device.type} process(es) and would ignore it. Start several "
+            "processes with accelerate launch on a machine with GPUs, or leave the plugin out."
+        )

@@ -1,0 +1,241 @@
+"""The events of a run: the callback base class, the handler that calls them, and the errors that end a run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.utils import did_you_mean
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class StopTrainingError(Exception):
+    """Raise it in a callback to end the run early and in order: the ending events fire, ``train`` returns.
+
+    On one process the run stops where it is raised. In a job of several processes a rank may raise it alone:
+    the request is passed on, and all ranks stop after the same update.
+    """
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss became infinite or NaN. Raised from ``train`` on every rank, after the ending events."""
+
+
+class TrainerCallback:
+    """Base class of everything that listens to a run. Override the events you need; the others do nothing.
+
+    This is the whole loop, with the event that fires at each point::
+
+        train(...)
+            on_training_run_start
+            for each epoch:
+                on_train_epoch_start
+                for each batch:
+                    on_train_step_start
+                    batch_output = calculate_train_batch_loss(batch)
+                    on_backward_start                        batch, batch_output, step
+                    backward_step(loss)
+                    on_backward_end                          batch, batch_output, step
+                    at the end of a gradient accumulation window:
+                        on_optimizer_step_start              (gradients are final: averaged and clipped)
+                        optimizer_step, scheduler_step, optimizer_zero_grad
+                        on_optimizer_step_end
+                    on_train_step_end                        batch, batch_output, step
+                    on_train_step_checkpoint                 step (after an update; all callbacks have settled)
+                on_train_epoch_end
+                on_eval_epoch_start                          is_intermediate
+                for each evaluation batch:
+                    on_eval_step_start
+                    on_eval_step_end                         batch, batch_output
+                on_eval_epoch_end                            is_intermediate
+                on_training_run_epoch_end
+                on_epoch_checkpoint                          (all callbacks have settled)
+            on_stop_training_error                           (only when the run was stopped early)
+            on_training_run_end
+
+        evaluate(...)
+            on_evaluation_run_start, the evaluation events as above, on_evaluation_run_end
+
+        predict(...)
+            on_predict_run_start, on_predict_step_end for each batch, on_predict_run_end
+
+        on_init_end fires once, when a trainer has been made; on_exception when an error ends a run.
+
+    Where both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. Callbacks
+    are called in the order of the list they were given in. ``step`` counts batches from 0 within an epoch;
+    :attr:`Trainer.progress <pytorch_accel_lite.trainer.Trainer.progress>` holds all counts. Accept ``**kwargs``
+    in every event: arguments may be added.
+
+    A callback with ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
+    """
+
+    def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The trainer has been constructed."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The model is prepared, the dataloaders and the scheduler exist; no batch has been read."""
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An epoch of training begins."""
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """A training batch has been read and placed on the device."""
+
+    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The loss of a batch is known. Keywords: ``batch``, ``batch_output``, ``step``."""
+
+    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The gradients of a batch have been added. Keywords: ``batch``, ``batch_output``, ``step``."""
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An update has happened: new weights, scheduler stepped, gradients cleared."""
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """A training step is complete, its update included. Keywords: ``batch``, ``batch_output``, ``step``."""
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Every callback has seen a step that made an update: the place to save. Keyword: ``step``."""
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The training part of an epoch is complete; its losses are in the run history."""
+
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An evaluation begins. Keyword: ``is_intermediate``, true in the middle of a training epoch."""
+
+    def on_eval_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An evaluation batch has been read and placed on the device."""
+
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An evaluation batch is complete. Keywords: ``batch``, ``batch_output``."""
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An evaluation is complete; its losses are in the run history. Keyword: ``is_intermediate``."""
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An epoch is complete, its evaluation included."""
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Every callback has seen the end of the epoch: the place to save."""
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The run has ended: finished, stopped early, or by an error that all ranks met together."""
+
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``evaluate`` begins."""
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``evaluate`` has ended."""
+
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``predict`` begins."""
+
+    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """A batch has been predicted. Keywords: ``batch``, ``batch_output`` (the outputs of the model)."""
+
+    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``predict`` has ended."""
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The run was stopped early; ``trainer.stop_reason`` says why."""
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An error ends the run: close what is open. Keyword: ``exception``.
+
+        Other ranks may not be here, so do not communicate with them.
+        """
+
+
+EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+Listener = Callable[..., object]
+
+
+class CallbackHandler:
+    """Calls the callbacks of a trainer, in the order in which they were given.
+
+    Who listens to an event is worked out once, so an event without listeners costs a dictionary look-up.
+
+    :param callbacks: instances of :class:`TrainerCallback`, or its subclasses, which are then instantiated
+        without arguments. Several callbacks of one class are fine.
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
+        self.callbacks: list[TrainerCallback] = []
+        self._listeners: dict[str, tuple[Listener, ...]] = {}
+        self.add_callbacks(callbacks)
+
+    def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> None:
+        """Append several callbacks."""
+        if isinstance(callbacks, (str, bytes, TrainerCallback, type)) or not isinstance(callbacks, Iterable):
+            raise TypeError(f"callbacks={callbacks!r} must be a list of callbacks.")
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Append a callback, given as an instance or as a class."""
+        instance = callback() if isinstance(callback, type) else callback
+        if not isinstance(instance, TrainerCallback):
+            raise TypeError(
+                f"callbacks: {callback!r} is not a TrainerCallback. "
+                "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
+            )
+        _warn_about_misspelt_events(type(instance))
+        self.callbacks.append(instance)
+        self._listeners.clear()
+
+    def clear_callbacks(self) -> None:
+        """Remove all callbacks."""
+        self.callbacks = []
+        self._listeners.clear()
+
+    @property
+    def callback_list(self) -> list[str]:
+        """The class names of the callbacks, in order."""
+        return [type(callback).__name__ for callback in self.callbacks]
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method named ``event`` of every callback that defines it, with the given arguments.
+
+        Any name will do: an event of your own is fired like this and reaches the callbacks that define it.
+        """
+        listeners = self._listeners.get(event)
+        if listeners is None:
+            listeners = self._listeners[event] = tuple(self._find_listeners(event))
+        for listener in listeners:
+            listener(*args, **kwargs)
+
+    def _find_listeners(self, event: str) -> Iterator[Listener]:
+        default = getattr(TrainerCallback, event, None)
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None and getattr(method, "__func__", method) is not default:
+                yield method
+
+    def __iter__(self) -> Iterator[TrainerCallback]:
+        return iter(self.callbacks)
+
+    def __len__(self) -> int:
+        return len(self.callbacks)
+
+    def __repr__(self) -> str:
+        """List each event that has listeners, with the classes that listen, in the order they are called."""
+        lines = []
+        for event in EVENTS:
+            names = [type(getattr(call, "__self__", call)).__name__ for call in self._find_listeners(event)]
+            if names:
+                lines.append(f"{event}: {', '.join(names)}")
+        return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+def _warn_about_misspelt_events(callback_class: type) -> None:
+    for name in dir(callback_class):
+        if name.startswith("on_") and name not in EVENTS:
+            hint = did_you_mean(name, EVENTS, cutoff=0.88)
+            if hint:
+                warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=4)

@@ -1,0 +1,77 @@
+"""Gradients of an accumulation window: those of its mean loss over samples, however they were batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite.distributed import Ranks
+
+Count = int | float | torch.Tensor
+
+
+class GradientWindow:
+    """Weighs the micro-batches of one update, so that their gradients add up to those of the whole window.
+
+    Each loss is a mean over a number of items (samples, or ``num_items_in_batch``). It is scaled by its share of a
+    *nominal* window, in which every micro-batch of every rank has the same size; just before clipping, the
+    gradients are multiplied by nominal/true size, which is 1 for all but ragged windows. That is exact for
+    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages.
+
+    :param steps: micro-batches of each rank in a full window
+    :param batch_size: samples in a nominal micro-batch of one rank
+    """
+
+    def __init__(self, ranks: Ranks, steps: int, batch_size: int) -> None:
+        self._ranks = ranks
+        self._steps = steps
+        self._batch_size = batch_size
+        self._nominal: Count = 0
+        self._true: Count = 0
+        #: Items in a nominal micro-batch, fixed at the first batch that returns ``num_items_in_batch``.
+        self.items_per_batch: float | None = None
+
+    def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
+        """Return the loss weighted by its share of the window.
+
+        :param num_samples: samples of this rank's micro-batch; 0 for a batch that only keeps ranks in step
+        :param total_samples: samples of this micro-batch over all ranks
+        :param items: what the loss is a mean over, when these are not samples
+        """
+        if self._steps == 1 and self._ranks.world_size == 1:
+            return loss
+        local: Count = num_samples
+        nominal: float = self._batch_size
+        if items is None:
+            self._true = self._true + total_samples
+        else:
+            local = items if num_samples else 0
+            nominal = self._nominal_items(local)
+            self._true = self._true + local
+        self._nominal = nominal * self._steps * self._ranks.world_size
+        return loss * (local / (nominal * self._steps))
+
+    def _nominal_items(self, items: Count) -> float:
+        if self.items_per_batch is None:  # once in a run: the only read of the device
+            self.items_per_batch = max(self._ranks.sum([float(items)])[0] / self._ranks.world_size, 1.0)
+        return self.items_per_batch
+
+    def finish(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+        """Correct the gradients when the window's true size differs from the nominal one, and begin the next."""
+        nominal, true = self._nominal, self._true
+        self._nominal = self._true = 0
+        if self.items_per_batch is not None and self._ranks.world_size > 1:
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            true = self._ranks.sum_on_device(torch.as_tensor(true, dtype=dtype, device=device).clone())
+        if not isinstance(true, torch.Tensor) and true == nominal:
+            return
+        factor: Any = nominal / true
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        dense = [g for g in gradients if g.layout == torch.strided]
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for gradient in gradients:
+            if gradient.layout != torch.strided:
+                gradient.mul_(factor)

@@ -1,0 +1,56 @@
+"""Leaving a job of several processes in order: without it, an interpreter may abort while it exits."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+_open: weakref.WeakSet[Trainer] = weakref.WeakSet()
+_EXIT_TIMEOUT = timedelta(seconds=30)
+
+
+def register(trainer: Trainer) -> None:
+    """Remember a trainer, so that its job is left in order at the end of the program."""
+    _open.add(trainer)
+
+
+def close(trainer: Trainer, failed: bool = False) -> None:
+    """Free what a trainer holds; the last one of a process leaves the job.
+
+    :param failed: an error is being handled: do not wait for the other processes
+    """
+    if trainer not in _open:
+        return
+    _open.discard(trainer)
+    trainer._train_dataloader = trainer._eval_dataloader = None
+    trainer.accelerator.free_memory()
+    if not _open:
+        _leave(trainer.accelerator, wait=not failed)
+
+
+def _leave(accelerator: object, wait: bool) -> None:
+    gc.collect()  # what is left of DistributedDataParallel must go before its process group does
+    if dist.is_available() and dist.is_initialized():
+        if wait and dist.get_backend() == "gloo":
+            with suppress(RuntimeError):  # a peer has failed: it will not come
+                dist.monitored_barrier(timeout=_EXIT_TIMEOUT)
+        elif wait:
+            dist.barrier()
+    accelerator.end_training()  # type: ignore[attr-defined]
+
+
+@atexit.register
+def _close_all() -> None:
+    failed = hasattr(sys, "last_type")  # set when the interpreter has printed an uncaught error
+    for trainer in list(_open):
+        close(trainer, failed)

@@ -1,0 +1,135 @@
+"""What a run was asked to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The arguments of a run that do not depend on its data."""
+
+    num_epochs: int | None = None
+    max_num_train_steps: int | None = None
+    gradient_accumulation_steps: int = 1
+    gradient_clip_value: float | None = None
+    gradient_clip_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainerRunConfig:
+    """The settings of a training or evaluation run, fixed when it starts.
+
+    :param num_epochs: epochs of training; ``None`` when the data have no length and the number of updates is limited
+    :param train_per_device_batch_size: samples in a training batch of one process
+    :param train_dl_kwargs: arguments that the training dataloader was created with
+    :param eval_per_device_batch_size: samples in an evaluation batch of one process
+    :param eval_dl_kwargs: arguments that the evaluation dataloader was created with
+    :param gradient_accumulation_steps: batches of each process in one update
+    :param gradient_clip_value: largest absolute value of a gradient's elements, ``None``: not clipped
+    :param gradient_clip_norm: largest total norm of the gradients, ``None``: not clipped
+    :param train_total_batch_size: samples in one update of the whole job
+    :param eval_total_batch_size: samples in one evaluation step of the whole job
+    :param num_update_steps_per_epoch: optimizer updates in an epoch; ``None`` when the data have no length
+    :param num_local_update_steps_per_epoch: the same number: every process makes every update
+    :param max_num_train_steps: optimizer updates in the whole run; ``None`` when the data have no length and no
+        limit was given
+    :param is_local_process_zero: whether this is the first process on its machine
+    :param is_world_process_zero: whether this is the first process of the job
+    :param is_distributed: whether the job has several processes
+    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
+    :param num_processes: processes in the job
+    :param seed: the seed given to the trainer, ``None`` when there is none
+    """
+
+    num_epochs: int | None
+    train_per_device_batch_size: int
+    train_dl_kwargs: dict[str, Any] | None
+    eval_per_device_batch_size: int
+    eval_dl_kwargs: dict[str, Any] | None
+    gradient_accumulation_steps: int
+    gradient_clip_value: float | None
+    gradient_clip_norm: float | None
+    train_total_batch_size: int
+    eval_total_batch_size: int
+    num_update_steps_per_epoch: int | None
+    num_local_update_steps_per_epoch: int | None
+    max_num_train_steps: int | None
+    is_local_process_zero: bool
+    is_world_process_zero: bool
+    is_distributed: bool
+    mixed_precision: str
+    num_processes: int
+    seed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+
+
+def resolve_run_config(
+    request: RunRequest,
+    *,
+    accelerator: Accelerator,
+    train_dataloader: Any,
+    train_dl_kwargs: dict[str, Any] | None,
+    eval_dl_kwargs: dict[str, Any] | None,
+    batch_size: int,
+    seed: int | None,
+) -> TrainerRunConfig:
+    """Work out the settings of a run from what was asked for and the length of its data.
+
+    :raises ValueError: when the training data do not make a single batch
+    """
+    updates_per_epoch: int | None = None
+    if train_dataloader is not None:
+        updates_per_epoch = _updates_per_epoch(train_dataloader, request.gradient_accumulation_steps)
+        request = _limit(request, updates_per_epoch)
+    processes = accelerator.num_processes
+    train_batch_size = (train_dl_kwargs or {}).get("batch_size") or batch_size
+    eval_batch_size = (eval_dl_kwargs or {}).get("batch_size") or batch_size
+    return TrainerRunConfig(
+        **vars(request),
+        train_per_device_batch_size=train_batch_size,
+        train_dl_kwargs=train_dl_kwargs,
+        eval_per_device_batch_size=eval_batch_size,
+        eval_dl_kwargs=eval_dl_kwargs,
+        train_total_batch_size=train_batch_size * processes * request.gradient_accumulation_steps,
+        eval_total_batch_size=eval_batch_size * processes,
+        num_update_steps_per_epoch=updates_per_epoch,
+        num_local_update_steps_per_epoch=updates_per_epoch,
+        is_local_process_zero=accelerator.is_local_main_process,
+        is_world_process_zero=accelerator.is_main_process,
+        is_distributed=processes > 1,
+        mixed_precision=accelerator.mixed_precision,
+        num_processes=processes,
+        seed=seed,
+    )
+
+
+def _updates_per_epoch(dataloader: Any, accumulation: int) -> int | None:
+    try:
+        steps = len(dataloader)
+    except TypeError:
+        return None
+    if steps == 0:
+        raise ValueError(
+            "train_dataset makes no batch: with drop_last=True it needs at least per_device_batch_size samples for "
+            "every process. Lower per_device_batch_size, or leave drop_last out."
+        )
+    return math.ceil(steps / accumulation)
+
+
+def _limit(request: RunRequest, updates_per_epoch: int | None) -> RunRequest:
+    """Derive epochs from updates, or updates from epochs; updates take precedence."""
+    if request.max_num_train_steps is not None:
+        epochs = None if updates_per_epoch is None else math.ceil(request.max_num_train_steps / updates_per_epoch)
+        return replace(request, num_epochs=epochs)
+    if updates_per_epoch is None or request.num_epochs is None:
+        return request
+    return replace(request, max_num_train_steps=request.num_epochs * updates_per_epoch)

@@ -1,0 +1,231 @@
+"""What is remembered of a run: the history of its metrics, its progress, and running means of losses."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.utils import did_you_mean, import_extra
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass
+class Progress:
+    """How far a training run has come. Written by the trainer, read by everyone else.
+
+    :param epoch: the epoch that is being trained, from 1; 0 before the first
+    :param epochs_completed: epochs that are finished, their evaluation included
+    :param step: batches of each process finished in this epoch
+    :param update: optimizer updates made in the run; an update that a gradient scaler skipped counts too
+    :param samples_in_epoch: samples that all processes together have consumed in this epoch
+    :param samples: samples that all processes together have consumed in the run
+    """
+
+    epoch: int = 0
+    epochs_completed: int = 0
+    step: int = 0
+    update: int = 0
+    samples_in_epoch: int = 0
+    samples: int = 0
+
+    def start_epoch(self) -> None:
+        """Enter the next epoch."""
+        self.epoch = self.epochs_completed + 1
+        self.step = 0
+        self.samples_in_epoch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts as a dict."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over counts returned by :meth:`state_dict`."""
+        for name, value in state.items():
+            if name not in self.__dataclass_fields__:
+                raise KeyError(f"Progress has no count {name!r}; it has {', '.join(self.__dataclass_fields__)}.")
+            setattr(self, name, int(value))
+
+
+class RunHistory(ABC):
+    """The metrics of a run, in the order in which they were recorded, and the number of the current epoch."""
+
+    @abstractmethod
+    def get_metric_names(self) -> Iterable[str]:
+        """Return the names of all metrics that have been recorded."""
+
+    @abstractmethod
+    def get_metric_values(self, metric_name: str) -> Sequence[Any]:
+        """Return all values of a metric, oldest first; an empty sequence when it was never recorded."""
+
+    @abstractmethod
+    def get_latest_metric(self, metric_name: str) -> Any:
+        """Return the newest value of a metric.
+
+        :raises ValueError: when it was never recorded; the message lists those that were
+        """
+
+    @abstractmethod
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        """Record a value, under the current prefix followed by ``metric_name``."""
+
+    @abstractmethod
+    def delete_metric(self, metric_name: str) -> None:
+        """Forget a metric with all its values."""
+
+    @abstractmethod
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
+        """Set the prefix for the names of metrics recorded from now on."""
+
+    @property
+    @abstractmethod
+    def metric_name_prefix(self) -> str:
+        """The prefix for the names of metrics that are recorded now."""
+
+    @property
+    @abstractmethod
+    def current_epoch(self) -> int:
+        """The epoch that is being trained, from 1."""
+
+    @abstractmethod
+    def _increment_epoch(self) -> None: ...
+
+    @abstractmethod
+    def _set_epoch(self, epoch: int) -> None: ...
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all metrics and return to epoch 1."""
+
+
+class InMemoryRunHistory(RunHistory):
+    """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
+
+    def __init__(self) -> None:
+        self._prefix = ""
+        self.reset()
+
+    def reset(self) -> None:  # noqa: D102
+        self._current_epoch = 1
+        self._metrics: dict[str, list[Any]] = {}
+        self._epochs: dict[str, list[int]] = {}
+
+    def get_metric_names(self) -> list[str]:  # noqa: D102
+        return list(self._metrics)
+
+    def get_metric_values(self, metric_name: str) -> list[Any]:  # noqa: D102
+        return self._metrics.get(metric_name, [])
+
+    def get_latest_metric(self, metric_name: str) -> Any:  # noqa: D102
+        values = self._metrics.get(metric_name)
+        if not values:
+            raise ValueError(
+                f"No values have been recorded for the metric {metric_name!r}."
+                f"{did_you_mean(metric_name, self._metrics)} Recorded: {', '.join(self._metrics) or 'nothing yet'}."
+            )
+        return values[-1]
+
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:  # noqa: D102
+        name = f"{self._prefix}{metric_name}"
+        self._metrics.setdefault(name, []).append(metric_value)
+        self._epochs.setdefault(name, []).append(self._current_epoch)
+
+    def delete_metric(self, metric_name: str) -> None:  # noqa: D102
+        self.get_latest_metric(metric_name)
+        del self._metrics[metric_name], self._epochs[metric_name]
+
+    def set_metric_name_prefix(self, prefix: str = "") -> None:  # noqa: D102
+        self._prefix = prefix
+
+    @property
+    def metric_name_prefix(self) -> str:  # noqa: D102
+        return self._prefix
+
+    @property
+    def current_epoch(self) -> int:  # noqa: D102
+        return self._current_epoch
+
+    def _increment_epoch(self) -> None:
+        self._current_epoch += 1
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._current_epoch = epoch
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the values of every metric by name, oldest first, as copies."""
+        return {name: list(values) for name, values in self._metrics.items()}
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return a ``pandas.DataFrame`` with a row for each epoch and a column for each metric.
+
+        A metric recorded several times in an epoch shows its last value there. Needs the extra ``dataframe``.
+        """
+        pandas = import_extra("pandas", "dataframe", "to_dataframe()")
+        columns = {name: dict(zip(self._epochs[name], self._metrics[name], strict=True)) for name in self._metrics}
+        table = pandas.DataFrame(columns).sort_index()
+        return table.rename_axis("epoch")
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the curve of every metric over the epochs; train and eval of one metric share a panel.
+
+        :param path: where to save the picture, by suffix (``.png``, ``.pdf``, ``.svg``); ``None``: not saved
+        :return: the matplotlib figure
+        :raises ValueError: when nothing has been recorded
+
+        Needs the extra ``plot``.
+        """
+        from pytorch_accel_lite.plotting import plot_curves
+
+        curves = {name: (self._epochs[name], self._metrics[name]) for name in self._metrics}
+        return plot_curves(curves, path)
+
+
+class LossTracker:
+    """A running mean, weighted by batch size, whose sums stay on the device until they are read.
+
+    :ivar loss_value: the last value given to :meth:`update`
+    :ivar total_loss: the weighted sum so far: a number, or a float64 tensor (float32 where there is no float64)
+    :ivar running_count: the sum of the weights so far
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again from nothing."""
+        self.loss_value: Any = 0
+        self.total_loss: Any = 0
+        self.running_count: Any = 0
+
+    def update(self, loss_batch_value: torch.Tensor | float, batch_size: Any = 1) -> None:
+        """Add the mean loss of a batch.
+
+        :param loss_batch_value: the mean over the batch, a number or a tensor with one element
+        :param batch_size: the weight, a number or a tensor with one element
+        """
+        if isinstance(loss_batch_value, torch.Tensor):
+            loss_batch_value = loss_batch_value.detach()
+            if not isinstance(self.total_loss, torch.Tensor):
+                dtype = torch.float32 if loss_batch_value.device.type == "mps" else torch.float64
+                self.total_loss = torch.full((), self.total_loss, dtype=dtype, device=loss_batch_value.device)
+            if isinstance(batch_size, torch.Tensor):
+                self.total_loss.add_(loss_batch_value * batch_size)
+            else:
+                self.total_loss.add_(loss_batch_value, alpha=batch_size)
+        else:
+            self.total_loss += loss_batch_value * batch_size
+        self.loss_value = loss_batch_value
+        self.running_count = self.running_count + batch_size
+
+    @property
+    def average(self) -> float:
+        """The weighted mean so far, 0 before the first batch. Reads the device."""
+        count = float(self.running_count)
+        return float(self.total_loss) / count if count else 0.0

@@ -1,0 +1,805 @@
+"""The trainer: its public methods, the steps that can be overridden, and the loop, in reading order."""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite import lifecycle
+from pytorch_accel_lite.batches import ModelCaller, check_loss, concatenate, find_batch_size, to_cpu, total_loss
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    CallbackHandler,
+    NonFiniteLossError,
+    StopTrainingError,
+    TrainerCallback,
+)
+from pytorch_accel_lite.checkpoint import load_state_into, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.data import LoadedBatch, ShardedLoader, shard
+from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
+from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
+from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.placeholders import (
+    PlaceholderError,
+    TrainerPlaceholderValues,
+    replace_trainer_placeholder_values,
+)
+from pytorch_accel_lite.preparation import Preparation, evaluation_mode, unwrap
+from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
+from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
+from pytorch_accel_lite.validation import check_dataset, check_training
+
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "PlaceholderError",
+    "Trainer",
+    "TrainerPlaceholderValues",
+    "TrainerWithTimmScheduler",
+    "replace_trainer_placeholder_values",
+]
+
+BatchOutput = dict[str, Any]
+StrPath = str | os.PathLike[str]
+
+
+class Trainer:
+    """Trains, evaluates and applies a model on whatever hardware there is.
+
+    Behaviour is changed by overriding a step method, or by callbacks; the loop with all its events is in the
+    docstring of :class:`~pytorch_accel_lite.callbacks.TrainerCallback`.
+
+    :param model: the model to train
+    :param loss_func: called as ``loss_func(model_outputs, targets)``, returns a scalar that is a mean over the
+        batch (or a dict of such by name, whose sum is minimised); ``None`` for models that return their own loss
+    :param optimizer: an optimizer over the model's parameters; ``None`` when only evaluating or predicting
+    :param callbacks: callbacks, as instances or classes, called in this order
+    :param run_history: where metrics are recorded; by default an
+        :class:`~pytorch_accel_lite.tracking.InMemoryRunHistory`
+    :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
+        by default one is made by :meth:`_create_accelerator`
+    :param seed: makes each run a function of (code, data, seed): generators are seeded when ``train`` starts and
+        the order of the data follows from it; by default no generator is ever seeded
+    :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.tracking.Progress`)
+    :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.run_config.TrainerRunConfig`)
+    :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+    :ivar stop_reason: why the last run was stopped early, ``None`` when it was not
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_func: Callable[..., Any] | None,
+        optimizer: torch.optim.Optimizer | None,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = DEFAULT_CALLBACKS,
+        run_history: RunHistory | None = None,
+        *,
+        accelerator: Accelerator | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r} must be a torch.nn.Module.")
+        if loss_func is not None and not callable(loss_func):
+            raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
+        self.model = model
+        self.loss_func = loss_func
+        self.optimizer: Any = optimizer
+        self.callback_handler = self._create_callback_handler(callbacks)
+        self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
+        self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
+        self._accelerator = self.accelerator  # the name that the ancestor's users know
+        check_launch(self.accelerator)
+        self.seed = seed
+        self.progress = Progress()
+        self.run_config: TrainerRunConfig | None = None
+        self.stop_reason: str | None = None
+        self.scheduler: Any = None
+        self.create_scheduler_fn: Callable[..., Any] | None = None
+        self.collate_fn: Callable[[Any], Any] | None = None
+        self.train_dataset: Any = None
+        self.eval_dataset: Any = None
+        self._train_dataloader: Any = None
+        self._eval_dataloader: Any = None
+        self._train_dl_kwargs: dict[str, Any] | None = None
+        self._eval_dl_kwargs: dict[str, Any] | None = None
+        self._ranks = Ranks(self.accelerator)
+        self._stop_vote = StopVote(self._ranks)
+        self._preparation: Preparation | None = None
+        self._caller = ModelCaller(model)
+        self._loss_trackers = {"loss": LossTracker()}
+        self.recorded_losses: dict[str, float] = {}
+        lifecycle.register(self)
+        self.callback_handler.call_event("on_init_end", self)
+
+    def _create_callback_handler(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> CallbackHandler:
+        return CallbackHandler(callbacks)
+
+    def _create_accelerator(self) -> Accelerator:
+        """Make the ``Accelerator``, once, when none was given."""
+        return Accelerator()
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def train(
+        self,
+        train_dataset: Any,
+        num_epochs: int | None = None,
+        eval_dataset: Any = None,
+        per_device_batch_size: int = 8,
+        max_num_train_steps: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        gradient_clip_value: float | None = None,
+        create_scheduler_fn: Callable[..., Any] | None = None,
+        train_dataloader_kwargs: dict[str, Any] | None = None,
+        eval_dataloader_kwargs: dict[str, Any] | None = None,
+        reset_run_history: bool = True,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        gradient_clip_norm: float | None = None,
+    ) -> None:
+        """Train the model.
+
+        :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts
+        :param num_epochs: how many times to go through the training data
+        :param eval_dataset: evaluated after every epoch; ``None``: no evaluation
+        :param per_device_batch_size: samples in a batch of one process
+        :param max_num_train_steps: end after this many optimizer updates of the whole job; takes precedence
+            over ``num_epochs``
+        :param gradient_accumulation_steps: batches of each process in one update
+        :param gradient_clip_value: limit the absolute value of each element of the gradients
+        :param gradient_clip_norm: limit the total norm of the gradients
+        :param create_scheduler_fn: called with the optimizer, returns a scheduler that is stepped once an update;
+            a ``functools.partial`` may hold :class:`TrainerPlaceholderValues`
+        :param train_dataloader_kwargs: arguments for the training ``DataLoader`` that replace the defaults
+        :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader`` that replace the defaults
+        :param reset_run_history: forget the metrics of earlier runs
+        :param collate_fn: makes a batch of a list of samples
+        :raises NonFiniteLossError: when :class:`~pytorch_accel_lite.callbacks.TerminateOnNaNCallback` saw a loss
+            that is infinite or NaN
+        """
+        request = RunRequest(
+            num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
+        )
+        check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        check_dataset("train_dataset", train_dataset, per_device_batch_size)
+        if eval_dataset is not None:
+            check_dataset("eval_dataset", eval_dataset, per_device_batch_size)
+        self.train_dataset, self.eval_dataset, self.collate_fn = train_dataset, eval_dataset, collate_fn
+        self.create_scheduler_fn = create_scheduler_fn
+        if self.seed is not None:
+            set_seed(self.seed, device_specific=True)
+        if reset_run_history:
+            self.run_history.reset()
+        self.progress = Progress()
+        self._train_dataloader = self._shard(
+            self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs), training=True
+        )
+        self._eval_dataloader = None
+        if eval_dataset is not None:
+            self._eval_dataloader = self._shard(
+                self.create_eval_dataloader(per_device_batch_size, eval_dataloader_kwargs), training=False
+            )
+        with self._prepared(training=True):
+            self.run_config = self._create_run_config(per_device_batch_size, request)
+            self._window = GradientWindow(
+                self._ranks, gradient_accumulation_steps, self.run_config.train_per_device_batch_size
+            )
+            self.scheduler = self.create_scheduler()
+            self._run_training()
+
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of training batches; override it to build your own.
+
+        Whatever a ``DataLoader`` over a map dataset would read is shared out over the processes; see
+        :mod:`pytorch_accel_lite.data` for other iterables.
+
+        :param batch_size: samples in a batch of one process
+        :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
+        """
+        self._train_dl_kwargs = merge_loader_kwargs(self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
+        return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | self._train_dl_kwargs))
+
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
+        self._eval_dl_kwargs = merge_loader_kwargs(self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
+        return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | self._eval_dl_kwargs))
+
+    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return the default arguments of the training dataloader: shuffled, workers where they pay."""
+        return default_loader_kwargs(self.train_dataset, batch_size, True, self._local_world_size)
+
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return the default arguments of the evaluation dataloader: in order, workers where they pay."""
+        return default_loader_kwargs(self.eval_dataset, batch_size, False, self._local_world_size)
+
+    def create_scheduler(self) -> Any:
+        """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""
+        if self.create_scheduler_fn is None:
+            return None
+        return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
+
+    # -------------------------------------------------------------------- training: steps to override
+
+    def training_run_start(self) -> None:
+        """Called when a training run starts."""
+
+    def train_epoch_start(self) -> None:
+        """Called when an epoch of training starts. By default sets the model to training mode."""
+        self.model.train()
+
+    def calculate_train_batch_loss(self, batch: Any) -> BatchOutput:
+        """Return the outputs and the loss of a training batch.
+
+        The default understands a tuple or list ``(inputs, targets)``, as ``loss_func(model(inputs), targets)``;
+        and a dict, as ``model(**batch)`` with the keys that ``forward`` takes: the remaining ones are the targets
+        (a single value is given as it is), or the model returns its own ``loss`` when there is no ``loss_func``.
+
+        :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of such by name,
+            whose sum is minimised; optionally ``model_outputs``; ``batch_size``, found from the batch when
+            missing; ``num_items_in_batch`` when the loss is a mean over something else than samples (tokens, say);
+            and anything else that callbacks want to see
+        """
+        return self._calculate_loss(batch)
+
+    def backward_step(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss, which has been weighted by its share of the accumulation window."""
+        if self._preparation is not None and self._preparation.is_plain:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.accelerator.backward(loss)
+
+    def clip_gradients(self) -> None:
+        """Clip the gradients as the run config says. Called once an update, on unscaled gradients."""
+        config = self._config
+        if config.gradient_clip_value is not None:
+            self.accelerator.clip_grad_value_(self.model.parameters(), config.gradient_clip_value)
+        if config.gradient_clip_norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), config.gradient_clip_norm)
+
+    def optimizer_step(self) -> None:
+        """Update the weights."""
+        self.optimizer.step()
+
+    def scheduler_step(self) -> None:
+        """Step the scheduler. Called once an update, unless a gradient scaler skipped it."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def optimizer_zero_grad(self) -> None:
+        """Clear the gradients after an update."""
+        self.optimizer.zero_grad()
+
+    def train_epoch_end(self) -> None:
+        """Called when an epoch of training ends, before its losses are recorded."""
+
+    def eval_epoch_start(self) -> None:
+        """Called when an evaluation starts. By default sets the model to evaluation mode."""
+        self.model.eval()
+
+    def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
+        """Return the outputs and the loss of an evaluation batch, without gradients.
+
+        The default and what is returned are as in :meth:`calculate_train_batch_loss`.
+        """
+        with torch.no_grad():
+            return self._calculate_loss(batch)
+
+    def eval_epoch_end(self) -> None:
+        """Called when an evaluation ends, before its losses are recorded."""
+
+    def training_run_epoch_end(self) -> None:
+        """Called when an epoch ends, after its evaluation."""
+
+    def training_run_end(self) -> None:
+        """Called when a training run ends."""
+
+    # ------------------------------------------------------------------------------ training: the loop
+
+    def _run_training(self) -> None:
+        ended = False
+        self.stop_reason = None
+        self._stop_vote.restart()
+        try:
+            try:
+                self.training_run_start()
+                self._call_event("on_training_run_start")
+                while not self._is_finished():
+                    self._run_epoch()
+            except StopTrainingError as stop:
+                self.stop_reason = str(stop) or type(stop).__name__
+                self.print(self.stop_reason)
+                self._call_event("on_stop_training_error")
+            ended = True
+            self.training_run_end()
+            self._call_event("on_training_run_end")
+        except BaseException as error:
+            self._close_failed_run(error, ended)
+            raise
+
+    def _run_epoch(self) -> None:
+        self.progress.start_epoch()
+        self._run_train_epoch()
+        if self._eval_dataloader is not None:
+            self._run_eval_epoch(self._eval_dataloader)
+        self.training_run_epoch_end()
+        self._call_event("on_training_run_epoch_end")
+        self._stop_vote.settle(now=True)
+        self.progress.epochs_completed = self.progress.epoch
+        self._call_event("on_epoch_checkpoint")
+        self.run_history._increment_epoch()
+
+    def _run_train_epoch(self) -> None:
+        self.train_epoch_start()
+        self._reset_losses()
+        self._call_event("on_train_epoch_start")
+        loader = self._train_dataloader = self._shard(self._train_dataloader, training=True)
+        for loaded in loader.steps(self.progress.epoch, self.progress.samples_in_epoch):
+            self._run_train_step(loaded)
+            if self._is_finished():
+                break
+        if not self.progress.step:
+            raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
+        self._stop_vote.settle(now=True)
+        self.train_epoch_end()
+        self._record_losses("train_{}_epoch")
+        self._call_event("on_train_epoch_end")
+
+    def _run_train_step(self, loaded: LoadedBatch) -> None:
+        batch, step = loaded.batch, self.progress.step
+        ends_window = loaded.is_last or (step + 1) % self._config.gradient_accumulation_steps == 0
+        self._call_event("on_train_step_start")
+        with self._gradient_sync(ends_window):
+            output = self.calculate_train_batch_loss(batch)
+            loss = self._weigh_loss(output, loaded)
+            self._call_event("on_backward_start", batch=batch, batch_output=output, step=step)
+            self.backward_step(loss)
+            self._call_event("on_backward_end", batch=batch, batch_output=output, step=step)
+        if ends_window:
+            self._run_update()
+        self.progress.step += 1
+        self._call_event("on_train_step_end", batch=batch, batch_output=output, step=step)
+        if ends_window:
+            self._call_event("on_train_step_checkpoint", step=step)
+            self._stop_vote.settle()
+
+    def _run_update(self) -> None:
+        self._window.finish(self._optimized_parameters(), self.device)
+        self.clip_gradients()
+        self._call_event("on_optimizer_step_start")
+        self.optimizer_step()
+        self.progress.update += 1
+        if self.scheduler is not None and not self._update_was_skipped():
+            self.scheduler_step()
+        self.optimizer_zero_grad()
+        self._call_event("on_optimizer_step_end")
+
+    def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
+        self.eval_epoch_start()
+        self._reset_losses()
+        self._call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
+        with self._unwrapped_model(), torch.no_grad():
+            for loaded in self._shard(valid_dl, training=False).steps(self.progress.epoch):
+                self._call_event("on_eval_step_start")
+                output = self.calculate_eval_batch_loss(loaded.batch)
+                self._track_losses(output, loaded, "calculate_eval_batch_loss", training=False)
+                self._call_event("on_eval_step_end", batch=loaded.batch, batch_output=output)
+        self.eval_epoch_end()
+        self._record_losses(
+            "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
+        )
+        self._call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
+        self._stop_vote.settle(now=True)
+
+    def _is_finished(self) -> bool:
+        config = self._config
+        if config.num_epochs is not None and self.progress.epochs_completed >= config.num_epochs:
+            return True
+        return self._update_limit is not None and self.progress.update >= self._update_limit
+
+    def _call_event(self, event: str, **kwargs: Any) -> None:
+        """Fire an event. What ends a run is raised at once on one process, and put to the vote on several."""
+        try:
+            self.callback_handler.call_event(event, self, **kwargs)
+        except (StopTrainingError, NonFiniteLossError) as error:
+            if self._ranks.world_size == 1:
+                raise
+            self._stop_vote.ask(error)
+
+    def _close_failed_run(self, error: BaseException, ended: bool) -> None:
+        """Tell the callbacks that an error ends the run; the error itself goes on to the caller.
+
+        A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
+        """
+        together = self._ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
+        endings: list[Callable[[], None]] = [lambda: self._call_event("on_exception", exception=error)]
+        if together and not ended:
+            endings += [self.training_run_end, lambda: self._call_event("on_training_run_end")]
+        for ending in endings:
+            try:
+                ending()
+            except Exception:
+                self.print(f"While the run was being ended by {error!r}, this happened too:\n{traceback.format_exc()}")
+
+    # ------------------------------------------------------------------------------- losses and gradients
+
+    def _calculate_loss(self, batch: Any) -> BatchOutput:
+        outputs, targets = self._caller.call(self.model, batch)
+        loss = self._caller.loss(self.loss_func, outputs, targets, batch)
+        return {"loss": loss, "model_outputs": outputs, "batch_size": find_batch_size(batch)}
+
+    def _weigh_loss(self, output: BatchOutput, loaded: LoadedBatch) -> torch.Tensor:
+        """Track the losses of a step and return the one to minimise, weighted by its share of the window."""
+        size = self._track_losses(output, loaded, "calculate_train_batch_loss", training=True)
+        total = size if loaded.total_samples is None else loaded.total_samples
+        self.progress.samples_in_epoch += total
+        self.progress.samples += total
+        items = output.get("num_items_in_batch")
+        return self._window.scale(output["loss"], size, total, items)
+
+    def _track_losses(self, output: BatchOutput, loaded: LoadedBatch, method: str, training: bool) -> int:
+        """Check what a step returned, add its losses to the running means, return the samples of this process."""
+        check_loss(output, method, training)
+        if "batch_size" not in output:
+            output["batch_size"] = find_batch_size(loaded.batch)
+        if isinstance(output["loss"], Mapping):
+            output["losses"] = output["loss"]
+            output["loss"] = total_loss(output["losses"])
+        if loaded.num_samples == 0:  # a batch that only keeps this process in step with the others
+            output["batch_size"] = 0
+            return 0
+        weight = output.get("num_items_in_batch", output["batch_size"])
+        self._loss_trackers["loss"].update(output["loss"], weight)
+        for name, loss in output.get("losses", {}).items():
+            self._loss_trackers.setdefault(name, LossTracker()).update(loss, weight)
+        return int(output["batch_size"]) if loaded.num_samples is None else loaded.num_samples
+
+    def _reset_losses(self) -> None:
+        self._loss_trackers = {"loss": LossTracker()}
+
+    def _record_losses(self, name: str) -> None:
+        """Record the epoch's mean losses over all ranks under ``name``, in which the loss's own name is put."""
+        sums = {key: (float(t.total_loss), float(t.running_count)) for key, t in self._loss_trackers.items()}
+        by_rank = self._ranks.all_gather_object(sums)
+        recorded = {}
+        for key in dict.fromkeys(key for sums in by_rank for key in sums):
+            parts = [sums[key] for sums in by_rank if key in sums]
+            count = sum(part[1] for part in parts)
+            recorded[name.format(key)] = sum(part[0] for part in parts) / count if count else math.nan
+        for metric, value in recorded.items():
+            self.run_history.update_metric(metric, value)
+        self.recorded_losses = recorded
+
+    @property
+    def _loss_tracker(self) -> LossTracker:
+        return self._loss_trackers["loss"]
+
+    @property
+    def running_loss(self) -> float:
+        """The mean loss of the epoch so far, on this process. Reads the device: not for every step."""
+        return self._loss_tracker.average
+
+    def _gradient_sync(self, ends_window: bool) -> AbstractContextManager[Any]:
+        """Within a window, gradients stay on their rank; they are averaged once, at its end."""
+        if self._config.gradient_accumulation_steps == 1:
+            return nullcontext()
+        self.accelerator.sync_gradients = ends_window
+        if ends_window or self._ranks.world_size == 1:
+            return nullcontext()
+        return self.accelerator.no_sync(self.model)  # type: ignore[no-any-return]
+
+    def _optimized_parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def _update_was_skipped(self) -> bool:
+        assert self._preparation is not None
+        return not self._preparation.is_plain and self.accelerator.optimizer_step_was_skipped
+
+    # ---------------------------------------------------------------------------- evaluation, prediction
+
+    def evaluate(
+        self,
+        dataset: Any = None,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate the model. Every sample counts once, on any number of processes.
+
+        :param dataset: by default the ``eval_dataset`` of the last training run
+        :param per_device_batch_size: samples in a batch of one process
+        :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
+        :param collate_fn: makes a batch of a list of samples
+        :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
+            run history too, which keeps what it held.
+        """
+        dataset = self.eval_dataset if dataset is None else dataset
+        check_dataset("dataset", dataset, per_device_batch_size)
+        known = {name: len(self.run_history.get_metric_values(name)) for name in self.run_history.get_metric_names()}
+        with self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
+            try:
+                self.evaluation_run_start()
+                self._call_event("on_evaluation_run_start")
+                try:
+                    self._run_eval_epoch(self._eval_dataloader, is_training=False)
+                except StopTrainingError as stop:
+                    self.print(stop)
+                    self._call_event("on_stop_training_error")
+                self.evaluation_run_end()
+                self._call_event("on_evaluation_run_end")
+            except BaseException as error:
+                self._close_failed_run(error, ended=True)
+                raise
+        return {
+            name: self.run_history.get_latest_metric(name)
+            for name in self.run_history.get_metric_names()
+            if len(self.run_history.get_metric_values(name)) > known.get(name, 0)
+        }
+
+    def evaluation_run_start(self) -> None:
+        """Called when ``evaluate`` starts."""
+
+    def evaluation_run_end(self) -> None:
+        """Called when ``evaluate`` ends."""
+
+    def predict(
+        self,
+        dataset: Any,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
+
+        :param dataset: a dataset whose samples may or may not hold targets, which are not used
+        :param per_device_batch_size: samples in a batch of one process
+        :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
+        :param collate_fn: makes a batch of a list of samples
+        :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
+            ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
+        """
+        check_dataset("dataset", dataset, per_device_batch_size)
+        parts: list[Any] = []
+        with self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn), evaluation_mode(self.model):
+            try:
+                self._call_event("on_predict_run_start")
+                with self._unwrapped_model(), torch.no_grad():
+                    for loaded in self._eval_dataloader.steps(self.progress.epoch):
+                        output = self.calculate_predict_batch_output(loaded.batch)
+                        parts.append(to_cpu(output))
+                        self._call_event("on_predict_step_end", batch=loaded.batch, batch_output=output)
+                self._call_event("on_predict_run_end")
+            except BaseException as error:
+                self._close_failed_run(error, ended=True)
+                raise
+            by_rank = self._ranks.all_gather_object(parts)
+        longest = max(map(len, by_rank))
+        in_order = [parts[step] for step in range(longest) for parts in by_rank if step < len(parts)]
+        return concatenate(in_order)
+
+    def calculate_predict_batch_output(self, batch: Any) -> Any:
+        """Return the model's outputs for a batch in ``predict``; override it to post-process them.
+
+        By default the first element of a tuple or list, or the keys of a dict that ``forward`` takes and that are
+        no targets, are given to the model.
+        """
+        return self._caller.predict(self.model, batch)
+
+    # ------------------------------------------------------------------------------------ saving, loading
+
+    def save_checkpoint(
+        self,
+        save_path: StrPath,
+        checkpoint_kwargs: dict[str, Any] | None = None,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        save_per_node: bool = True,
+    ) -> None:
+        """Save the weights as one portable file, written whole or not at all. To be called on every process.
+
+        :param save_path: usually ends in ``.pt``; missing folders are made
+        :param checkpoint_kwargs: further entries of the file
+        :param save_optimizer: include the optimizer's state
+        :param save_scheduler: include the scheduler's state, if there is a scheduler
+        :param save_per_node: save once on every machine; ``False``: once in the whole job
+        """
+        checkpoint = {"model_state_dict": self.get_model(keep_torch_compile=False).state_dict()}
+        if save_optimizer and self.optimizer is not None:
+            checkpoint["optimizer_state_dict"] = self.optimizer.state_dict()
+        if save_scheduler and self.scheduler is not None:
+            checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
+        checkpoint.update(checkpoint_kwargs or {})
+        here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
+        self._ranks.barrier()
+        if here:
+            write_checkpoint(checkpoint, save_path)
+        self._ranks.barrier()
+
+    def load_checkpoint(
+        self, checkpoint_path: StrPath, load_optimizer: bool = True, load_scheduler: bool = True
+    ) -> dict[str, Any]:
+        """Load weights saved by :meth:`save_checkpoint`, without running code from the file.
+
+        :param load_optimizer: load the optimizer's state too, if it was saved
+        :param load_scheduler: load the scheduler's state too, if it was saved and there is a scheduler
+        :return: the whole content of the file
+        :raises ValueError: when it does not fit the model; lists missing and unexpected keys
+        """
+        self._ranks.barrier()
+        checkpoint = read_checkpoint(checkpoint_path)
+        load_state_into(self.get_model(keep_torch_compile=False), checkpoint["model_state_dict"], checkpoint_path)
+        if load_optimizer and "optimizer_state_dict" in checkpoint:
+            if self.optimizer is None:
+                raise ValueError(
+                    f"The checkpoint {os.fspath(checkpoint_path)!r} holds an optimizer's state, but the trainer has "
+                    "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
+                )
+            self.optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+        if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
+            self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+        return checkpoint
+
+    def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the model without what it is wrapped in for distributed training.
+
+        :param keep_torch_compile: ``False`` also takes it out of ``torch.compile``'s wrapper
+        """
+        if self._preparation is not None and not self._preparation.can_unwrap:
+            return self.accelerator.unwrap_model(  # type: ignore[no-any-return]
+                self.model, keep_torch_compile=keep_torch_compile
+            )
+        return unwrap(self.model, keep_torch_compile)
+
+    # ---------------------------------------------------------------------------- processes and devices
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.accelerator.device  # type: ignore[no-any-return]
+
+    @property
+    def train_dataloader(self) -> Any:
+        """This process's training batches."""
+        return self._train_dataloader
+
+    @property
+    def eval_dataloader(self) -> Any:
+        """This process's evaluation batches."""
+        return self._eval_dataloader
+
+    def gather(self, tensor: Any, padding_value: float | None = None) -> Any:
+        """Concatenate tensors of all processes along their first dimension. To be called on every process.
+
+        :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ from
+            process to process.
+        :param padding_value: accepted for the ancestor's users and not needed: nothing of the padding is left
+        """
+        return self._ranks.gather(tensor)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once on every machine."""
+        self.accelerator.print(*args, **kwargs)
+
+    def close(self) -> None:
+        """Free what the trainer holds, and leave the job when no other trainer of this process needs it.
+
+        Happens by itself at the end of the program; afterwards the trainer cannot be used. ``with Trainer(...) as
+        trainer:`` does the same at the end of the block.
+        """
+        lifecycle.close(self)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        lifecycle.close(self, failed=exception_type is not None)
+
+    # --------------------------------------------------------------------------------- setting up a run
+
+    @contextmanager
+    def _prepared(self, training: bool) -> Iterator[None]:
+        """Give the model and the optimizer to Accelerate, and take them back at the end, however it comes."""
+        if self._preparation is not None and self._preparation.can_unwrap:  # within a run
+            yield
+            return
+        self._preparation = Preparation(self.accelerator, self.model, self.optimizer, training)
+        self.model, self.optimizer = self._preparation.model, self._preparation.optimizer
+        try:
+            yield
+        finally:
+            self.model, self.optimizer = self._preparation.release(self.model)
+            if self._preparation.can_unwrap:
+                self._preparation = None
+
+    @contextmanager
+    def _eval_run(
+        self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None, collate_fn: Any
+    ) -> Iterator[None]:
+        """Set the trainer up to evaluate a dataset; within a training run, put back what belongs to that run."""
+        running = self._preparation is not None
+        kept = vars(self).copy()
+        self.eval_dataset, self.collate_fn = dataset, collate_fn
+        try:
+            self._eval_dataloader = self._shard(self.create_eval_dataloader(batch_size, loader_kwargs), training=False)
+            with self._prepared(training=False):
+                if not running:
+                    self._train_dataloader = self._train_dl_kwargs = None
+                    self.run_config = self._create_run_config(batch_size, RunRequest(num_epochs=1))
+                yield
+        finally:
+            if running:
+                names = ("eval_dataset", "collate_fn", "_eval_dataloader", "_eval_dl_kwargs", "_loss_trackers")
+                vars(self).update({name: kept[name] for name in names})
+
+    @contextmanager
+    def _unwrapped_model(self) -> Iterator[None]:
+        """Use the module inside ``DistributedDataParallel``, whose forward pass communicates.
+
+        Ranks may then have different numbers of batches.
+        """
+        wrapped = self.model
+        if self._preparation is None or self._preparation.can_unwrap:
+            self.model = unwrap(wrapped)
+        try:
+            yield
+        finally:
+            self.model = wrapped
+
+    def _shard(self, source: Any, training: bool) -> ShardedLoader:
+        equal_steps = training or (self._preparation is not None and not self._preparation.can_unwrap)
+        return shard(source, self._ranks, self.device, self.seed, equal_steps)
+
+    @property
+    def _local_world_size(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.accelerator.num_processes))
+
+    @property
+    def _config(self) -> TrainerRunConfig:
+        if self.run_config is None:
+            raise RuntimeError("There is no run_config before train() or evaluate() was called.")
+        return self.run_config
+
+    def _create_run_config(self, batch_size: int, request: RunRequest) -> TrainerRunConfig:
+        self._update_limit = request.max_num_train_steps
+        return resolve_run_config(
+            request,
+            accelerator=self.accelerator,
+            train_dataloader=self._train_dataloader,
+            train_dl_kwargs=self._train_dl_kwargs,
+            eval_dl_kwargs=self._eval_dl_kwargs,
+            batch_size=batch_size,
+            seed=self.seed,
+        )
+
+
+class TrainerWithTimmScheduler(Trainer):
+    """A :class:`Trainer` for timm's schedulers, stepped as timm's own training script does (extra ``timm``).
+
+    ``step_update(num_updates)`` is called after every update, and ``step(epoch, metric)`` after every epoch, with the
+    number of finished epochs and the latest loss. The scheduler's own ``t_in_epochs`` says which takes effect.
+    """
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates made in this run."""
+        return self.progress.update
+
+    def scheduler_step(self) -> None:  # noqa: D102
+        if self.scheduler is not None:
+            self.scheduler.step_update(num_updates=self.num_updates)
+
+    def training_run_epoch_end(self) -> None:  # noqa: D102
+        if self.scheduler is not None:
+            names = self.run_history.get_metric_names()
+            metric = "eval_loss_epoch" if "eval_loss_epoch" in names else "train_loss_epoch"
+            self.scheduler.step(self.progress.epoch, self.run_history.get_latest_metric(metric))

@@ -1,0 +1,44 @@
+"""Small helpers that every room may import: argument checks, optional imports, suggestions."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import numbers
+from collections.abc import Iterable
+from types import ModuleType
+
+
+def check_positive_int(name: str, value: object) -> int:
+    """Return ``value`` when it is an integer of at least one, else raise an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}={value!r} must be a whole number, not {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1.")
+    return int(value)
+
+
+def check_positive_number(name: str, value: object) -> float:
+    """Return ``value`` as a float when it is a number above zero, else raise an error naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
+    if not float(value) > 0:
+        raise ValueError(f"{name}={value!r} must be greater than 0. Leave it out for no limit.")
+    return float(value)
+
+
+def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
+    """Import an optional dependency, or raise an ``ImportError`` that names the extra which brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f"{purpose} needs {package}. Install it with: pip install 'pytorch-accel-lite[{extra}]'"
+        ) from error
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``" Did you mean 'x'?"`` for the closest of the known words, or nothing when none is close."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
