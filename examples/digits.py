@@ -102,9 +102,9 @@ def main() -> None:
             total_steps=TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH,
         ),
     )
-    test_accuracy = trainer.evaluate(test_set, per_device_batch_size=64)["accuracy"]
     if trainer.accelerator.is_main_process:
         trainer.run_history.plot(args.output / "curves.png")
+    test_accuracy = trainer.evaluate(test_set, per_device_batch_size=64)["accuracy"]
     trainer.print(f"\nTest accuracy: {test_accuracy:.2%} of {len(test_set)} digits the model has never seen")
     trainer.print(f"Best model: {args.output / 'best_model.pt'}")
     trainer.print(f"Curves:     {args.output / 'curves.png'}")

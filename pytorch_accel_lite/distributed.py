@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+
+from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 
 
 class Ranks:
@@ -126,21 +127,21 @@ class StopVote:
     """
 
     def __init__(self, ranks: Ranks, seconds: float = 0.2) -> None:
-        self.request: Exception | None = None
         self._ranks = ranks
         self._seconds = seconds
         self.restart()
 
     def restart(self) -> None:
         """Forget what was asked for, and begin to count anew."""
-        self.request = None
+        self._request: tuple[int, Exception] | None = None
+        self._calls = 0
         self._updates = 0
         self._interval = 1
         self._since = time.monotonic()
 
     def ask(self, error: Exception) -> None:
         """Ask for an end with this error; the first one asked for is kept."""
-        self.request = self.request or error
+        self._request = self._request or (self._calls, error)
 
     def settle(self, now: bool = False) -> None:
         """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
@@ -149,22 +150,27 @@ class StopVote:
         """
         if self._ranks.world_size == 1:
             return
+        self._calls += 1
         self._updates += 1
         if not now and self._updates < self._interval:
             return
         elapsed = time.monotonic() - self._since
-        asked, pace = self._ranks.max([float(self.request is not None), elapsed / self._updates])
+        asked, pace = self._ranks.max([float(self._request is not None), elapsed / self._updates])
         self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
         self._updates, self._since = 0, time.monotonic()
         if asked:
             self._raise_first()
 
     def _raise_first(self) -> None:
-        requests = self._ranks.all_gather_object(pickle.dumps(self.request))
-        for rank, pickled in enumerate(requests):
-            error = self.request if rank == self._ranks.rank else pickle.loads(pickled)
-            if error is not None:
-                raise error
+        """Raise the error that was asked for first. On other ranks it is made anew: errors may not be picklable."""
+        mine = None
+        if self._request is not None:
+            calls, error = self._request
+            mine = calls, self._ranks.rank, isinstance(error, NonFiniteLossError), str(error)
+        _, rank, is_loss, message = min(filter(None, self._ranks.all_gather_object(mine)))
+        if self._request is not None and rank == self._ranks.rank:
+            raise self._request[1]
+        raise NonFiniteLossError(message) if is_loss else StopTrainingError(message)
 
 
 def check_launch(accelerator: Accelerator) -> None:

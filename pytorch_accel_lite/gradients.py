@@ -47,7 +47,7 @@ class GradientWindow:
         if items is None:
             self._true = self._true + total_samples
         else:
-            local = items if num_samples else 0
+            local = _as_weight(items) if num_samples else 0
             nominal = self._nominal_items(local)
             self._true = self._true + local
         self._nominal = nominal * self._steps * self._ranks.world_size
@@ -63,8 +63,7 @@ class GradientWindow:
         nominal, true = self._nominal, self._true
         self._nominal = self._true = 0
         if self.items_per_batch is not None and self._ranks.world_size > 1:
-            dtype = torch.float32 if device.type == "mps" else torch.float64
-            true = self._ranks.sum_on_device(torch.as_tensor(true, dtype=dtype, device=device).clone())
+            true = self._ranks.sum_on_device(torch.as_tensor(_as_weight(true), device=device).clone())
         if not isinstance(true, torch.Tensor) and true == nominal:
             return
         factor: Any = nominal / true
@@ -75,3 +74,10 @@ class GradientWindow:
         for gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient.mul_(factor)
+
+
+def _as_weight(count: Count) -> Count:
+    """Return a count as float64 where that exists: dividing whole numbers would give float32."""
+    if isinstance(count, torch.Tensor) and count.device.type != "mps":
+        return count.double()
+    return count

@@ -196,7 +196,12 @@ class Trainer:
                 self._ranks, gradient_accumulation_steps, self.run_config.train_per_device_batch_size
             )
             self.scheduler = self.create_scheduler()
-            self._run_training()
+            try:
+                self._run_training()
+            finally:
+                for loader in (self._train_dataloader, self._eval_dataloader):
+                    if isinstance(loader, ShardedLoader):
+                        loader.stop_workers()
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches; override it to build your own.
@@ -731,7 +736,8 @@ class Trainer:
         self.eval_dataset, self.collate_fn = dataset, collate_fn
         try:
             self._eval_dataloader = self._shard(self.create_eval_dataloader(batch_size, loader_kwargs), training=False)
-            with self._prepared(training=False):
+            modes = evaluation_mode(self.model) if running else nullcontext()
+            with modes, self._prepared(training=False):
                 if not running:
                     self._train_dataloader = self._train_dl_kwargs = None
                     self.run_config = self._create_run_config(batch_size, RunRequest(num_epochs=1))

@@ -93,6 +93,9 @@ class ShardedLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         return (step.batch for step in self.steps(self._epoch))
 
+    def stop_workers(self) -> None:
+        """Let go of worker processes; the next iteration starts them anew."""
+
     def __len__(self) -> int:
         """The number of steps in an epoch, the same on every process.
 
@@ -107,6 +110,83 @@ class ShardedLoader(ABC):
         return getattr(self.source, name)
 
 
+class _EpochShares:
+    """What this process reads of an epoch, batch by batch: the batch sampler of a :class:`MapLoader`.
+
+    It knows nothing of its loader: a reference cycle would keep workers from being stopped when it is dropped.
+
+    :ivar counts: for each batch that was handed out and not yet taken, the samples of this process, of all
+        processes, and whether it is the last step
+    """
+
+    def __init__(self, source: DataLoader[Any], ranks: Ranks, seed: int | None, fill: bool) -> None:
+        self.own_batches = source.batch_size is None  # a batch sampler of the user's
+        sampler: Any = source.batch_sampler if self.own_batches else source.sampler
+        self.sampler = sampler
+        self.global_batch = (source.batch_size or 1) * ranks.world_size
+        self.counts: deque[tuple[int, int, bool]] = deque()
+        self._drop_last = source.drop_last and not self.own_batches
+        self._order = EpochOrder(sampler, ranks, seed)
+        self._ranks = ranks
+        self._seed = seed
+        self._fill = fill
+
+    def set_position(self, epoch: int, start: int, limit: int | None) -> None:
+        """Say where the next iteration begins, and how many steps it has at most."""
+        self._epoch, self._start, self._limit = epoch, start, limit
+        self.counts.clear()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield what the dataset is asked for: indices, with epoch and position under a seed."""
+        for indices, first in self.shares():
+            if self._seed is None:
+                yield list(indices)
+            else:
+                yield [(self._epoch, first + i, index) for i, index in enumerate(indices)]
+
+    def shares(self) -> Iterator[tuple[Sequence[Any], int]]:
+        """Yield this process's indices of every step and their first position; note their counts."""
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        position = self._start
+        for group, is_last in with_last(islice(self._global_batches(), self._limit)):
+            flat = list(chain(*group)) if self.own_batches else group
+            begin, end = split(0, len(flat), rank, world_size)
+            if self.own_batches and len(group) == world_size:
+                begin = sum(map(len, group[:rank]))
+                end = begin + len(group[rank])
+            if end > begin or self._fill:
+                self.counts.append((end - begin, len(flat), is_last))
+                if end > begin:
+                    yield flat[begin:end], position + begin
+                else:
+                    yield flat[:1], position
+            position += len(flat)
+
+    def _global_batches(self) -> Iterator[Any]:
+        """Yield the indices of all processes in each step; with own batches, the batches of each step."""
+        order, world_size = self._order.draw(self._epoch), self._ranks.world_size
+        if self.own_batches:
+            batches, skipped = iter(order), 0
+            while skipped < self._start:
+                skipped += len(next(batches))
+            yield from iter(lambda: list(islice(batches, world_size)), [])
+            return
+        next_indices = take(order, self._start)
+        try:
+            size = len(self.sampler)
+        except TypeError:
+            yield from iter(lambda: next_indices(self.global_batch), [])
+            return
+        at_least = 1 if self._fill else world_size
+        for begin, end in global_batches(size, self.global_batch, self._start, self._drop_last, at_least):
+            yield next_indices(end - begin)
+
+    def num_steps(self) -> int:
+        """Return how many steps a whole epoch has."""
+        per_step = self._ranks.world_size if self.own_batches else self.global_batch
+        return count_global_batches(len(self.sampler), per_step, self._drop_last)
+
+
 class MapLoader(ShardedLoader):
     """The batches of a ``DataLoader`` over a map dataset, shared out over the processes.
 
@@ -119,18 +199,12 @@ class MapLoader(ShardedLoader):
         self, source: DataLoader[Any], ranks: Ranks, device: torch.device, seed: int | None, fill: bool
     ) -> None:
         super().__init__(source, ranks, device, fill)
-        self._own_batches = source.batch_size is None
-        sampler = source.batch_sampler if self._own_batches else source.sampler
-        assert sampler is not None
-        self._sampler = sampler
-        self._order = EpochOrder(sampler, ranks, seed)
-        self._seed = seed
-        self._start = 0
-        self._shares: deque[tuple[int, int, bool]] = deque()
+        self._shares = _EpochShares(source, ranks, seed, fill)
         self._memory = None
         if source.num_workers == 0 and source.collate_fn is default_collate:
             self._memory = tensors_in_memory(source.dataset)
-        self._inner = None if self._memory is not None else self._create_inner(source)
+        self._seed = seed
+        self._inner: DataLoader[Any] | None = None
 
     def _create_inner(self, source: DataLoader[Any]) -> DataLoader[Any]:
         dataset, collate_fn, generator = source.dataset, source.collate_fn, source.generator
@@ -139,7 +213,7 @@ class MapLoader(ShardedLoader):
             generator = torch.Generator().manual_seed(mix(self._seed) >> 1)
         return DataLoader(
             dataset,
-            batch_sampler=_KeyBatches(self),
+            batch_sampler=self._shares,
             collate_fn=collate_fn,
             generator=generator,
             num_workers=source.num_workers,
@@ -152,11 +226,11 @@ class MapLoader(ShardedLoader):
         )
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        self._epoch, self._start = epoch, start
-        self._shares.clear()
-        batches = self._read_memory() if self._inner is None else self._inner
-        for batch in batches:
-            yield LoadedBatch(batch, *self._shares.popleft())
+        self._shares.set_position(epoch, start, self.limit)
+        if self._memory is None and self._inner is None:
+            self._inner = self._create_inner(self.source)
+        for batch in self._read_memory() if self._inner is None else self._inner:
+            yield LoadedBatch(batch, *self._shares.counts.popleft())
 
     def _read_memory(self) -> Iterator[list[torch.Tensor]]:
         assert self._memory is not None
@@ -164,74 +238,18 @@ class MapLoader(ShardedLoader):
         pin = self.source.pin_memory and self._device.type == "cuda"
         # As a DataLoader does, so that the stream of random numbers goes on as in a hand-written loop.
         torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
-        for indices, _ in self._shares_of_steps():
+        for indices, _ in self._shares.shares():
             chosen = torch.as_tensor(indices)
             if subset is not None:
                 chosen = subset[chosen]
             batch = [tensor[chosen] for tensor in tensors]
             yield [tensor.pin_memory() for tensor in batch] if pin else batch
 
-    def keys(self) -> Iterator[list[Any]]:
-        """Yield what the dataset is asked for, batch by batch: indices, with epoch and position under a seed."""
-        for indices, first in self._shares_of_steps():
-            if self._seed is None:
-                yield list(indices)
-            else:
-                yield [(self._epoch, first + i, index) for i, index in enumerate(indices)]
-
-    def _shares_of_steps(self) -> Iterator[tuple[Sequence[Any], int]]:
-        """Yield this process's indices of every step and their first position; note its counts in ``_shares``."""
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        position = self._start
-        for group, is_last in with_last(islice(self._global_batches(), self.limit)):
-            flat = list(chain(*group)) if self._own_batches else group
-            begin, end = split(0, len(flat), rank, world_size)
-            if self._own_batches and len(group) == world_size:
-                begin = sum(map(len, group[:rank]))
-                end = begin + len(group[rank])
-            if end > begin or self._fill:
-                self._shares.append((end - begin, len(flat), is_last))
-                if end > begin:
-                    yield flat[begin:end], position + begin
-                else:
-                    yield flat[:1], position
-            position += len(flat)
-
-    def _global_batches(self) -> Iterator[Any]:
-        """Yield the indices of all processes in each step; with own batches, the batches of each step."""
-        order, world_size = self._order.draw(self._epoch), self._ranks.world_size
-        if self._own_batches:
-            batches, skipped = iter(order), 0
-            while skipped < self._start:
-                skipped += len(next(batches))
-            yield from iter(lambda: list(islice(batches, world_size)), [])
-            return
-        next_indices = take(order, self._start)
-        global_batch = self.source.batch_size * world_size
-        try:
-            size = len(self._sampler)  # type: ignore[arg-type]
-        except TypeError:
-            yield from iter(lambda: next_indices(global_batch), [])
-            return
-        spread = 1 if self._fill else world_size
-        for begin, end in global_batches(size, global_batch, self._start, self.source.drop_last, spread):
-            yield next_indices(end - begin)
+    def stop_workers(self) -> None:
+        self._inner = None
 
     def _num_steps(self) -> int:
-        if self._own_batches:
-            return count_global_batches(len(self._sampler), self._ranks.world_size)  # type: ignore[arg-type]
-        global_batch = self.source.batch_size * self._ranks.world_size
-        return count_global_batches(len(self._sampler), global_batch, self.source.drop_last)  # type: ignore[arg-type]
-
-
-class _KeyBatches:
-    """The batch sampler of the inner dataloader: it asks its loader anew in every epoch."""
-
-    def __init__(self, loader: MapLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._loader.keys()
+        return self._shares.num_steps()
 
 
 class StreamLoader(ShardedLoader):

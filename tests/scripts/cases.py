@@ -1,0 +1,437 @@
+"""Cases run on every process of a job; what each returns is saved for the tests to look at.
+
+Started by tests/launching.py as: torchrun --nproc_per_node N tests/scripts/cases.py FOLDER
+A case named ``case_x`` is the entry ``x``. With one process, tests call the functions directly.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torchmetrics.classification import MulticlassAccuracy
+
+from pytorch_accel_lite import (
+    NonFiniteLossError,
+    StopTrainingError,
+    Trainer,
+    TrainerCallback,
+    TrainerPlaceholderValues,
+    get_default_callbacks,
+)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.data import OwnShard
+from tests.launching import Failed
+from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
+
+IN_ORDER = {"shuffle": False}
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+class Recorder(TrainerCallback):
+    """Keeps the gradients of each update and the samples of each step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.inputs: list[torch.Tensor] = []
+        self.counts: list[int] = []
+
+    def on_optimizer_step_start(self, trainer, **kwargs):
+        named = trainer.get_model().named_parameters()
+        self.gradients.append({name: p.grad.clone() for name, p in named})
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        if batch_output["batch_size"]:
+            self.inputs.append(batch[0])
+            self.counts.append(batch_output["batch_size"])
+
+
+def _global_batch(size: int) -> int:
+    assert size % world_size() == 0
+    return size // world_size()
+
+
+def case_training() -> Any:
+    """Weights, gradients and losses for ragged data, accumulation 1 to 3; the global batch is 6 samples."""
+    results = {}
+    for accumulation in (1, 2, 3):
+        for size in (37, 30, 4):
+            model = small_model()
+            recorder = Recorder()
+            trainer = quiet_trainer(model, callbacks=[recorder])
+            trainer.train(
+                regression_data(size),
+                3,
+                regression_data(11),
+                per_device_batch_size=_global_batch(6),
+                gradient_accumulation_steps=accumulation,
+                train_dataloader_kwargs=IN_ORDER,
+                gradient_clip_norm=1.0,
+            )
+            results[accumulation, size] = {
+                "weights": weights(model),
+                "gradients": recorder.gradients,
+                "history": trainer.run_history.to_dict(),
+                "updates": trainer.progress.update,
+                "samples": trainer.progress.samples,
+            }
+    return results
+
+
+class TokenTrainer(Trainer):
+    """A loss that is a mean over the elements that are not masked, as for tokens."""
+
+    def calculate_train_batch_loss(self, batch):
+        x, y, mask = batch
+        outputs = self.model(x)
+        loss = ((outputs - y) ** 2)[mask].mean()
+        return {"loss": loss, "model_outputs": outputs, "batch_size": len(x), "num_items_in_batch": mask.sum()}
+
+
+def case_tokens() -> Any:
+    results = {}
+    for accumulation in (1, 3):
+        data = regression_data(40)
+        mask = torch.rand(40, 1, generator=torch.Generator().manual_seed(1)) < 0.6
+        mask[::2] = True
+        model, recorder = small_model(), Recorder()
+        trainer = TokenTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[recorder])
+        trainer.train(
+            TensorDataset(*data.tensors, mask),
+            2,
+            per_device_batch_size=_global_batch(6),
+            gradient_accumulation_steps=accumulation,
+            train_dataloader_kwargs=IN_ORDER,
+        )
+        results[accumulation] = {
+            "weights": weights(model),
+            "gradients": recorder.gradients,
+            "history": trainer.run_history.to_dict(),
+        }
+    return results
+
+
+def case_schedule() -> Any:
+    """Updates and learning rates of runs limited to seven updates, and of whole epochs."""
+    results = {}
+    placeholders = TrainerPlaceholderValues
+    for accumulation in (1, 2, 3):
+        for limit in (7, None):
+            model = small_model()
+            trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            rates = []
+
+            class Rates(TrainerCallback):
+                def on_optimizer_step_start(self, trainer, rates=rates, **kwargs):
+                    rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+            trainer.callback_handler.add_callback(Rates())
+            total = placeholders.MAX_NUM_TRAIN_STEPS
+            if limit is None:
+                total = placeholders.NUM_EPOCHS * placeholders.NUM_UPDATE_STEPS_PER_EPOCH
+            trainer.train(
+                regression_data(37),
+                2,
+                per_device_batch_size=_global_batch(6),
+                max_num_train_steps=limit,
+                gradient_accumulation_steps=accumulation,
+                create_scheduler_fn=partial(OneCycleLR, max_lr=0.1, total_steps=total),
+            )
+            results[accumulation, limit] = {
+                "updates": trainer.progress.update,
+                "rates": rates,
+                "lowest": trainer.scheduler.optimizer.param_groups[0]["min_lr"],
+                "scheduler_steps": trainer.scheduler.last_epoch,
+            }
+    return results
+
+
+class NaNOnOneRank(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        if self.progress.step == 3 and rank() == world_size() - 1:
+            output["loss"] = output["loss"] * float("nan")
+        return output
+
+
+def case_nan_on_one_rank() -> Any:
+    events = []
+
+    class Events(TrainerCallback):
+        def on_exception(self, trainer, exception, **kwargs):
+            events.append(("on_exception", type(exception).__name__))
+
+        def on_training_run_end(self, trainer, **kwargs):
+            events.append(("on_training_run_end",))
+
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, Events])
+    try:
+        trainer.train(regression_data(60), 2, per_device_batch_size=2)
+    except NonFiniteLossError as error:
+        return {"message": str(error), "events": events, "update": trainer.progress.update}
+    return None
+
+
+class StopOnOneRank(TrainerCallback):
+    def on_train_step_end(self, trainer, step, **kwargs):
+        if step == 2 and trainer.accelerator.process_index == world_size() - 1:
+            raise StopTrainingError("rank asked for an end")
+
+
+def case_stop_on_one_rank() -> Any:
+    model = small_model()
+    trainer = quiet_trainer(model, callbacks=[StopOnOneRank])
+    trainer.train(regression_data(2000), 2, per_device_batch_size=1)
+    return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
+
+
+def _classes(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (size,), generator=generator))
+
+
+class AccuracyTrainer(Trainer):
+    """Metrics in the loop, as the ancestor's users write them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accuracy = MulticlassAccuracy(num_classes=3, average="macro", sync_on_compute=True)
+
+    def calculate_eval_batch_loss(self, batch):
+        output = super().calculate_eval_batch_loss(batch)
+        self.accuracy.update(output["model_outputs"], batch[1])
+        return output
+
+    def eval_epoch_end(self):
+        self.run_history.update_metric("accuracy", self.accuracy.compute().item())
+        self.accuracy.reset()
+
+
+def _classifier() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    model(torch.randn(50, 5, dtype=torch.float64))  # running statistics that are not the initial ones
+    return model
+
+
+def case_evaluation() -> Any:
+    """Loss, metric and predictions for every dataset size from 1 to 40."""
+    results = {}
+    model = _classifier()
+    trainer = AccuracyTrainer(model, nn.CrossEntropyLoss(), None, callbacks=[])
+    for size in range(1, 41):
+        data = _classes(size)
+        metrics = trainer.evaluate(data, per_device_batch_size=3)
+        predictions = trainer.predict(data, per_device_batch_size=3)
+        results[size] = metrics, predictions
+    return results
+
+
+def case_predict_structures() -> Any:
+    class Structured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 2).double()
+
+        def forward(self, x):
+            return {"out": self.linear(x), "pair": (x[:, 0], [x[:, 1:]]), "mean": x.mean()}
+
+    torch.manual_seed(0)
+    trainer = Trainer(Structured(), None, None, callbacks=[])
+    return trainer.predict(regression_data(7), per_device_batch_size=2)
+
+
+def case_gather() -> Any:
+    trainer = Trainer(small_model(), None, None, callbacks=[])
+    mine = torch.arange(rank() + 1) + 10 * rank()
+    return {
+        "ragged": trainer.gather(mine),
+        "padded": trainer.gather(mine, padding_value=-1),
+        "nested": trainer.gather({"a": mine.float(), "b": (torch.tensor(rank()),)}),
+        "empty": trainer.gather(torch.arange(rank())),
+    }
+
+
+class NoisyRows(Rows):
+    """Augmentation with all three generators."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.randn(5) + np.random.randn() + random.random(), y
+
+
+def case_shuffled_order() -> Any:
+    """Ranks whose own generators differ agree on an order; each sample is seen once in an epoch."""
+    results = {}
+    data = regression_data(23)
+    tagged = TensorDataset(torch.arange(23, dtype=torch.float64)[:, None].expand(-1, 5).contiguous(), data.tensors[1])
+    for seed in (None, 5):
+        for name, dataset in (("memory", tagged), ("rows", Rows(tagged))):
+            torch.manual_seed(1 + rank())
+            recorder = Recorder()
+            trainer = quiet_trainer(small_model(), callbacks=[recorder], seed=seed)
+            trainer.train(dataset, 2, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
+            results[seed, name] = [batch[:, 0].tolist() for batch in recorder.inputs]
+    sampler = WeightedRandomSampler(torch.ones(23), 23)
+    torch.manual_seed(1 + rank())
+    recorder = Recorder()
+    trainer = quiet_trainer(small_model(), callbacks=[recorder])
+    trainer.train(tagged, 1, per_device_batch_size=2, train_dataloader_kwargs={"sampler": sampler})
+    results["weighted"] = [batch[:, 0].tolist() for batch in recorder.inputs]
+    return results
+
+
+def case_seeded_augmentation() -> Any:
+    """With a seed, the same weights for 0, 1 and 2 workers, whatever the number of processes."""
+    results = {}
+    for workers in (0, 1, 2):
+        model = small_model()
+        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), seed=3)
+        trainer.train(
+            NoisyRows(regression_data(26)),
+            2,
+            per_device_batch_size=_global_batch(6),
+            train_dataloader_kwargs={"num_workers": workers},
+        )
+        results[workers] = weights(model)
+    return results
+
+
+class Stream(IterableDataset):
+    def __init__(self, size):
+        self.data = regression_data(size)
+
+    def __iter__(self):
+        order = list(range(len(self.data)))
+        random.shuffle(order)  # differs from rank to rank
+        return (self.data[index] for index in order)
+
+
+def case_streams() -> Any:
+    """An iterable dataset is dealt out; own shards of unequal length are used up without a hang."""
+    results = {}
+    random.seed(rank())
+    for size in (1, 7, 24):
+        recorder = Recorder()
+        trainer = quiet_trainer(small_model(), callbacks=[recorder])
+        trainer.train(Stream(size), 2, per_device_batch_size=2, gradient_accumulation_steps=2)
+        results["stream", size] = torch.cat(recorder.inputs) if recorder.inputs else torch.empty(0, 5)
+        results["updates", size] = trainer.progress.update
+
+    class OwnShards(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            mine = TensorDataset(*(tensor[rank() :: world_size()] for tensor in self.train_dataset.tensors))
+            keep = len(mine) if rank() == 0 else 1
+            return OwnShard(DataLoader(TensorDataset(*(t[:keep] for t in mine.tensors)), batch_size))
+
+    recorder = Recorder()
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = OwnShards(model, nn.MSELoss(), optimizer, callbacks=[recorder])
+    trainer.train(regression_data(20), 2, per_device_batch_size=2)
+    results["own"] = {
+        "inputs": torch.cat(recorder.inputs),
+        "weights": weights(model),
+        "updates": trainer.progress.update,
+        "samples": trainer.progress.samples,
+    }
+    return results
+
+
+class LengthBuckets:
+    """A batch sampler with batches of different sizes."""
+
+    def __iter__(self):
+        yield from ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10])
+
+    def __len__(self):
+        return 5
+
+
+def case_batch_sampler() -> Any:
+    recorder, model = Recorder(), small_model()
+    trainer = quiet_trainer(model, callbacks=[recorder])
+    trainer.train(
+        regression_data(11), 2, per_device_batch_size=2, train_dataloader_kwargs={"batch_sampler": LengthBuckets()}
+    )
+    return {"sizes": recorder.counts, "samples": trainer.progress.samples, "updates": trainer.progress.update}
+
+
+def case_callbacks() -> Any:
+    """Everything on: what is printed is looked at by the test, through the output of the launch."""
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = sys.argv[1] if world_size() > 1 else own_folder  # one that the ranks share
+        model = small_model()
+        best = SaveBestModelCallback(Path(folder) / "best.pt")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        trainer = Trainer(
+            model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), best, EarlyStoppingCallback(2, 0.0)]
+        )
+        trainer.train(regression_data(20), 3, regression_data(9), per_device_batch_size=2)
+        return {"weights": weights(model), "best": best.best_metric, "history": trainer.run_history.to_dict()}
+
+
+class EvaluateInside(TrainerCallback):
+    """Evaluates other data in the middle of an epoch."""
+
+    def on_train_step_end(self, trainer, step, **kwargs):
+        if step == 1:
+            self.metrics = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+            self.training = trainer.model.training
+
+
+def case_evaluate_inside() -> Any:
+    results = {}
+    for callbacks in ([], [EvaluateInside()]):
+        model = small_model()
+        trainer = quiet_trainer(model, callbacks=callbacks)
+        trainer.train(
+            regression_data(20),
+            2,
+            regression_data(6),
+            per_device_batch_size=_global_batch(6),
+            train_dataloader_kwargs=IN_ORDER,
+        )
+        losses = trainer.run_history.to_dict()
+        results[len(callbacks)] = weights(model), {k: v for k, v in losses.items() if k != "evaluation_loss"}
+        if callbacks:
+            results["metrics"], results["training"] = callbacks[0].metrics, callbacks[0].training
+    return results
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"world_size": Accelerator().num_processes}
+    for name, case in list(globals().items()):
+        if name.startswith("case_"):
+            try:
+                results[name.removeprefix("case_")] = case()
+            except Exception:
+                results[name.removeprefix("case_")] = Failed(traceback.format_exc())
+    torch.save(results, Path(sys.argv[1]) / f"rank{rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()

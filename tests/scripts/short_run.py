@@ -1,0 +1,42 @@
+"""A short run with everything on, ended in one of several ways."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from tests.tasks import regression_data, small_model
+
+torch.set_num_threads(1)
+how = sys.argv[1] if len(sys.argv) > 1 else "by itself"
+
+
+def make() -> Trainer:
+    model = small_model()
+    return Trainer(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()))
+
+
+def run(trainer: Trainer) -> None:
+    trainer.train(regression_data(40), 2, regression_data(9), per_device_batch_size=4)
+    trainer.predict(regression_data(5))
+    print(f"two processes: {trainer.accelerator.num_processes == 2}", flush=True)
+
+
+if how == "with":
+    with make() as trainer:
+        run(trainer)
+elif how == "two trainers":
+    first, second = make(), make()
+    first.close()
+    assert dist.is_initialized()
+    run(second)
+    second.close()
+else:
+    trainer = make()
+    run(trainer)
+    if how == "close":
+        trainer.close()
+        trainer.close()
+print(f"process group left: {not dist.is_initialized()}", flush=True)

@@ -1,0 +1,83 @@
+"""Small real tasks that the tests train on, and the hand-written loops that they compare with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from pytorch_accel_lite import Trainer
+
+
+def regression_data(size: int = 37, features: int = 5, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(size, features, generator=generator, dtype=dtype)
+    y = x.sin().sum(1, keepdim=True) + 0.1 * torch.randn(size, 1, generator=generator, dtype=dtype)
+    return TensorDataset(x, y)
+
+
+def small_model(seed: int = 0, features: int = 5, dtype: torch.dtype = torch.float64) -> nn.Module:
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+    torch.set_rng_state(generator_state)
+    return model
+
+
+class Rows(Dataset[Any]):
+    """A plain map dataset: one sample at a time, not in memory as far as the trainer can tell."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return self.data[index]
+
+
+def quiet_trainer(model: nn.Module, loss_func: Any = None, optimizer: Any = None, **kwargs: Any) -> Trainer:
+    """A trainer without the callbacks that print."""
+    kwargs.setdefault("callbacks", [])
+    return Trainer(
+        model,
+        nn.MSELoss() if loss_func is None else loss_func,
+        torch.optim.AdamW(model.parameters(), lr=0.01) if optimizer is None else optimizer,
+        **kwargs,
+    )
+
+
+def hand_written_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], epochs: int, loss_func: Any = None
+) -> list[float]:
+    """The loop that one would write; returns the mean training loss of each epoch."""
+    loss_func = loss_func or nn.MSELoss()
+    losses = []
+    for _ in range(epochs):
+        model.train()
+        total = torch.zeros((), dtype=torch.float64)
+        for x, y in loader:
+            loss = loss_func(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.detach().double() * len(x)
+        losses.append(total.item() / len(loader.dataset))
+    return losses
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return copy.deepcopy(model.state_dict())
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max((first[key].double() - second[key].double()).abs().max().item() for key in first)

@@ -1,0 +1,222 @@
+"""Jobs of several processes: they give what one process gives, they stop together, they end in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from tests.launching import TORCHRUN, launch, torchrun
+from tests.scripts import cases
+from tests.tasks import equal, largest_difference
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process gives."""
+    return {
+        name: getattr(cases, f"case_{name}")()
+        for name in ("training", "tokens", "schedule", "evaluation", "predict_structures", "evaluate_inside")
+    }
+
+
+def test_training_equals_one_process_with_the_whole_batch(ranks, alone):
+    for result in ranks["training"]:
+        for key, run in result.items():
+            one = alone["training"][key]
+            assert run["updates"] == one["updates"]
+            assert run["samples"] == one["samples"]
+            assert largest_difference(run["weights"], one["weights"]) < 1e-10
+            for metric, values in one["history"].items():
+                assert run["history"][metric] == pytest.approx(values, abs=1e-10)
+            for ours, theirs in zip(run["gradients"], one["gradients"], strict=True):
+                assert largest_difference(ours, theirs) < 1e-10
+
+
+def test_losses_over_items_equal_one_process(ranks, alone):
+    for result in ranks["tokens"]:
+        for accumulation, run in result.items():
+            one = alone["tokens"][accumulation]
+            assert largest_difference(run["weights"], one["weights"]) < 1e-10
+            assert largest_difference(run["gradients"][0], one["gradients"][0]) < 1e-10
+            assert run["history"]["train_loss_epoch"] == pytest.approx(one["history"]["train_loss_epoch"], abs=1e-10)
+
+
+def test_updates_and_learning_rates_do_not_depend_on_the_number_of_processes(ranks, alone):
+    for result in ranks["schedule"]:
+        assert result == alone["schedule"]
+
+
+def test_evaluation_and_prediction_count_every_sample_once_for_any_size(ranks, alone):
+    for result in ranks["evaluation"]:
+        assert result.keys() == alone["evaluation"].keys() == set(range(1, 41))
+        for size, (metrics, predictions) in result.items():
+            expected_metrics, expected = alone["evaluation"][size]
+            assert metrics == pytest.approx(expected_metrics, abs=1e-10)
+            assert predictions.shape == expected.shape == (size, 3)
+            assert torch.allclose(predictions, expected, atol=1e-12, rtol=0)
+            assert torch.equal(predictions, ranks["evaluation"][0][size][1])  # the same on every process
+
+
+def test_predictions_keep_their_structure_and_order(ranks, alone):
+    one = alone["predict_structures"]
+    assert one.keys() == {"out", "pair"}  # a mean over the batch is no prediction of a sample
+    assert isinstance(one["pair"], tuple)
+    for result in ranks["predict_structures"]:
+        assert torch.allclose(result["out"], one["out"], atol=1e-12, rtol=0)
+        assert torch.equal(result["pair"][0], one["pair"][0])
+        assert torch.equal(result["pair"][1][0], one["pair"][1][0])
+
+
+def test_gather_takes_tensors_of_unequal_length(ranks):
+    n = ranks.world_size
+    expected = torch.cat([torch.arange(rank + 1) + 10 * rank for rank in range(n)])
+    for result in ranks["gather"]:
+        assert torch.equal(result["ragged"], expected)
+        assert torch.equal(result["padded"], expected)
+        assert torch.equal(result["nested"]["a"], expected.float())
+        assert torch.equal(result["nested"]["b"][0], torch.arange(n))
+        assert torch.equal(result["empty"], torch.cat([torch.arange(rank) for rank in range(n)]))
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_at_the_same_update(ranks):
+    results = ranks["nan_on_one_rank"]
+    assert len({result["update"] for result in results}) == 1
+    for result in results:
+        assert "epoch 1, step 3: loss=nan" in result["message"]
+        assert result["events"] == [("on_exception", "NonFiniteLossError"), ("on_training_run_end",)]
+
+
+def test_a_stop_asked_for_by_one_rank_stops_all_at_the_same_update(ranks):
+    results = ranks["stop_on_one_rank"]
+    assert {result["reason"] for result in results} == {"rank asked for an end"}
+    assert len({result["update"] for result in results}) == 1
+    assert results[0]["update"] < 2 * 2000 // ranks.world_size
+    assert all(equal(result["weights"], results[0]["weights"]) for result in results)
+
+
+def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
+    results = ranks["shuffled_order"]
+    n = ranks.world_size
+    steps = -(-23 // (2 * n))
+    for key in results[0]:
+        if key == "weighted":
+            assert sum(len(batch) for result in results for batch in result[key]) == 23
+            continue
+        by_epoch = []
+        for epoch in range(2):
+            batches = [result[key][epoch * len(result[key]) // 2 :][: len(result[key]) // 2] for result in results]
+            seen = [sample for rank in batches for batch in rank for sample in batch]
+            assert sorted(seen) == list(range(23))
+            by_epoch.append(batches)
+        assert by_epoch[0] != by_epoch[1]
+        assert max(len(rank) for rank in by_epoch[0]) == steps
+
+
+def test_with_a_seed_workers_and_processes_do_not_change_the_result(ranks):
+    alone = cases.case_seeded_augmentation()
+    assert equal(alone[0], alone[1])
+    assert equal(alone[0], alone[2])
+    for result in ranks["seeded_augmentation"]:
+        assert equal(result[0], result[1])
+        assert equal(result[0], result[2])
+        assert largest_difference(result[0], alone[0]) < 1e-10
+
+
+def test_a_stream_is_dealt_out_once_and_ranks_make_the_same_updates(ranks):
+    results = ranks["streams"]
+    for size in (1, 7, 24):
+        expected = cases.regression_data(size).tensors[0].repeat(2, 1)
+        seen = torch.cat([result["stream", size] for result in results])
+        assert torch.equal(seen.sort(0).values, expected.sort(0).values)
+        assert len({result["updates", size] for result in results}) == 1
+
+
+def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
+    own = [result["own"] for result in ranks["streams"]]
+    first = len(range(0, 20, ranks.world_size))
+    assert [len(result["inputs"]) for result in own] == [2 * first, *[2] * (ranks.world_size - 1)]
+    assert {result["samples"] for result in own} == {2 * (first + ranks.world_size - 1)}
+    assert {result["updates"] for result in own} == {2 * -(-first // 2)}
+    assert all(equal(result["weights"], own[0]["weights"]) for result in own)
+
+
+def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
+    results = ranks["batch_sampler"]
+    assert sum(size for result in results for size in result["sizes"]) == 22
+    assert {result["samples"] for result in results} == {22}
+    assert {result["updates"] for result in results} == {2 * -(-5 // ranks.world_size)}
+    if ranks.world_size == 2:
+        assert [result["sizes"][:3] for result in results] == [[3, 2, 1], [1, 4]] or results[1]["sizes"][0] == 1
+
+
+def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks, alone):
+    for result in [*ranks["evaluate_inside"], alone["evaluate_inside"]]:
+        without, within = result[0], result[1]
+        assert equal(without[0], within[0])
+        assert without[1] == within[1]
+        assert result["metrics"].keys() == {"evaluation_loss"}
+        assert result["training"]
+
+
+def test_only_the_first_process_prints(ranks):
+    assert len(ranks["callbacks"]) == ranks.world_size
+    assert ranks.output.count("Starting training run") == 1
+    assert ranks.output.count("Loading the best model") == 1
+    assert len({result["best"] for result in ranks["callbacks"]}) == 1
+    assert all(equal(result["weights"], ranks["callbacks"][0]["weights"]) for result in ranks["callbacks"])
+
+
+def test_a_failing_rank_ends_the_job_with_its_traceback():
+    done = torchrun(2, "tests/scripts/failing_rank.py", timeout=60)
+    assert done.returncode != 0
+    assert "sample 7 cannot be read" in done.stderr
+    assert "in __getitem__" in done.stderr
+
+
+def test_a_launch_that_accelerate_does_not_see_is_refused():
+    done = torchrun(2, "tests/scripts/refused.py", timeout=60, ACCELERATE_USE_CPU="false")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("RuntimeError: The launcher started WORLD_SIZE=2 processes, but Accelerate sees 1") == 2
+    assert "ACCELERATE_USE_CPU=true" in done.stdout
+
+
+def test_an_fsdp_plugin_that_would_be_ignored_is_refused():
+    script = [sys.executable, "tests/scripts/refused.py"]
+    done = launch(script, timeout=60, ACCELERATE_USE_FSDP="true")
+    assert "RuntimeError: An FSDP plugin was configured" in done.stdout
+
+
+LAUNCHES = int(os.environ.get("LAUNCHES", "3"))
+
+
+def test_a_launched_run_exits_with_code_0_every_time():
+    """Set LAUNCHES=20 for the long version."""
+    for _ in range(LAUNCHES):
+        done = torchrun(2, "tests/scripts/short_run.py", timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("two processes: True") == 2
+
+
+@pytest.mark.parametrize("how", ["close", "with", "two trainers"])
+def test_a_trainer_can_be_closed_by_hand(how):
+    done = torchrun(2, "tests/scripts/short_run.py", how, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("two processes: True") == 2
+    assert done.stdout.count("process group left: True") == 2
+
+
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+
+
+@pytest.mark.parametrize("launcher", [[*TORCHRUN, "2"], ACCELERATE], ids=["torchrun", "accelerate"])
+def test_the_first_example_runs_unchanged_on_two_processes(launcher, tmp_path):
+    done = launch([*launcher, "examples/digits.py", "--epochs", "3", "--output", str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Test accuracy") == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"best_model.pt", "curves.png"}
