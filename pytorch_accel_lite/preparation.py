@@ -42,9 +42,11 @@ class Preparation:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
-        self._accelerator = accelerator
         self._given = model, optimizer
         self._forward = vars(model).get("forward")
+        # Its lists of what was prepared. free_memory() would empty them of what others prepared too, and collect
+        # garbage, which takes longer than many a run.
+        self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
         self.can_unwrap = accelerator.distributed_type in _PLAIN
         self.is_plain = self.can_unwrap and accelerator.scaler is None
         if training or not self.can_unwrap:
@@ -69,7 +71,8 @@ class Preparation:
             vars(given).pop("forward", None)
         else:
             vars(given)["forward"] = self._forward
-        self._accelerator.free_memory()
+        for held, length in self._held:
+            del held[length:]
         released = unwrap(model)
         if vars(self.model).pop("_is_accelerate_prepared", None) and getattr(released, "_orig_mod", None) is given:
             released = given  # Accelerate itself had compiled it

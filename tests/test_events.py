@@ -113,12 +113,7 @@ def test_a_run_that_ends_at_its_last_update_still_evaluates_and_ends_its_epoch()
 def test_evaluate_fires_exactly_these_events():
     recorder = recording_callback()
     make_trainer([recorder]).evaluate(make_data(5), per_device_batch_size=2)
-    assert fired(recorder) == [
-        "on_init_end",
-        "on_evaluation_run_start",
-        *evaluation(steps=3),
-        "on_evaluation_run_end",
-    ]
+    assert fired(recorder) == ["on_init_end", "on_evaluation_run_start", *evaluation(steps=3), "on_evaluation_run_end"]
 
 
 def test_predict_fires_exactly_these_events():
@@ -179,7 +174,9 @@ def test_the_events_around_the_update_see_old_and_new_weights_and_gradients():
 
 def test_gradients_are_clipped_before_on_optimizer_step_start():
     largest = []
-    callback = listener(on_optimizer_step_start=lambda trainer: largest.append(trainer.model[0].weight.grad.abs().max()))
+    callback = listener(
+        on_optimizer_step_start=lambda trainer: largest.append(trainer.model[0].weight.grad.abs().max())
+    )
     train(make_trainer([callback]), size=6, gradient_clip_value=1e-3)
     assert largest
     assert all(value <= 1e-3 for value in largest)

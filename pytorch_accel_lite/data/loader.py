@@ -93,8 +93,8 @@ class ShardedLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         return (step.batch for step in self.steps(self._epoch))
 
-    def stop_workers(self) -> None:
-        """Let go of worker processes; the next iteration starts them anew."""
+    def stop_workers(self) -> None:  # noqa: B027
+        """Let go of worker processes, if there are any; the next iteration starts them anew."""
 
     def __len__(self) -> int:
         """The number of steps in an epoch, the same on every process.
@@ -245,7 +245,7 @@ class MapLoader(ShardedLoader):
             batch = [tensor[chosen] for tensor in tensors]
             yield [tensor.pin_memory() for tensor in batch] if pin else batch
 
-    def stop_workers(self) -> None:
+    def stop_workers(self) -> None:  # noqa: D102
         self._inner = None
 
     def _num_steps(self) -> int:

@@ -1,0 +1,182 @@
+"""What batches and model outputs may look like, in training, evaluation and prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer
+from tests.tasks import Rows, quiet_trainer, regression_data, small_model
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+        num_labels=3,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def token_rows(size=10, **extra):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(20, (size, 6), generator=generator)
+    return [{"input_ids": row, "labels": row[0] % 3, **extra} for row in ids]
+
+
+def test_a_hugging_face_model_returns_its_own_loss():
+    model = bert()
+    trainer = quiet_trainer(model)
+    trainer.loss_func = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.train(token_rows(), 2, token_rows(), per_device_batch_size=4)
+    losses = trainer.run_history.get_metric_values("train_loss_epoch")
+    assert losses[1] < losses[0]
+    predictions = trainer.predict(token_rows(), per_device_batch_size=4)
+    assert predictions["logits"].shape == (10, 3)
+
+
+def test_a_hugging_face_model_with_a_loss_func_of_the_users():
+    seen = []
+
+    def loss_func(outputs, labels):
+        seen.append(labels)
+        return nn.functional.cross_entropy(outputs.logits, labels)
+
+    Trainer(bert(), loss_func, None, callbacks=[]).evaluate(token_rows(4), per_device_batch_size=4)
+    assert seen[0].tolist() == [int(row["labels"]) for row in token_rows(4)]
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 1).double()
+
+    def forward(self, x, *, scale=1.0):
+        return self.linear(x)
+
+
+def test_what_a_dict_batch_holds_besides_the_inputs_are_the_targets():
+    seen = []
+
+    def loss_func(outputs, targets):
+        seen.append(targets)
+        return outputs.mean()
+
+    x, y = regression_data(4).tensors
+    one = [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
+    two = [{"x": a, "y": b, "weight": b} for a, b in zip(x, y, strict=True)]
+    trainer = Trainer(Named(), loss_func, None, callbacks=[])
+    trainer.evaluate(one, per_device_batch_size=4)
+    assert torch.equal(seen[0], y)
+    trainer.evaluate(two, per_device_batch_size=4)
+    assert seen[1].keys() == {"y", "weight"}
+
+
+@dataclasses.dataclass
+class Output:
+    values: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class ReturnsDataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x, y=None):
+        values = self.inner(x)
+        return Output(values, None if y is None else nn.functional.mse_loss(values, y))
+
+
+def test_models_that_return_dataclasses():
+    model = ReturnsDataclass()
+    trainer = Trainer(model, lambda out, y: nn.functional.mse_loss(out.values, y), None, callbacks=[])
+    data = regression_data(9)
+    assert trainer.evaluate(data, per_device_batch_size=4)["evaluation_loss"] > 0
+    predictions = trainer.predict(data, per_device_batch_size=4)
+    assert predictions.keys() == {"values"}
+    with torch.no_grad():
+        assert torch.allclose(predictions["values"], model(data.tensors[0]).values)
+    own = Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[])
+    own.train([{"x": x, "y": y} for x, y in data], 1)
+
+
+def test_keys_that_the_model_does_not_take_are_named_once():
+    trainer = Trainer(ReturnsDataclass(), None, None, callbacks=[])
+    rows = [{"x": x, "y": y, "extra": 1} for x, y in regression_data(4)]
+    with pytest.warns(UserWarning, match=r"ReturnsDataclass\.forward takes no argument named 'extra'") as warned:
+        trainer.evaluate(rows, per_device_batch_size=2)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9])
+@pytest.mark.parametrize("make", [regression_data, lambda n: Rows(regression_data(n))], ids=["memory", "rows"])
+def test_predictions_come_in_the_order_of_the_dataset(size, make):
+    model = small_model()
+    model.train()
+    trainer = quiet_trainer(model)
+    with torch.no_grad():
+        expected = model(regression_data(size).tensors[0])
+    predictions = trainer.predict(make(size), per_device_batch_size=3)
+    assert torch.allclose(predictions, expected, atol=1e-12, rtol=0)
+    assert not predictions.requires_grad
+    assert model.training  # as it was before
+
+
+def test_prediction_needs_no_targets():
+    x = regression_data(6).tensors[0]
+    trainer = quiet_trainer(small_model())
+    expected = trainer.predict(regression_data(6))
+    assert torch.equal(trainer.predict(TensorDataset(x)), expected)
+    assert torch.equal(trainer.predict(list(x)), expected)
+
+
+def test_the_output_of_predict_can_be_overridden():
+    class Signs(Trainer):
+        def calculate_predict_batch_output(self, batch):
+            return super().calculate_predict_batch_output(batch).sign()
+
+    predictions = Signs(small_model(), None, None, callbacks=[]).predict(regression_data(6))
+    assert set(predictions.flatten().tolist()) <= {-1.0, 1.0}
+
+
+def test_evaluate_returns_its_metrics_and_keeps_the_history_of_training():
+    trainer = quiet_trainer(small_model())
+    data = regression_data(10)
+    trainer.train(data, 2, data)
+    before = trainer.run_history.to_dict()
+    metrics = trainer.evaluate(data)
+    x, y = data.tensors
+    with torch.no_grad():
+        assert metrics == {"evaluation_loss": pytest.approx(nn.functional.mse_loss(trainer.model(x), y).item())}
+    assert trainer.run_history.to_dict() == before | {"evaluation_loss": [metrics["evaluation_loss"]]}
+    assert trainer.evaluate() == metrics  # the last evaluation dataset
+
+
+def test_a_loss_module_with_parameters_of_its_own_is_trained_too():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, outputs, targets):
+            return nn.functional.mse_loss(self.scale * outputs, targets)
+
+    model, loss_func = small_model(), Scaled()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
+    trainer = quiet_trainer(model, loss_func, optimizer)
+    trainer.train(regression_data(12), 1, per_device_batch_size=2, gradient_accumulation_steps=4)
+    assert loss_func.scale.item() != 1.0

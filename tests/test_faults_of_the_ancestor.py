@@ -1,0 +1,228 @@
+"""One test for each measured fault of pytorch-accelerated that may not live here, named after it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import IterableDataset
+
+from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
+from tests.scripts import cases
+from tests.tasks import equal, quiet_trainer, regression_data, small_model
+
+
+def test_an_attribute_error_inside_a_callback_is_swallowed():
+    class Misspelt(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            trainer.no_such_attribute  # noqa: B018
+
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        quiet_trainer(small_model(), callbacks=[Misspelt]).train(regression_data(4), 1)
+
+
+def test_on_train_step_end_fires_before_the_update():
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_train_step_start(self, trainer, **kwargs):
+            seen.append(trainer.model[0].weight.detach().clone())
+
+        def on_train_step_end(self, trainer, **kwargs):
+            seen.append(trainer.model[0].weight.detach().clone())
+
+    quiet_trainer(small_model(), callbacks=[Watch]).train(regression_data(8), 1, per_device_batch_size=4)
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[1], seen[2])
+
+
+def test_the_reported_loss_is_divided_by_the_accumulation_steps():
+    losses = []
+    for accumulation in (1, 4):
+        model = small_model()
+        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+        trainer.train(regression_data(32), 1, per_device_batch_size=4, gradient_accumulation_steps=accumulation)
+        losses.append(trainer.run_history.get_latest_metric("train_loss_epoch"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+
+
+def test_clipping_runs_on_every_micro_batch():
+    class Counts(Trainer):
+        clips = 0
+
+        def clip_gradients(self):
+            self.clips += 1
+            super().clip_gradients()
+
+    model = small_model()
+    trainer = Counts(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    data = regression_data(32)
+    trainer.train(data, 1, per_device_batch_size=4, gradient_accumulation_steps=4, gradient_clip_value=1.0)
+    assert trainer.clips == 2
+
+
+def test_evaluation_in_mid_epoch_leaves_the_model_in_eval_mode():
+    result = cases.case_evaluate_inside()
+    assert result["training"]
+    assert equal(result[0][0], result[1][0])
+
+
+def test_best_model_ignores_save_scheduler_false_on_its_first_save(tmp_path):
+    path = tmp_path / "best.pt"
+    best = SaveBestModelCallback(path, save_scheduler=False, save_optimizer=False)
+    trainer = quiet_trainer(small_model(), callbacks=[best])
+    scheduler = partial(StepLR, step_size=1)
+    trainer.train(regression_data(8), 1, regression_data(4), create_scheduler_fn=scheduler)
+    saved = torch.load(path, weights_only=True)
+    assert "model_state_dict" in saved
+    assert not {"scheduler_state_dict", "optimizer_state_dict"} & saved.keys()
+
+
+def test_importing_it_and_train_force_seed_42():
+    script = """
+import random, numpy, torch
+torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
+expected = torch.rand(1).item(), numpy.random.rand(), random.random()
+torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
+import pytorch_accel_lite
+from tests.tasks import quiet_trainer, regression_data, small_model
+model = small_model()
+trainer = quiet_trainer(model)
+assert (torch.rand(1).item(), numpy.random.rand(), random.random()) == expected
+first = numpy.random.get_state()[1].tolist()
+trainer.train(regression_data(8), 1)
+assert numpy.random.get_state()[1].tolist() == first
+assert torch.initial_seed() == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_string_eval_and_arithmetic_on_the_left_raise():
+    updates = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+    factory = partial(OneCycleLR, max_lr=0.1, total_steps=2 * updates + updates * 2 + 1)
+    trainer = quiet_trainer(small_model())
+    trainer.train(regression_data(16), 2, per_device_batch_size=4, create_scheduler_fn=factory)
+    assert trainer.scheduler.total_steps == 17
+
+
+def test_on_training_run_end_is_skipped_on_errors():
+    ends = []
+
+    class Ends(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            raise RuntimeError("in a step")
+
+        def on_exception(self, trainer, exception, **kwargs):
+            ends.append(str(exception))
+
+        def on_training_run_end(self, trainer, **kwargs):
+            ends.append("end")
+
+    with pytest.raises(RuntimeError, match="in a step"):
+        quiet_trainer(small_model(), callbacks=[Ends]).train(regression_data(4), 1)
+    assert ends == ["in a step", "end"]
+
+
+def test_sys_exit_inside_a_callback():
+    model = small_model()
+    trainer = Trainer(model, lambda out, y: (out * float("nan")).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(NonFiniteLossError, match=r"epoch 1, step 0: loss=nan"):
+        trainer.train(regression_data(4), 1)
+
+
+def test_two_callbacks_of_one_class_are_refused(tmp_path):
+    first, second = (SaveBestModelCallback(tmp_path / f"{name}.pt") for name in "ab")
+    trainer = quiet_trainer(small_model(), callbacks=[first, second])
+    trainer.train(regression_data(8), 1, regression_data(4))
+    assert (tmp_path / "a.pt").exists()
+    assert (tmp_path / "b.pt").exists()
+
+
+def test_a_users_accelerator_can_only_be_given_by_overriding_a_private_method():
+    accelerator = Accelerator()
+    assert quiet_trainer(small_model(), accelerator=accelerator).accelerator is accelerator
+
+    class Own(Trainer):
+        def _create_accelerator(self):
+            return accelerator
+
+    model = small_model()
+    assert Own(model, nn.MSELoss(), None)._accelerator is accelerator
+
+
+class CountsReads(TorchDispatchMode):
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])
+def test_three_host_device_synchronisations_per_batch_by_default(callbacks):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks)
+    with CountsReads() as counted:
+        trainer.train(regression_data(1000), 1, per_device_batch_size=1)
+    assert trainer.progress.step == 1000
+    assert counted.reads < 20
+
+
+def test_the_last_short_accumulation_window_has_half_its_gradient():
+    x, y = regression_data(6).tensors
+    model = small_model()
+    recorder = cases.Recorder()
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
+    kwargs = {"shuffle": False}
+    trainer.train(
+        regression_data(6), 1, per_device_batch_size=2, gradient_accumulation_steps=2, train_dataloader_kwargs=kwargs
+    )
+    nn.functional.mse_loss(model(x[4:]), y[4:]).backward()
+    assert torch.allclose(recorder.gradients[1]["0.weight"], model[0].weight.grad, atol=1e-12, rtol=0)
+
+
+@pytest.mark.processes
+def test_15_updates_on_2_processes_makes_10(two_ranks):
+    for result in two_ranks["schedule"]:
+        assert all(run["updates"] == 7 for (_, limit), run in result.items() if limit == 7)
+
+
+class Countdown(IterableDataset):
+    def __iter__(self):
+        return iter(regression_data(10))
+
+
+def test_dict_batches_and_iterable_datasets_fail():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_model()
+
+        def forward(self, features):
+            return self.inner(features)
+
+    x, y = regression_data(10).tensors
+    rows = [{"features": a, "wanted": b} for a, b in zip(x, y, strict=True)]
+    named, plain, streamed = Named(), small_model(), small_model()
+    kwargs = {"per_device_batch_size": 4}
+    quiet_trainer(named).train(rows, 2, train_dataloader_kwargs={"shuffle": False}, **kwargs)
+    quiet_trainer(plain).train(regression_data(10), 2, train_dataloader_kwargs={"shuffle": False}, **kwargs)
+    quiet_trainer(streamed).train(Countdown(), 2, **kwargs)
+    assert equal(named.inner.state_dict(), plain.state_dict())
+    assert equal(streamed.state_dict(), plain.state_dict())
+
+
+@pytest.mark.processes
+def test_a_nan_on_one_rank_stops_only_that_rank(two_ranks):
+    assert len(two_ranks["nan_on_one_rank"]) == 2
+    assert None not in two_ranks["nan_on_one_rank"]
