@@ -30,6 +30,7 @@ class TrainerCallback:
     This is the whole loop, with the event that fires at each point::
 
         train(...)
+            on_dataloaders_created                           (their lengths are not used yet)
             on_training_run_start
             for each epoch:
                 on_train_epoch_start
@@ -57,7 +58,7 @@ class TrainerCallback:
             on_training_run_end
 
         evaluate(...)
-            on_evaluation_run_start, the evaluation events as above, on_evaluation_run_end
+            on_dataloaders_created, on_evaluation_run_start, the evaluation events as above, on_evaluation_run_end
 
         predict(...)
             on_predict_run_start, on_predict_step_end for each batch, on_predict_run_end
@@ -74,6 +75,9 @@ class TrainerCallback:
 
     def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The trainer has been constructed."""
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The dataloaders of a run exist; nothing has been derived from their lengths yet."""
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """The model is prepared, the dataloaders and the scheduler exist; no batch has been read."""

@@ -185,7 +185,7 @@ class TrainerPlaceholderValues:
     #: Batches that each process reads in an evaluation.
     EVAL_DATALOADER_LEN = _named(
         "EVAL_DATALOADER_LEN",
-        lambda trainer: len(trainer.eval_dataloader),
+        lambda trainer: sum(map(len, trainer.eval_dataloaders)) or None,
         "there are no evaluation data with a length. Pass eval_dataset to train(), or do not use it here.",
     )
 

@@ -24,8 +24,9 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TrainerCallback,
 )
+from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import load_state_into, read_checkpoint, write_checkpoint
-from pytorch_accel_lite.data import LoadedBatch, ShardedLoader, shard
+from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
 from pytorch_accel_lite.gradients import GradientWindow
@@ -49,6 +50,11 @@ __all__ = [
 ]
 
 BatchOutput = dict[str, Any]
+# What evaluate() and predict() set up, and put back when they are called within a training run.
+_OF_A_RUN = (
+    "run_config", "eval_dataset", "collate_fn", "_train_dataloader", "_train_dl_kwargs", "_eval_dataloader",
+    "_eval_loaders", "_eval_dl_kwargs", "_loss_trackers", "_update_limit",
+)  # fmt: skip
 StrPath = str | os.PathLike[str]
 
 
@@ -111,8 +117,10 @@ class Trainer:
         self.eval_dataset: Any = None
         self._train_dataloader: Any = None
         self._eval_dataloader: Any = None
+        self._eval_loaders: dict[str, Any] = {}
         self._train_dl_kwargs: dict[str, Any] | None = None
         self._eval_dl_kwargs: dict[str, Any] | None = None
+        self._update_limit: int | None = None
         self._ranks = Ranks(self.accelerator)
         self._stop_vote = StopVote(self._ranks)
         self._preparation: Preparation | None = None
@@ -123,7 +131,9 @@ class Trainer:
         self.callback_handler.call_event("on_init_end", self)
 
     def _create_callback_handler(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> CallbackHandler:
-        return CallbackHandler(callbacks)
+        handler = CallbackHandler(callbacks)
+        handler.add_callbacks(limit_from_environment())
+        return handler
 
     def _create_accelerator(self) -> Accelerator:
         """Make the ``Accelerator``, once, when none was given."""
@@ -150,9 +160,11 @@ class Trainer:
     ) -> None:
         """Train the model.
 
-        :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts
+        :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts. A dict of map
+            datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`
         :param num_epochs: how many times to go through the training data
-        :param eval_dataset: evaluated after every epoch; ``None``: no evaluation
+        :param eval_dataset: evaluated after every epoch; ``None``: no evaluation; a dict of datasets is evaluated
+            one by one, with their names as prefixes of the metrics
         :param per_device_batch_size: samples in a batch of one process
         :param max_num_train_steps: end after this many optimizer updates of the whole job; takes precedence
             over ``num_epochs``
@@ -175,7 +187,9 @@ class Trainer:
         check_dataset("train_dataset", train_dataset, per_device_batch_size)
         if eval_dataset is not None:
             check_dataset("eval_dataset", eval_dataset, per_device_batch_size)
-        self.train_dataset, self.eval_dataset, self.collate_fn = train_dataset, eval_dataset, collate_fn
+        if isinstance(train_dataset, dict):
+            train_dataset = NamedDatasets(train_dataset)
+        self.train_dataset, self.collate_fn = train_dataset, collate_fn
         self.create_scheduler_fn = create_scheduler_fn
         if self.seed is not None:
             set_seed(self.seed, device_specific=True)
@@ -185,11 +199,8 @@ class Trainer:
         self._train_dataloader = self._shard(
             self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs), training=True
         )
-        self._eval_dataloader = None
-        if eval_dataset is not None:
-            self._eval_dataloader = self._shard(
-                self.create_eval_dataloader(per_device_batch_size, eval_dataloader_kwargs), training=False
-            )
+        self._create_eval_loaders(eval_dataset, per_device_batch_size, eval_dataloader_kwargs)
+        self._call_event("on_dataloaders_created")
         with self._prepared(training=True):
             self.run_config = self._create_run_config(per_device_batch_size, request)
             self._window = GradientWindow(
@@ -199,7 +210,7 @@ class Trainer:
             try:
                 self._run_training()
             finally:
-                for loader in (self._train_dataloader, self._eval_dataloader):
+                for loader in (self._train_dataloader, *self.eval_dataloaders):
                     if isinstance(loader, ShardedLoader):
                         loader.stop_workers()
 
@@ -212,12 +223,16 @@ class Trainer:
         :param batch_size: samples in a batch of one process
         :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
         """
-        self._train_dl_kwargs = merge_loader_kwargs(self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
+        self._train_dl_kwargs = merge_loader_kwargs(
+            self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs
+        )
         return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | self._train_dl_kwargs))
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
-        self._eval_dl_kwargs = merge_loader_kwargs(self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
+        self._eval_dl_kwargs = merge_loader_kwargs(
+            self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs
+        )
         return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | self._eval_dl_kwargs))
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
@@ -335,8 +350,7 @@ class Trainer:
     def _run_epoch(self) -> None:
         self.progress.start_epoch()
         self._run_train_epoch()
-        if self._eval_dataloader is not None:
-            self._run_eval_epoch(self._eval_dataloader)
+        self._run_evaluations()
         self.training_run_epoch_end()
         self._call_event("on_training_run_epoch_end")
         self._stop_vote.settle(now=True)
@@ -388,6 +402,19 @@ class Trainer:
             self.scheduler_step()
         self.optimizer_zero_grad()
         self._call_event("on_optimizer_step_end")
+
+    def _run_evaluations(self, is_training: bool = True) -> None:
+        """Evaluate what there is to evaluate; of several datasets, the metrics are prefixed with their names."""
+        if not self._eval_loaders and self._eval_dataloader is not None:
+            self._run_eval_epoch(self._eval_dataloader, is_training)
+        prefix = self.run_history.metric_name_prefix
+        for name, loader in self._eval_loaders.items():
+            self._eval_dataloader = loader
+            self.run_history.set_metric_name_prefix(f"{prefix}{name}_")
+            try:
+                self._run_eval_epoch(loader, is_training)
+            finally:
+                self.run_history.set_metric_name_prefix(prefix)
 
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         self.eval_epoch_start()
@@ -521,7 +548,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Evaluate the model. Every sample counts once, on any number of processes.
 
-        :param dataset: by default the ``eval_dataset`` of the last training run
+        :param dataset: by default the ``eval_dataset`` of the last training run; a dict of datasets is evaluated
+            one by one, with their names as prefixes of the metrics
         :param per_device_batch_size: samples in a batch of one process
         :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
         :param collate_fn: makes a batch of a list of samples
@@ -531,12 +559,13 @@ class Trainer:
         dataset = self.eval_dataset if dataset is None else dataset
         check_dataset("dataset", dataset, per_device_batch_size)
         known = {name: len(self.run_history.get_metric_values(name)) for name in self.run_history.get_metric_names()}
-        with self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
+        with self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=True):
             try:
+                self._call_event("on_dataloaders_created")
                 self.evaluation_run_start()
                 self._call_event("on_evaluation_run_start")
                 try:
-                    self._run_eval_epoch(self._eval_dataloader, is_training=False)
+                    self._run_evaluations(is_training=False)
                 except StopTrainingError as stop:
                     self.print(stop)
                     self._call_event("on_stop_training_error")
@@ -573,24 +602,42 @@ class Trainer:
         :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
             ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
         """
+        return concatenate(list(self.predict_iter(dataset, per_device_batch_size, dataloader_kwargs, collate_fn)))
+
+    def predict_iter(
+        self,
+        dataset: Any,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> Iterator[Any]:
+        """Yield what :meth:`predict` returns in parts, in the order of the dataset, the same on every process.
+
+        Only a few batches are in memory at any time. To be iterated to its end on every process; meanwhile the
+        model is in evaluation mode.
+        """
         check_dataset("dataset", dataset, per_device_batch_size)
-        parts: list[Any] = []
-        with self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn), evaluation_mode(self.model):
+        if isinstance(dataset, dict):
+            raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+        run = self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=False)
+        with run, evaluation_mode(self.model):
             try:
                 self._call_event("on_predict_run_start")
-                with self._unwrapped_model(), torch.no_grad():
-                    for loaded in self._eval_dataloader.steps(self.progress.epoch):
-                        output = self.calculate_predict_batch_output(loaded.batch)
-                        parts.append(to_cpu(output))
-                        self._call_event("on_predict_step_end", batch=loaded.batch, batch_output=output)
+                outputs = self._predict_batches()
+                while parts := [p for p in self._ranks.all_gather_object(next(outputs, None)) if p is not None]:
+                    yield concatenate(parts)
                 self._call_event("on_predict_run_end")
             except BaseException as error:
                 self._close_failed_run(error, ended=True)
                 raise
-            by_rank = self._ranks.all_gather_object(parts)
-        longest = max(map(len, by_rank))
-        in_order = [parts[step] for step in range(longest) for parts in by_rank if step < len(parts)]
-        return concatenate(in_order)
+
+    def _predict_batches(self) -> Iterator[Any]:
+        for loaded in self._eval_dataloader.steps(self.progress.epoch):
+            with self._unwrapped_model(), torch.no_grad():
+                output = self.calculate_predict_batch_output(loaded.batch)
+            self._call_event("on_predict_step_end", batch=loaded.batch, batch_output=output)
+            if loaded.num_samples != 0:
+                yield to_cpu(output)
 
     def calculate_predict_batch_output(self, batch: Any) -> Any:
         """Return the model's outputs for a batch in ``predict``; override it to post-process them.
@@ -682,6 +729,11 @@ class Trainer:
         """This process's evaluation batches."""
         return self._eval_dataloader
 
+    @property
+    def eval_dataloaders(self) -> list[Any]:
+        """This process's evaluation batches of every dataset; several when a dict of datasets was given."""
+        return list(self._eval_loaders.values()) or [loader for loader in [self._eval_dataloader] if loader is not None]
+
     def gather(self, tensor: Any, padding_value: float | None = None) -> Any:
         """Concatenate tensors of all processes along their first dimension. To be called on every process.
 
@@ -728,14 +780,17 @@ class Trainer:
 
     @contextmanager
     def _eval_run(
-        self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None, collate_fn: Any
+        self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None, collate_fn: Any, keep: bool
     ) -> Iterator[None]:
-        """Set the trainer up to evaluate a dataset; within a training run, put back what belongs to that run."""
+        """Set the trainer up to evaluate a dataset.
+
+        :param keep: keep what was set up, as that of the latest run; never within a training run, whose own is put back
+        """
         running = self._preparation is not None
-        kept = vars(self).copy()
+        before = {name: getattr(self, name) for name in _OF_A_RUN}
         self.eval_dataset, self.collate_fn = dataset, collate_fn
         try:
-            self._eval_dataloader = self._shard(self.create_eval_dataloader(batch_size, loader_kwargs), training=False)
+            self._create_eval_loaders(dataset, batch_size, loader_kwargs)
             modes = evaluation_mode(self.model) if running else nullcontext()
             with modes, self._prepared(training=False):
                 if not running:
@@ -743,9 +798,10 @@ class Trainer:
                     self.run_config = self._create_run_config(batch_size, RunRequest(num_epochs=1))
                 yield
         finally:
-            if running:
-                names = ("eval_dataset", "collate_fn", "_eval_dataloader", "_eval_dl_kwargs", "_loss_trackers")
-                vars(self).update({name: kept[name] for name in names})
+            for loader in self.eval_dataloaders:
+                loader.stop_workers()
+            if running or not keep:
+                vars(self).update(before)
 
     @contextmanager
     def _unwrapped_model(self) -> Iterator[None]:
@@ -760,6 +816,16 @@ class Trainer:
             yield
         finally:
             self.model = wrapped
+
+    def _create_eval_loaders(self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+        self._eval_dataloader, self._eval_loaders = None, {}
+        for name, self.eval_dataset in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
+            if self.eval_dataset is None:
+                return
+            self._eval_dataloader = self._shard(self.create_eval_dataloader(batch_size, loader_kwargs), training=False)
+            if name:
+                self._eval_loaders[name] = self._eval_dataloader
+        self.eval_dataset = dataset
 
     def _shard(self, source: Any, training: bool) -> ShardedLoader:
         equal_steps = training or (self._preparation is not None and not self._preparation.can_unwrap)

@@ -5,8 +5,33 @@ from __future__ import annotations
 import difflib
 import importlib
 import numbers
+import os
 from collections.abc import Iterable
 from types import ModuleType
+
+LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
+
+
+class LimitBatches:
+    """Trainers that are made within a ``with LimitBatches(n):`` block read at most n batches of any data.
+
+    :param num_batches: batches that each process reads in an epoch and in an evaluation
+    """
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = check_positive_int("num_batches", num_batches)
+        self._before: str | None = None
+
+    def __enter__(self) -> LimitBatches:
+        self._before = os.environ.get(LIMIT_BATCHES_VARIABLE)
+        os.environ[LIMIT_BATCHES_VARIABLE] = str(self.num_batches)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del os.environ[LIMIT_BATCHES_VARIABLE]
+        else:
+            os.environ[LIMIT_BATCHES_VARIABLE] = self._before
 
 
 def check_positive_int(name: str, value: object) -> int:

@@ -43,6 +43,12 @@ def check_dataset(name: str, dataset: Any, batch_size: int) -> None:
     :raises TypeError, ValueError: when there is no dataset, it is empty, or the batch size is no positive integer
     """
     check_positive_int("per_device_batch_size", batch_size)
+    if type(dataset) is dict:
+        if not dataset:
+            raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")
+        for key, part in dataset.items():
+            check_dataset(f"{name}[{key!r}]", part, batch_size)
+        return
     if dataset is None:
         raise ValueError(f"{name}=None: pass a dataset.")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
+from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
 from pytorch_accel_lite.events import CallbackHandler, NonFiniteLossError, StopTrainingError, TrainerCallback
@@ -12,6 +13,8 @@ __all__ = [
     "DEFAULT_CALLBACKS",
     "CallbackHandler",
     "EarlyStoppingCallback",
+    "LimitBatchesCallback",
+    "LimitEvalStepsCallback",
     "LogMetricsCallback",
     "MoveModulesToDeviceCallback",
     "NonFiniteLossError",

@@ -58,13 +58,14 @@ class ProgressBarCallback(TrainerCallback):
         self._steps_shown = 0
 
     def _create(self, trainer: Trainer, loader: Any, description: str, unit: str = "batch") -> Any:
-        try:
-            total: int | None = len(loader)
-        except TypeError:
-            total = None
         shown = trainer.accelerator.is_local_main_process and (self.show_always or _is_watched())
         return tqdm(
-            total=total, desc=description, unit=unit, leave=False, disable=not shown, mininterval=self.refresh_seconds
+            total=_length(loader),
+            desc=description,
+            unit=unit,
+            leave=False,
+            disable=not shown,
+            mininterval=self.refresh_seconds,
         )
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -105,6 +106,8 @@ class ProgressBarCallback(TrainerCallback):
         self.eval_pbar = self._create(trainer, trainer.eval_dataloader, "Evaluating")
 
     def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not self.eval_pbar.n:  # a later callback may have limited the evaluation
+            self.eval_pbar.total = _length(trainer.eval_dataloader)
         self.eval_pbar.update(1)
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -129,6 +132,13 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._close()
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _is_watched() -> bool:

@@ -1,5 +1,6 @@
 """Samplers and loaders: order, position, sharding, batched fetch."""
 
 from pytorch_accel_lite.data.loader import LoadedBatch, OwnShard, ShardedLoader, shard
+from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
 
-__all__ = ["LoadedBatch", "OwnShard", "ShardedLoader", "shard"]
+__all__ = ["LoadedBatch", "NamedDatasets", "NamedSampler", "OwnShard", "ShardedLoader", "shard"]

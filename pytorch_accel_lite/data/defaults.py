@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.data.loader import tensors_in_memory
+from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
 
 
 def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
@@ -39,18 +40,22 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, processe
         "persistent_workers": workers > 0,
         "pin_memory": torch.cuda.is_available(),
     }
-    if not isinstance(dataset, IterableDataset):
+    if isinstance(dataset, NamedDatasets):
+        kwargs["sampler"] = NamedSampler(dataset, shuffle)
+    elif not isinstance(dataset, IterableDataset):
         kwargs["shuffle"] = shuffle
     return kwargs
 
 
-def merge_loader_kwargs(defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
+def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the defaults with the user's arguments on top, less the defaults that these exclude."""
     given = dict(given or {})
+    if isinstance(dataset, NamedDatasets) and "shuffle" in given:
+        given["sampler"] = NamedSampler(dataset, given.pop("shuffle"))
     if "sampler" in given or "batch_sampler" in given:
         defaults = {k: v for k, v in defaults.items() if k != "shuffle"}
     if "batch_sampler" in given:
-        defaults = {k: v for k, v in defaults.items() if k not in ("batch_size", "drop_last")}
+        defaults = {k: v for k, v in defaults.items() if k not in ("batch_size", "drop_last", "sampler")}
     if given.get("num_workers") == 0:
         defaults = {k: v for k, v in defaults.items() if k not in ("persistent_workers", "prefetch_factor")}
     return defaults | given
