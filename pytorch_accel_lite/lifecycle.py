@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base import TrainerBase
 
-_open: weakref.WeakSet[Trainer] = weakref.WeakSet()
+_open: weakref.WeakSet[TrainerBase] = weakref.WeakSet()
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
-def register(trainer: Trainer) -> None:
+def register(trainer: TrainerBase) -> None:
     """Remember a trainer, so that its job is left in order at the end of the program."""
     _open.add(trainer)
 
 
-def close(trainer: Trainer, failed: bool = False) -> None:
+def close(trainer: TrainerBase, failed: bool = False) -> None:
     """Free what a trainer holds; the last one of a process leaves the job.
 
     :param failed: an error is being handled: do not wait for the other processes

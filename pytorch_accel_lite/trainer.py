@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import math
-import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import lifecycle
-from pytorch_accel_lite.batches import ModelCaller, check_loss, concatenate, find_batch_size, to_cpu, total_loss
-from pytorch_accel_lite.callbacks import (
-    DEFAULT_CALLBACKS,
-    CallbackHandler,
-    NonFiniteLossError,
-    StopTrainingError,
-    TrainerCallback,
-)
-from pytorch_accel_lite.callbacks.limits import limit_from_environment
-from pytorch_accel_lite.checkpoint import load_state_into, read_checkpoint, write_checkpoint
-from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader, shard
+from pytorch_accel_lite.base import TrainerBase
+from pytorch_accel_lite.batches import check_loss, concatenate, find_batch_size, to_cpu, total_loss
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, StopTrainingError
+from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
-from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
 from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
     replace_trainer_placeholder_values,
 )
-from pytorch_accel_lite.preparation import Preparation, evaluation_mode, unwrap
-from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
-from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
+from pytorch_accel_lite.preparation import evaluation_mode
+from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.tracking import LossTracker, Progress
 from pytorch_accel_lite.validation import check_dataset, check_training
 
 __all__ = [
@@ -55,10 +43,9 @@ _OF_A_RUN = (
     "run_config", "eval_dataset", "collate_fn", "_train_dataloader", "_train_dl_kwargs", "_eval_dataloader",
     "_eval_loaders", "_eval_dl_kwargs", "_loss_trackers", "_update_limit",
 )  # fmt: skip
-StrPath = str | os.PathLike[str]
 
 
-class Trainer:
+class Trainer(TrainerBase):
     """Trains, evaluates and applies a model on whatever hardware there is.
 
     Behaviour is changed by overriding a step method, or by callbacks; the loop with all its events is in the
@@ -80,64 +67,6 @@ class Trainer:
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar stop_reason: why the last run was stopped early, ``None`` when it was not
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_func: Callable[..., Any] | None,
-        optimizer: torch.optim.Optimizer | None,
-        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = DEFAULT_CALLBACKS,
-        run_history: RunHistory | None = None,
-        *,
-        accelerator: Accelerator | None = None,
-        seed: int | None = None,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r} must be a torch.nn.Module.")
-        if loss_func is not None and not callable(loss_func):
-            raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
-        self.model = model
-        self.loss_func = loss_func
-        self.optimizer: Any = optimizer
-        self.callback_handler = self._create_callback_handler(callbacks)
-        self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
-        self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
-        self._accelerator = self.accelerator  # the name that the ancestor's users know
-        check_launch(self.accelerator)
-        self.seed = seed
-        self.progress = Progress()
-        self.run_config: TrainerRunConfig | None = None
-        self.stop_reason: str | None = None
-        self.scheduler: Any = None
-        self.create_scheduler_fn: Callable[..., Any] | None = None
-        self.collate_fn: Callable[[Any], Any] | None = None
-        self.train_dataset: Any = None
-        self.eval_dataset: Any = None
-        self._train_dataloader: Any = None
-        self._eval_dataloader: Any = None
-        self._eval_loaders: dict[str, Any] = {}
-        self._train_dl_kwargs: dict[str, Any] | None = None
-        self._eval_dl_kwargs: dict[str, Any] | None = None
-        self._update_limit: int | None = None
-        self._ranks = Ranks(self.accelerator)
-        self._stop_vote = StopVote(self._ranks)
-        self._preparation: Preparation | None = None
-        self._caller = ModelCaller(model)
-        self._loss_trackers = {"loss": LossTracker()}
-        self.recorded_losses: dict[str, float] = {}
-        lifecycle.register(self)
-        self.callback_handler.call_event("on_init_end", self)
-
-    def _create_callback_handler(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> CallbackHandler:
-        handler = CallbackHandler(callbacks)
-        handler.add_callbacks(limit_from_environment())
-        return handler
-
-    def _create_accelerator(self) -> Accelerator:
-        """Make the ``Accelerator``, once, when none was given."""
-        return Accelerator()
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -321,9 +250,6 @@ class Trainer:
     def training_run_epoch_end(self) -> None:
         """Called when an epoch ends, after its evaluation."""
 
-    def training_run_end(self) -> None:
-        """Called when a training run ends."""
-
     # ------------------------------------------------------------------------------ training: the loop
 
     def _run_training(self) -> None:
@@ -438,30 +364,6 @@ class Trainer:
         if config.num_epochs is not None and self.progress.epochs_completed >= config.num_epochs:
             return True
         return self._update_limit is not None and self.progress.update >= self._update_limit
-
-    def _call_event(self, event: str, **kwargs: Any) -> None:
-        """Fire an event. What ends a run is raised at once on one process, and put to the vote on several."""
-        try:
-            self.callback_handler.call_event(event, self, **kwargs)
-        except (StopTrainingError, NonFiniteLossError) as error:
-            if self._ranks.world_size == 1:
-                raise
-            self._stop_vote.ask(error)
-
-    def _close_failed_run(self, error: BaseException, ended: bool) -> None:
-        """Tell the callbacks that an error ends the run; the error itself goes on to the caller.
-
-        A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
-        """
-        together = self._ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
-        endings: list[Callable[[], None]] = [lambda: self._call_event("on_exception", exception=error)]
-        if together and not ended:
-            endings += [self.training_run_end, lambda: self._call_event("on_training_run_end")]
-        for ending in endings:
-            try:
-                ending()
-            except Exception:
-                self.print(f"While the run was being ended by {error!r}, this happened too:\n{traceback.format_exc()}")
 
     # ------------------------------------------------------------------------------- losses and gradients
 
@@ -647,137 +549,6 @@ class Trainer:
         """
         return self._caller.predict(self.model, batch)
 
-    # ------------------------------------------------------------------------------------ saving, loading
-
-    def save_checkpoint(
-        self,
-        save_path: StrPath,
-        checkpoint_kwargs: dict[str, Any] | None = None,
-        save_optimizer: bool = True,
-        save_scheduler: bool = True,
-        save_per_node: bool = True,
-    ) -> None:
-        """Save the weights as one portable file, written whole or not at all. To be called on every process.
-
-        :param save_path: usually ends in ``.pt``; missing folders are made
-        :param checkpoint_kwargs: further entries of the file
-        :param save_optimizer: include the optimizer's state
-        :param save_scheduler: include the scheduler's state, if there is a scheduler
-        :param save_per_node: save once on every machine; ``False``: once in the whole job
-        """
-        checkpoint = {"model_state_dict": self.get_model(keep_torch_compile=False).state_dict()}
-        if save_optimizer and self.optimizer is not None:
-            checkpoint["optimizer_state_dict"] = self.optimizer.state_dict()
-        if save_scheduler and self.scheduler is not None:
-            checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
-        checkpoint.update(checkpoint_kwargs or {})
-        here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
-        self._ranks.barrier()
-        if here:
-            write_checkpoint(checkpoint, save_path)
-        self._ranks.barrier()
-
-    def load_checkpoint(
-        self, checkpoint_path: StrPath, load_optimizer: bool = True, load_scheduler: bool = True
-    ) -> dict[str, Any]:
-        """Load weights saved by :meth:`save_checkpoint`, without running code from the file.
-
-        :param load_optimizer: load the optimizer's state too, if it was saved
-        :param load_scheduler: load the scheduler's state too, if it was saved and there is a scheduler
-        :return: the whole content of the file
-        :raises ValueError: when it does not fit the model; lists missing and unexpected keys
-        """
-        self._ranks.barrier()
-        checkpoint = read_checkpoint(checkpoint_path)
-        load_state_into(self.get_model(keep_torch_compile=False), checkpoint["model_state_dict"], checkpoint_path)
-        if load_optimizer and "optimizer_state_dict" in checkpoint:
-            if self.optimizer is None:
-                raise ValueError(
-                    f"The checkpoint {os.fspath(checkpoint_path)!r} holds an optimizer's state, but the trainer has "
-                    "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
-                )
-            self.optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
-        if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
-            self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-        return checkpoint
-
-    def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
-        """Return the model without what it is wrapped in for distributed training.
-
-        :param keep_torch_compile: ``False`` also takes it out of ``torch.compile``'s wrapper
-        """
-        if self._preparation is not None and not self._preparation.can_unwrap:
-            return self.accelerator.unwrap_model(  # type: ignore[no-any-return]
-                self.model, keep_torch_compile=keep_torch_compile
-            )
-        return unwrap(self.model, keep_torch_compile)
-
-    # ---------------------------------------------------------------------------- processes and devices
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self.accelerator.device  # type: ignore[no-any-return]
-
-    @property
-    def train_dataloader(self) -> Any:
-        """This process's training batches."""
-        return self._train_dataloader
-
-    @property
-    def eval_dataloader(self) -> Any:
-        """This process's evaluation batches."""
-        return self._eval_dataloader
-
-    @property
-    def eval_dataloaders(self) -> list[Any]:
-        """This process's evaluation batches of every dataset; several when a dict of datasets was given."""
-        return list(self._eval_loaders.values()) or [loader for loader in [self._eval_dataloader] if loader is not None]
-
-    def gather(self, tensor: Any, padding_value: float | None = None) -> Any:
-        """Concatenate tensors of all processes along their first dimension. To be called on every process.
-
-        :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ from
-            process to process.
-        :param padding_value: accepted for the ancestor's users and not needed: nothing of the padding is left
-        """
-        return self._ranks.gather(tensor)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once on every machine."""
-        self.accelerator.print(*args, **kwargs)
-
-    def close(self) -> None:
-        """Free what the trainer holds, and leave the job when no other trainer of this process needs it.
-
-        Happens by itself at the end of the program; afterwards the trainer cannot be used. ``with Trainer(...) as
-        trainer:`` does the same at the end of the block.
-        """
-        lifecycle.close(self)
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        lifecycle.close(self, failed=exception_type is not None)
-
-    # --------------------------------------------------------------------------------- setting up a run
-
-    @contextmanager
-    def _prepared(self, training: bool) -> Iterator[None]:
-        """Give the model and the optimizer to Accelerate, and take them back at the end, however it comes."""
-        if self._preparation is not None and self._preparation.can_unwrap:  # within a run
-            yield
-            return
-        self._preparation = Preparation(self.accelerator, self.model, self.optimizer, training)
-        self.model, self.optimizer = self._preparation.model, self._preparation.optimizer
-        try:
-            yield
-        finally:
-            self.model, self.optimizer = self._preparation.release(self.model)
-            if self._preparation.can_unwrap:
-                self._preparation = None
-
     @contextmanager
     def _eval_run(
         self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None, collate_fn: Any, keep: bool
@@ -803,20 +574,6 @@ class Trainer:
             if running or not keep:
                 vars(self).update(before)
 
-    @contextmanager
-    def _unwrapped_model(self) -> Iterator[None]:
-        """Use the module inside ``DistributedDataParallel``, whose forward pass communicates.
-
-        Ranks may then have different numbers of batches.
-        """
-        wrapped = self.model
-        if self._preparation is None or self._preparation.can_unwrap:
-            self.model = unwrap(wrapped)
-        try:
-            yield
-        finally:
-            self.model = wrapped
-
     def _create_eval_loaders(self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
         self._eval_dataloader, self._eval_loaders = None, {}
         for name, self.eval_dataset in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
@@ -826,32 +583,6 @@ class Trainer:
             if name:
                 self._eval_loaders[name] = self._eval_dataloader
         self.eval_dataset = dataset
-
-    def _shard(self, source: Any, training: bool) -> ShardedLoader:
-        equal_steps = training or (self._preparation is not None and not self._preparation.can_unwrap)
-        return shard(source, self._ranks, self.device, self.seed, equal_steps)
-
-    @property
-    def _local_world_size(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.accelerator.num_processes))
-
-    @property
-    def _config(self) -> TrainerRunConfig:
-        if self.run_config is None:
-            raise RuntimeError("There is no run_config before train() or evaluate() was called.")
-        return self.run_config
-
-    def _create_run_config(self, batch_size: int, request: RunRequest) -> TrainerRunConfig:
-        self._update_limit = request.max_num_train_steps
-        return resolve_run_config(
-            request,
-            accelerator=self.accelerator,
-            train_dataloader=self._train_dataloader,
-            train_dl_kwargs=self._train_dl_kwargs,
-            eval_dl_kwargs=self._eval_dl_kwargs,
-            batch_size=batch_size,
-            seed=self.seed,
-        )
 
 
 class TrainerWithTimmScheduler(Trainer):
