@@ -56,6 +56,6 @@ def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str,
         defaults = {k: v for k, v in defaults.items() if k != "shuffle"}
     if "batch_sampler" in given:
         defaults = {k: v for k, v in defaults.items() if k not in ("batch_size", "drop_last", "sampler")}
-    if given.get("num_workers") == 0:
+    if not (defaults | given).get("num_workers"):
         defaults = {k: v for k, v in defaults.items() if k not in ("persistent_workers", "prefetch_factor")}
     return defaults | given

@@ -1,0 +1,560 @@
+"""The data path: every sample once, from any position, for any number of processes, from any source."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import LimitBatchesCallback, LimitEvalStepsCallback, ProgressBarCallback
+from pytorch_accel_lite.data import NamedDatasets, shard
+from pytorch_accel_lite.data.defaults import default_num_workers
+from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.utils import LimitBatches
+from tests.scripts import cases
+from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model
+
+sizes = st.integers(1, 60)
+batches = st.integers(1, 8)
+processes = st.integers(1, 5)
+
+
+def rank_of(rank: int, world_size: int) -> Ranks:
+    """One of several ranks that, under a seed, need not communicate to know their shares."""
+    ranks = Ranks(Accelerator())
+    ranks.rank, ranks.world_size = rank, world_size
+    return ranks
+
+
+def numbers(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(size))
+
+
+def read(
+    size: int, batch: int, world_size: int, start: int = 0, epoch: int = 1, training: bool = True, **kwargs: Any
+) -> list[list[Any]]:
+    """The steps of all ranks: for each step, what each rank was given."""
+    by_rank = []
+    for rank in range(world_size):
+        source = DataLoader(numbers(size), batch, shuffle=training, **kwargs)
+        loader = shard(source, rank_of(rank, world_size), torch.device("cpu"), seed=3, training=training)
+        by_rank.append(list(loader.steps(epoch, start)))
+    assert not training or len({len(steps) for steps in by_rank}) == 1
+    longest = max(map(len, by_rank))
+    return [[steps[i] for steps in by_rank if i < len(steps)] for i in range(longest)]
+
+
+def samples(step: list[Any]) -> list[int]:
+    return [sample for loaded in step for sample in loaded.batch[0][: loaded.num_samples].tolist()]
+
+
+@given(sizes, batches, processes)
+def test_shares_are_even_and_contiguous(begin, length, world_size):
+    parts = [split(begin, begin + length, rank, world_size) for rank in range(world_size)]
+    assert [i for start, stop in parts for i in range(start, stop)] == list(range(begin, begin + length))
+    lengths = [stop - start for start, stop in parts]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(sizes, batches, st.integers(0, 60), st.booleans(), processes)
+def test_global_batches_cover_the_rest_of_an_epoch(size, batch, start, drop_last, at_least):
+    bounds = list(global_batches(size, batch * at_least, start, drop_last, at_least))
+    covered = [i for begin, end in bounds for i in range(begin, end)]
+    assert covered == list(range(start, start + len(covered)))
+    assert all(0 < end - begin <= batch * at_least for begin, end in bounds)
+    rest = max(size - start, 0)
+    assert len(bounds) == count_global_batches(rest, batch * at_least, drop_last)
+    assert len(covered) == (rest // (batch * at_least) * batch * at_least if drop_last else rest)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, batches, processes)
+def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_steps(size, batch, world_size):
+    steps = read(size, batch, world_size)
+    assert Counter(sample for step in steps for sample in samples(step)) == Counter(range(size))
+    for step in steps:
+        assert len(step) == world_size
+        assert {loaded.total_samples for loaded in step} == {sum(loaded.num_samples for loaded in step)}
+        counts = [loaded.num_samples for loaded in step]
+        assert max(counts) - min(counts) <= 1
+        assert max(counts) <= batch
+    assert [step[0].is_last for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert len(steps) == count_global_batches(size, batch * world_size)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, batches, processes, batches, processes, st.data())
+def test_an_epoch_can_go_on_from_every_position_with_other_sizes(size, batch, world_size, batch2, world2, data):
+    whole = read(size, batch, world_size)
+    done = data.draw(st.integers(0, len(whole)))
+    before = [sample for step in whole[:done] for sample in samples(step)]
+    rest = read(size, batch2, world2, start=len(before))
+    after = [sample for step in rest for sample in samples(step)]
+    assert Counter(before + after) == Counter(range(size))
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, st.integers(1, 3), st.integers(1, 3))
+def test_the_same_global_batch_has_the_same_samples_on_any_number_of_processes(size, batch, factor):
+    alone = read(size, batch * 6, 1)
+    for world_size in (2, 3, 6):
+        shared = read(size, batch * 6 // world_size, world_size)
+        assert [samples(step) for step in shared] == [samples(step) for step in alone]
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, batches, processes)
+def test_evaluation_is_in_order_and_keeps_every_rank_busy_where_it_can(size, batch, world_size):
+    steps = read(size, batch, world_size, training=False)
+    assert [sample for step in steps for sample in samples(step)] == list(range(size))
+    if size >= world_size and batch > 1:
+        assert all(len(step) == world_size for step in steps)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_drop_last_drops_the_last_smaller_step_of_the_whole_job(batch):
+    for world_size in (1, 2, 3):
+        steps = read(23, batch, world_size, drop_last=True)
+        assert all(len(samples(step)) == batch * world_size for step in steps)
+        assert len(steps) == 23 // (batch * world_size)
+
+
+def test_epochs_differ_and_follow_from_the_seed():
+    first, second, again = ([samples(step) for step in read(20, 4, 1, epoch=epoch)] for epoch in (1, 2, 1))
+    assert first != second
+    assert first == again
+
+
+def test_nothing_that_is_skipped_is_read():
+    read_indices = []
+
+    class Watched(Rows):
+        def __getitem__(self, index):
+            read_indices.append(index)
+            return super().__getitem__(index)
+
+    source = DataLoader(Watched(regression_data(20)), 4, shuffle=True)
+    loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True)
+    list(loader.steps(1, start=16))
+    assert len(read_indices) == 4
+
+
+class Noisy(Rows):
+    """A draw from each generator; reading a sample twice gives different noise unless it is seeded."""
+
+    def __getitem__(self, index):
+        x, _ = super().__getitem__(index)
+        return x, torch.rand(1), np.random.rand(), random.random()
+
+
+def noisy_batches(workers: int, seed: int | None, start: int = 0, world_size: int = 1, **kwargs: Any) -> list[Any]:
+    by_rank = []
+    for rank in range(world_size):
+        source = DataLoader(
+            Noisy(regression_data(18)),
+            6 // world_size,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            **kwargs,
+        )
+        loader = shard(source, rank_of(rank, world_size), torch.device("cpu"), seed, training=True)
+        list(loader.steps(1))  # workers of the epoch before are used again
+        by_rank.append([loaded.batch for loaded in loader.steps(2, start)])
+    return [
+        torch.cat([torch.cat([t.double().reshape(len(t), -1) for t in b], 1) for b in step])
+        for step in zip(*by_rank, strict=True)
+    ]
+
+
+def test_randomness_in_the_dataset_follows_from_seed_epoch_and_position():
+    expected = noisy_batches(0, seed=1)
+    assert len({value.item() for value in torch.cat(expected)[:, 5]}) == 18
+    for workers, world_size in [(1, 1), (4, 1), (0, 2), (2, 2), (0, 3)]:
+        found = noisy_batches(workers, seed=1, world_size=world_size)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    resumed = noisy_batches(2, seed=1, start=6)
+    assert all(torch.equal(a, b) for a, b in zip(resumed, expected[1:], strict=True))
+    assert not torch.equal(noisy_batches(0, seed=2)[0][:, 5:], expected[0][:, 5:])
+
+
+def test_reading_data_under_a_seed_does_not_disturb_the_generators_of_training():
+    torch.manual_seed(4)
+    np.random.seed(4)
+    random.seed(4)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(4)
+    np.random.seed(4)
+    random.seed(4)
+    noisy_batches(0, seed=1)
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+
+
+def test_randomness_in_the_collate_function_follows_from_the_seed_too():
+    def collate(samples):
+        return torch.stack([sample[0] for sample in samples]) + torch.rand(1), torch.rand(1)
+
+    found = [
+        [loaded.batch[1] for loaded in loader.steps(1)]
+        for workers in (0, 2)
+        for loader in [
+            shard(
+                DataLoader(Rows(regression_data(8)), 4, num_workers=workers, collate_fn=collate),
+                rank_of(0, 1),
+                torch.device("cpu"),
+                seed=1,
+                training=True,
+            )
+        ]
+    ]
+    assert found[0] == found[1]
+
+
+class Batched(Rows):
+    """Reads many samples at once."""
+
+    calls = 0
+
+    def __getitem__(self, index):
+        raise AssertionError("one at a time")
+
+    def __getitems__(self, indices):
+        self.calls += 1
+        return [self.data[index] for index in indices]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_datasets_that_can_are_read_a_whole_batch_at_a_time(seed):
+    data, model, plain = Batched(regression_data(20)), small_model(), small_model()
+    trainer = quiet_trainer(model, seed=seed)
+    trainer.train(data, 2, per_device_batch_size=4)
+    assert data.calls == 10
+    if seed is not None:
+        quiet_trainer(plain, seed=seed).train(regression_data(20), 2, per_device_batch_size=4)
+        assert equal(model.state_dict(), plain.state_dict())
+
+
+def test_a_subset_of_tensors_in_memory_equals_the_same_rows():
+    data = regression_data(30)
+    indices = list(range(29, 4, -2))
+    nested = Subset(Subset(data, indices), range(1, 12))
+    plain = Rows(TensorDataset(*(t[indices][1:12] for t in data.tensors)))
+    models = [small_model(), small_model()]
+    for model, dataset in zip(models, (nested, plain), strict=True):
+        torch.manual_seed(0)
+        quiet_trainer(model).train(dataset, 2, per_device_batch_size=3, train_dataloader_kwargs={"num_workers": 0})
+    assert equal(models[0].state_dict(), models[1].state_dict())
+
+
+def test_workers_only_where_they_pay():
+    data = regression_data(4)
+    assert default_num_workers(data, 1) == default_num_workers(Subset(data, [1]), 1) == 0
+    assert default_num_workers(Batched(data), 1) == default_num_workers(cases.Stream(4), 1) == 0
+    cores = len(os.sched_getaffinity(0))
+    assert default_num_workers(Rows(data), 1) == (min(cores, 8) if cores > 1 else 0)
+    assert default_num_workers(Rows(data), cores) == 0
+
+
+def test_the_arguments_of_dataloaders_can_be_overridden():
+    class Own(Trainer):
+        def get_default_train_dl_kwargs(self, batch_size):
+            return super().get_default_train_dl_kwargs(batch_size) | {"num_workers": 0, "drop_last": True}
+
+    model = small_model()
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    sampler = WeightedRandomSampler(torch.ones(10), 7)
+    trainer.train(Rows(regression_data(10)), 1, per_device_batch_size=3, train_dataloader_kwargs={"sampler": sampler})
+    assert trainer.progress.samples == 6
+    assert trainer.run_config.train_dl_kwargs["sampler"] is sampler
+    assert trainer.train_dataloader.num_workers == 0
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_dataloader_of_the_users(seed, accumulation):
+    class Own(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return DataLoader(self.train_dataset, batch_sampler=cases.LengthBuckets())
+
+    model, recorder = small_model(), cases.Recorder()
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder], seed=seed)
+    trainer.train(regression_data(11), 1, gradient_accumulation_steps=accumulation)
+    assert recorder.counts == [3, 1, 2, 4, 1]
+    assert trainer.progress.update == -(-5 // accumulation)
+
+
+def test_any_iterable_of_batches():
+    x, y = regression_data(9).tensors
+
+    class Own(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return [(x[:4], y[:4]), (x[4:6], y[4:6]), (x[6:], y[6:])]
+
+        create_eval_dataloader = create_train_dataloader
+
+    model = small_model()
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
+    trainer.train(x, 2, x, gradient_accumulation_steps=2)
+    assert trainer.progress.update == 4
+    expected = nn.functional.mse_loss(model(x), y).item()
+    for name in ("train_loss_epoch", "eval_loss_epoch"):
+        assert trainer.run_history.get_metric_values(name) == pytest.approx([expected] * 2, abs=1e-12)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield from regression_data(10)
+
+
+def test_data_without_an_end_need_a_limit_of_updates():
+    trainer = quiet_trainer(small_model(), callbacks=[ProgressBarCallback(show_always=True)])
+    factory = partial(OneCycleLR, max_lr=0.1, total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
+    trainer.train(
+        Endless(),
+        per_device_batch_size=4,
+        max_num_train_steps=7,
+        gradient_accumulation_steps=2,
+        create_scheduler_fn=factory,
+    )
+    assert trainer.progress.update == trainer.scheduler.last_epoch == 7
+    factory = partial(OneCycleLR, max_lr=0.1, total_steps=TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH)
+    with pytest.raises(ValueError, match=r"NUM_UPDATE_STEPS_PER_EPOCH cannot be resolved: .* max_num_train_steps"):
+        trainer.train(Endless(), 1, create_scheduler_fn=factory)
+
+
+def test_hugging_face_datasets():
+    datasets = pytest.importorskip("datasets")
+    x, y = regression_data(10, dtype=torch.float32).tensors
+    data = datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()}).with_format("torch")
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_model(dtype=torch.float32)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    results = []
+    for dataset in (data, data.to_iterable_dataset(), TensorDataset(x, y)):
+        model = Named() if not isinstance(dataset, TensorDataset) else small_model(dtype=torch.float32)
+        trainer = quiet_trainer(model)
+        kwargs = {} if isinstance(dataset, datasets.IterableDataset) else {"shuffle": False}
+        trainer.train(dataset, 1, dataset, per_device_batch_size=4, train_dataloader_kwargs=kwargs)
+        results.append(trainer.run_history.to_dict())
+    assert results[0] == results[1] == results[2]
+
+
+class TwoTasks(Trainer):
+    seen: list[Any]
+
+    def calculate_train_batch_loss(self, batch):
+        self.seen.append({name: part[0][:, 0].tolist() for name, part in batch.items()})
+        losses = {name: self.loss_func(self.model(x), y) for name, (x, y) in batch.items()}
+        return {"loss": losses, "batch_size": len(batch["a"][0])}
+
+
+def tagged(size: int, offset: int) -> TensorDataset:
+    column = torch.arange(size, dtype=torch.float64) + offset
+    return TensorDataset(column[:, None].expand(-1, 5).contiguous(), regression_data(size).tensors[1])
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_training_datasets_by_name_give_batches_by_name(seed):
+    data = {"a": tagged(6, 0), "b": tagged(10, 100)}
+    for dataset, length in ((data, 6), (NamedDatasets(data, length="max"), 10)):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = TwoTasks(model, nn.MSELoss(), optimizer, callbacks=[], seed=seed)
+        trainer.seen = []
+        trainer.train(dataset, 2, per_device_batch_size=4, train_dataloader_kwargs={"num_workers": 0})
+        assert trainer.progress.samples == 2 * length
+        epochs = trainer.seen[: len(trainer.seen) // 2], trainer.seen[len(trainer.seen) // 2 :]
+        for epoch in epochs:
+            first = [sample for batch in epoch for sample in batch["a"]]
+            second = [sample for batch in epoch for sample in batch["b"]]
+            assert len(first) == len(second) == length
+            assert set(first[:6]) == set(range(6))
+            assert set(first[6:]) < set(range(6))
+            assert len(set(second)) == length
+            assert set(second) <= set(range(100, 110))
+        assert epochs[0] != epochs[1]
+        assert {"train_a_epoch", "train_b_epoch"} <= set(trainer.run_history.get_metric_names())
+
+
+def test_datasets_by_name_in_order():
+    sampler_order = []
+    trainer = quiet_trainer(small_model())
+    data = NamedDatasets({"a": tagged(2, 0), "b": tagged(3, 100)}, length="max")
+
+    class Keep(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, **kwargs):
+            sampler_order.extend(zip(batch["a"][0][:, 0].tolist(), batch["b"][0][:, 0].tolist(), strict=True))
+
+    class Sum(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.model(batch["a"][0]).mean(), "batch_size": len(batch["a"][0])}
+
+    model = small_model()
+    trainer = Sum(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Keep])
+    trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"shuffle": False})
+    assert sampler_order == [(0, 100), (1, 101), (0, 102)]
+
+
+def test_evaluation_datasets_by_name_are_evaluated_one_by_one():
+    trainer = quiet_trainer(small_model())
+    clean, noisy = regression_data(9), regression_data(20)
+    trainer.train(clean, 2, {"clean": clean, "noisy": noisy})
+    history = trainer.run_history.to_dict()
+    assert {name: len(values) for name, values in history.items()} == {
+        "train_loss_epoch": 2,
+        "clean_eval_loss_epoch": 2,
+        "noisy_eval_loss_epoch": 2,
+    }
+    metrics = trainer.evaluate({"clean": clean, "noisy": noisy})
+    assert metrics.keys() == {"clean_evaluation_loss", "noisy_evaluation_loss"}
+    assert metrics["clean_evaluation_loss"] == pytest.approx(trainer.evaluate(clean)["evaluation_loss"], abs=1e-12)
+    assert metrics["clean_evaluation_loss"] == pytest.approx(history["clean_eval_loss_epoch"][-1], abs=1e-12)
+
+
+def test_predictions_can_be_had_part_by_part():
+    trainer = quiet_trainer(small_model())
+    parts = []
+    for part in trainer.predict_iter(regression_data(10), per_device_batch_size=4):
+        assert not trainer.model.training
+        parts.append(part)
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert torch.equal(torch.cat(parts), trainer.predict(regression_data(10), per_device_batch_size=4))
+    assert trainer.model.training
+
+
+def test_an_abandoned_prediction_leaves_the_model_as_it_was():
+    trainer = quiet_trainer(small_model())
+    parts = trainer.predict_iter(regression_data(10), per_device_batch_size=4)
+    next(parts)
+    parts.close()
+    assert trainer.model.training
+    trainer.train(regression_data(10), 1)
+
+
+class Lengths(TrainerCallback):
+    def on_training_run_start(self, trainer, **kwargs):
+        self.lengths = len(trainer.train_dataloader), len(trainer.eval_dataloader)
+
+
+@pytest.mark.parametrize("how", ["callback", "context", "variable"])
+def test_limited_batches(how, monkeypatch):
+    lengths = Lengths()
+    if how == "callback":
+        trainer = quiet_trainer(small_model(), callbacks=[LimitBatchesCallback(3), lengths])
+    elif how == "variable":
+        monkeypatch.setenv("PT_ACC_LIMIT_BATCHES", "3")
+        trainer = quiet_trainer(small_model(), callbacks=[lengths])
+    else:
+        with LimitBatches(3):
+            trainer = quiet_trainer(small_model(), callbacks=[lengths])
+        assert "PT_ACC_LIMIT_BATCHES" not in os.environ
+    total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+    trainer.train(
+        regression_data(40),
+        2,
+        regression_data(30),
+        per_device_batch_size=4,
+        create_scheduler_fn=partial(OneCycleLR, max_lr=0.1, total_steps=total),
+    )
+    assert lengths.lengths == (3, 3)
+    assert trainer.progress.update == trainer.scheduler.last_epoch == trainer.scheduler.total_steps == 6
+    assert trainer.progress.samples == 24
+
+
+def test_limited_evaluations():
+    class Count(TrainerCallback):
+        steps = 0
+
+        def on_eval_step_end(self, trainer, **kwargs):
+            self.steps += 1
+
+    for only_intermediate, expected in ((True, 8), (False, 2)):
+        count = Count()
+        trainer = quiet_trainer(small_model(), callbacks=[count, LimitEvalStepsCallback(2, only_intermediate)])
+        trainer.train(regression_data(4), 1, regression_data(30), per_device_batch_size=4)
+        assert count.steps == expected
+        assert len(trainer.eval_dataloader) == 8
+    trainer._run_eval_epoch(trainer.eval_dataloader, is_intermediate=True)
+    assert count.steps == expected + 2
+
+
+BAD_INPUT = [
+    (
+        lambda t: t.train({"a": regression_data(4), "b": TensorDataset(torch.empty(0, 1))}, 1),
+        r"train_dataset\['b'\] is empty",
+    ),
+    (lambda t: t.train({}, 1), r"train_dataset={}"),
+    (lambda t: t.train({"a": Endless()}, 1), r"The dataset 'a' \(Endless\) has no length"),
+    (lambda t: t.train(regression_data(4), 1, {"a": TensorDataset(torch.empty(0))}), r"eval_dataset\['a'\] is empty"),
+    (lambda t: t.predict({"a": regression_data(4)}), "predict takes one dataset"),
+    (lambda t: NamedDatasets({"a": [1]}, length="mean"), "length='mean' must be 'min' or 'max'"),
+    (lambda t: LimitBatchesCallback(0), "num_batches=0 must be at least 1"),
+    (lambda t: LimitEvalStepsCallback(-1), "num_eval_steps=-1 must be at least 1"),
+    (lambda t: t.evaluate(["a", "b"]), "No batch size can be told .* Return 'batch_size'"),
+]
+
+
+@pytest.mark.parametrize(("provoke", "message"), BAD_INPUT)
+def test_bad_input_is_refused_with_what_to_do(provoke, message):
+    class AnyBatch(nn.Linear):
+        def forward(self, batch):
+            return torch.zeros(())
+
+    if "batch size" in message:
+        trainer = Trainer(AnyBatch(1, 1), lambda *_: torch.zeros(()), None, callbacks=[])
+        trainer._caller.loss = lambda *_: torch.zeros(())
+    else:
+        trainer = quiet_trainer(small_model())
+    with pytest.raises(ValueError if "predict" not in message else TypeError, match=message):
+        provoke(trainer)
+
+
+def test_a_bad_limit_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("PT_ACC_LIMIT_BATCHES", "many")
+    with pytest.raises(ValueError, match="PT_ACC_LIMIT_BATCHES='many'"):
+        quiet_trainer(small_model())
+
+
+class Dies(Rows):
+    def __getitem__(self, index):
+        if index == 3 and torch.utils.data.get_worker_info() is not None:
+            os._exit(9)
+        return super().__getitem__(index)
+
+
+def fails_to_collate(rows):
+    raise KeyError("no such column")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kwargs", "error", "message"),
+    [
+        (Dies(regression_data(8)), {"num_workers": 2}, RuntimeError, r"worker .* exited unexpectedly"),
+        (Rows(regression_data(8)), {"num_workers": 2, "collate_fn": fails_to_collate}, KeyError, "in fails_to_collate"),
+        (Rows(regression_data(8)), {"num_workers": 0, "collate_fn": fails_to_collate}, KeyError, "no such column"),
+    ],
+)
+def test_what_fails_while_reading_reaches_the_user(dataset, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        quiet_trainer(small_model()).train(dataset, 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
