@@ -246,7 +246,7 @@ class MapLoader(ShardedLoader):
             yield [tensor.pin_memory() for tensor in batch] if pin else batch
 
     def stop_workers(self) -> None:  # noqa: D102
-        iterator = getattr(self._inner, "_iterator", None)
+        iterator: Any = getattr(self._inner, "_iterator", None)
         if hasattr(iterator, "_shutdown_workers"):
             # Without this (torch has no public way) they live on for as long as the traceback of an error does.
             iterator._shutdown_workers()
