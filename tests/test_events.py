@@ -344,7 +344,7 @@ def test_an_almost_right_event_name_warns_with_the_right_one():
 
 
 @pytest.mark.parametrize(
-    "name", ["on_eval_epoch_begin_", "on_training_run_stat", "on_train_epochs_end", "on_optimiser_step_end"]
+    "name", ["on_eval_epoch_starts", "on_training_run_stat", "on_train_epochs_end", "on_optimiser_step_end"]
 )
 def test_other_misspelt_events_warn_too(name):
     with pytest.warns(UserWarning, match="did you mean|Did you mean"):

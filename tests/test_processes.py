@@ -20,7 +20,16 @@ def alone():
     """What one process gives."""
     return {
         name: getattr(cases, f"case_{name}")()
-        for name in ("training", "tokens", "schedule", "evaluation", "predict_structures", "evaluate_inside")
+        for name in (
+            "training",
+            "tokens",
+            "schedule",
+            "evaluation",
+            "predict_structures",
+            "evaluate_inside",
+            "named",
+            "limits",
+        )
     }
 
 
@@ -152,6 +161,24 @@ def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
     assert {result["updates"] for result in results} == {2 * -(-5 // ranks.world_size)}
     if ranks.world_size == 2:
         assert [result["sizes"][:3] for result in results] == [[3, 2, 1], [1, 4]] or results[1]["sizes"][0] == 1
+
+
+def test_datasets_by_name_equal_one_process(ranks, alone):
+    one = alone["named"]
+    assert {"train_a_epoch", "few_eval_loss_epoch", "many_eval_loss_epoch"} <= one["history"].keys()
+    for result in ranks["named"]:
+        assert largest_difference(result["weights"], one["weights"]) < 1e-10
+        for metric, values in one["history"].items():
+            assert result["history"][metric] == pytest.approx(values, abs=1e-10)
+        assert sum(len(part) for part in result["parts"]) == 25
+        assert torch.allclose(torch.cat(result["parts"]), torch.cat(one["parts"]), atol=1e-10, rtol=0)
+
+
+def test_limits_count_steps_of_the_whole_job(ranks, alone):
+    for result in ranks["limits"]:
+        assert result["samples"] == alone["limits"]["samples"] == 24
+        assert result["updates"] == alone["limits"]["updates"] == 4
+        assert largest_difference(result["weights"], alone["limits"]["weights"]) < 1e-10
 
 
 def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks, alone):

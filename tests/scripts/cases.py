@@ -31,8 +31,13 @@ from pytorch_accel_lite import (
     TrainerPlaceholderValues,
     get_default_callbacks,
 )
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, TerminateOnNaNCallback
-from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    LimitBatchesCallback,
+    SaveBestModelCallback,
+    TerminateOnNaNCallback,
+)
+from pytorch_accel_lite.data import NamedDatasets, OwnShard
 from tests.launching import Failed
 from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
 
@@ -419,6 +424,35 @@ def case_evaluate_inside() -> Any:
         if callbacks:
             results["metrics"], results["training"] = callbacks[0].metrics, callbacks[0].training
     return results
+
+
+class TwoTasks(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        losses = {name: self.loss_func(self.model(x), y) for name, (x, y) in batch.items()}
+        return {"loss": losses, "batch_size": len(batch["a"][0])}
+
+
+def case_named() -> Any:
+    """A dict of training datasets, one of which is shorter, and a dict of evaluation datasets."""
+    model = small_model()
+    trainer = TwoTasks(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[], seed=1)
+    trainer.train(
+        NamedDatasets({"a": regression_data(13), "b": regression_data(22)}, length="max"),
+        2,
+        {"few": regression_data(2), "many": regression_data(25)},
+        per_device_batch_size=_global_batch(6),
+        eval_dataloader_kwargs={"batch_size": 4},
+    )
+    parts = list(trainer.predict_iter(regression_data(25), per_device_batch_size=_global_batch(6)))
+    return {"weights": weights(model), "history": trainer.run_history.to_dict(), "parts": parts}
+
+
+def case_limits() -> Any:
+    model = small_model()
+    trainer = quiet_trainer(model, callbacks=[LimitBatchesCallback(2)])
+    data = regression_data(30)
+    trainer.train(data, 2, data, per_device_batch_size=_global_batch(6), train_dataloader_kwargs=IN_ORDER)
+    return {"weights": weights(model), "samples": trainer.progress.samples, "updates": trainer.progress.update}
 
 
 def main() -> None:

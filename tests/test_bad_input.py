@@ -1,0 +1,475 @@
+"""What is refused: an error that names the argument, its value and what to do, and nothing is trained."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback
+from tests.small import Broken, Stream, listener, make_data, make_model, make_trainer, same, train, weights
+
+
+def returning(change: Any) -> type[Trainer]:
+    """A trainer whose steps return ``change(output)`` of what they should."""
+
+    class Returning(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return change(super().calculate_train_batch_loss(batch))
+
+        def calculate_eval_batch_loss(self, batch):
+            return change(super().calculate_eval_batch_loss(batch))
+
+    return Returning
+
+
+def instance_of_step_lr(trainer: Trainer) -> StepLR:
+    return StepLR(trainer.optimizer, 1)
+
+
+class NeedsArgument(TrainerCallback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+
+WHOLE = "must be a whole number"
+THREE = TensorDataset(*make_data().tensors, torch.zeros(6))
+
+# What the trainer is made with, the error, and what its message must match.
+CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "model=None": ({"model": None}, TypeError, r"model=None must be a torch\.nn\.Module"),
+    "model is a class": ({"model": nn.Linear}, TypeError, r"model=<class .*Linear.*must be"),
+    "loss_func is a name": ({"loss_func": "mse"}, TypeError, "loss_func='mse' must be callable"),
+    "loss_func is a class of modules": ({"loss_func": nn.MSELoss}, TypeError, r"loss_func=.*MSELoss.*(instance|\(\))"),
+    "optimizer is a class": ({"optimizer": torch.optim.SGD}, TypeError, r"optimizer=.*SGD.*must be an instance"),
+    "optimizer is a number": ({"optimizer": 0.1}, TypeError, r"optimizer=0\.1 must be an instance"),
+    "callbacks=None": ({"callbacks": None}, TypeError, "callbacks=None must be a list"),
+    "callbacks is one callback": ({"callbacks": TrainerCallback()}, TypeError, r"callbacks=.*must be a list"),
+    "callbacks is one class": ({"callbacks": TrainerCallback}, TypeError, r"callbacks=.*must be a list"),
+    "callbacks is a name": ({"callbacks": "bar"}, TypeError, r"callbacks='bar' must be a list"),
+    "a callback is a function": (
+        {"callbacks": [print]},
+        TypeError,
+        r"callbacks: .*print.*is not a TrainerCallback.*Pass",
+    ),
+    "a callback is another class": (
+        {"callbacks": [dict]},
+        TypeError,
+        r"callbacks: .*dict.*is not a TrainerCallback.*Pass",
+    ),
+    "a callback is a class that needs arguments": ({"callbacks": [NeedsArgument]}, TypeError, r"NeedsArgument.*folder"),
+    "run_history is a class": ({"run_history": InMemoryRunHistory}, TypeError, r"run_history=.*InMemoryRunHistory"),
+    "run_history is a dict": ({"run_history": {}}, TypeError, r"run_history=\{\}"),
+    "accelerator is a name": ({"accelerator": "cpu"}, TypeError, r"accelerator='cpu'"),
+    "seed is a name": ({"seed": "today"}, TypeError, f"seed='today' {WHOLE}"),
+    "seed=1.5": ({"seed": 1.5}, TypeError, rf"seed=1\.5 {WHOLE}"),
+    "seed=-1": ({"seed": -1}, ValueError, r"seed=-1 must be"),
+    "seed is too large": ({"seed": 2**40}, ValueError, rf"seed={2**40} must be"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "match"), CONSTRUCTOR.values(), ids=CONSTRUCTOR.keys())
+def test_a_trainer_is_not_made_with(arguments, error, match):
+    model = make_model()
+    given = {"model": model, "loss_func": nn.MSELoss(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(error, match=match):
+        Trainer(**({"callbacks": []} | given | arguments))
+
+
+# What train() is given, the error, and what its message must match. A Trainer class under "trainer" is used.
+TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    # counts and limits
+    "neither epochs nor updates": (
+        {"num_epochs": None},
+        ValueError,
+        r"num_epochs=None and max_num_train_steps=None.*needs",
+    ),
+    **{
+        f"{name}={value!r}": ({name: value}, ValueError, f"{name}={value} must be at least 1")
+        for name in ("num_epochs", "max_num_train_steps", "gradient_accumulation_steps", "per_device_batch_size")
+        for value in (0, -2)
+    },
+    **{
+        f"{name}={value!r}": ({name: value}, TypeError, f"{name}={value!r} {WHOLE}")
+        for name in ("num_epochs", "max_num_train_steps", "gradient_accumulation_steps", "per_device_batch_size")
+        for value in (1.5, "3", True, [1])
+    },
+    "gradient_accumulation_steps=None": (
+        {"gradient_accumulation_steps": None},
+        TypeError,
+        f"gradient_accumulation_steps=None {WHOLE}",
+    ),
+    "per_device_batch_size=None": ({"per_device_batch_size": None}, TypeError, f"per_device_batch_size=None {WHOLE}"),
+    **{
+        f"{name}={value!r}": ({name: value}, ValueError, f"{name}={value} must be greater than 0.*Leave it out")
+        for name in ("gradient_clip_value", "gradient_clip_norm")
+        for value in (0, 0.0, -1, -0.5, math.nan)
+    },
+    **{
+        f"{name}={value!r}": ({name: value}, TypeError, f"{name}={value!r} must be a number")
+        for name in ("gradient_clip_value", "gradient_clip_norm")
+        for value in ("1", True)
+    },
+    # data
+    "train_dataset=None": ({"train_dataset": None}, ValueError, "train_dataset=None: pass a dataset"),
+    "train_dataset is empty": ({"train_dataset": []}, ValueError, "train_dataset is empty: list has length 0"),
+    "eval_dataset is empty": ({"eval_dataset": make_data(0)}, ValueError, "eval_dataset is empty: TensorDataset"),
+    "train_dataset is a number": ({"train_dataset": 5}, TypeError, "train_dataset=5"),
+    "eval_dataset is a number": ({"eval_dataset": 5}, TypeError, "eval_dataset=5"),
+    "train_dataset is a generator": ({"train_dataset": (i for i in range(3))}, TypeError, "train_dataset=<generator"),
+    "train_dataset is a DataLoader": (
+        {"train_dataset": DataLoader(make_data())},
+        TypeError,
+        r"train_dataset=.*DataLoader",
+    ),
+    "eval_dataset is a DataLoader": (
+        {"eval_dataset": DataLoader(make_data())},
+        TypeError,
+        r"eval_dataset=.*DataLoader",
+    ),
+    "a stream without samples": (
+        {"train_dataset": Stream(0), "train_dataloader_kwargs": {}},
+        ValueError,
+        "train_dataset gave no batch",
+    ),
+    "drop_last leaves nothing": (
+        {"per_device_batch_size": 7, "train_dataloader_kwargs": {"drop_last": True}},
+        ValueError,
+        r"train_dataset makes no batch.*drop_last=True.*Lower per_device_batch_size",
+    ),
+    "drop_last leaves nothing to evaluate": (
+        {"per_device_batch_size": 3, "eval_dataset": make_data(2), "eval_dataloader_kwargs": {"drop_last": True}},
+        ValueError,
+        r"eval_dataset.*no batch",
+    ),
+    "train_dataloader_kwargs is a name": (
+        {"train_dataloader_kwargs": "shuffle"},
+        TypeError,
+        "train_dataloader_kwargs='shuffle' must be a dict",
+    ),
+    "eval_dataloader_kwargs is a list": (
+        {"eval_dataset": make_data(), "eval_dataloader_kwargs": ["shuffle"]},
+        TypeError,
+        r"eval_dataloader_kwargs=\['shuffle'\] must be a dict",
+    ),
+    "an unknown dataloader argument": ({"train_dataloader_kwargs": {"batchsize": 3}}, TypeError, "batchsize"),
+    "a batch size of 0 among the dataloader arguments": (
+        {"train_dataloader_kwargs": {"batch_size": 0}},
+        ValueError,
+        "batch_size=0",
+    ),
+    "collate_fn is a number": (
+        {"collate_fn": 3},
+        TypeError,
+        "collate_fn=3 must be callable|collate_fn=3 must be a function",
+    ),
+    "a batch of three": ({"train_dataset": THREE}, ValueError, r"3 elements.*\(inputs, targets\).*Override"),
+    "a batch without targets": (
+        {"train_dataset": TensorDataset(make_data().tensors[0])},
+        ValueError,
+        r"no targets for loss_func.*\(inputs, targets\)",
+    ),
+    "a dict batch with other keys": (
+        {"train_dataset": [{"pixels": torch.ones(4), "label": torch.ones(1)}] * 4},
+        ValueError,
+        r"'label', 'pixels'.*Sequential\.forward.*Rename the keys",
+    ),
+    "a create_train_dataloader that returns nothing": (
+        {"trainer": type("Own", (Trainer,), {"create_train_dataloader": lambda self, batch_size, kwargs=None: None})},
+        TypeError,
+        "dataloader must be an iterable of batches, not NoneType",
+    ),
+    # schedulers
+    "create_scheduler_fn is a scheduler": (
+        {"create_scheduler_fn": instance_of_step_lr},
+        TypeError,
+        r"create_scheduler_fn=<.*StepLR.*must be a function.*for example functools\.partial",
+    ),
+    "create_scheduler_fn is a name": (
+        {"create_scheduler_fn": "cosine"},
+        TypeError,
+        r"create_scheduler_fn='cosine' must be",
+    ),
+    "create_scheduler_fn lacks an argument": ({"create_scheduler_fn": StepLR}, TypeError, "StepLR.*step_size"),
+    "create_scheduler_fn makes no scheduler": (
+        {"create_scheduler_fn": lambda optimizer: 3},
+        TypeError,
+        r"create_scheduler_fn.*3.*scheduler",
+    ),
+    "EVAL_DATALOADER_LEN without eval_dataset": (
+        {"create_scheduler_fn": partial(StepLR, step_size=TrainerPlaceholderValues.EVAL_DATALOADER_LEN)},
+        ValueError,
+        r"EVAL_DATALOADER_LEN.*eval_dataset",
+    ),
+    # what a step returns
+    **{
+        f"a step that returns {name}": ({"trainer": returning(change)}, error, rf"calculate_train_batch_loss.*{match}")
+        for name, change, error, match in [
+            ("nothing", lambda output: None, TypeError, "must return a dict with 'loss', not NoneType"),
+            ("the loss itself", lambda output: output["loss"], TypeError, "must return a dict with 'loss', not Tensor"),
+            (
+                "no loss",
+                lambda output: {"los": output["loss"]},
+                ValueError,
+                r"must return a dict with 'loss'.*\['los'\]",
+            ),
+            ("a number", lambda output: {"loss": 1.5}, TypeError, r"'loss' must be a tensor, not float \(1\.5\)"),
+            ("loss=None", lambda output: {"loss": None}, TypeError, r"'loss' must be a tensor, not NoneType"),
+            (
+                "a loss for each sample",
+                lambda output: {"loss": output["loss"].expand(2)},
+                ValueError,
+                r"\(2,\).*mean\(\)",
+            ),
+            ("a loss of shape (1,)", lambda output: {"loss": output["loss"][None]}, ValueError, r"scalar.*\(1,\)"),
+            (
+                "a detached loss",
+                lambda output: {"loss": output["loss"].detach()},
+                ValueError,
+                "does not require gradients",
+            ),
+            ("a whole number", lambda output: {"loss": torch.tensor(3)}, ValueError, "does not require gradients"),
+            ("an empty dict of losses", lambda output: {"loss": {}}, ValueError, "empty dict of losses"),
+            ("a named number", lambda output: {"loss": {"fit": 1.5}}, TypeError, r"'fit' must be a tensor, not float"),
+            (
+                "a named loss for each sample",
+                lambda output: {"loss": {"fit": output["loss"], "norm": output["loss"].expand(3)}},
+                ValueError,
+                r"'norm' must be a scalar.*\(3,\)",
+            ),
+            ("a batch_size that is a name", lambda output: output | {"batch_size": "2"}, TypeError, "batch_size.*'2'"),
+            ("a negative batch_size", lambda output: output | {"batch_size": -2}, ValueError, "batch_size.*-2"),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "match"), TRAIN.values(), ids=TRAIN.keys())
+def test_train_refuses(arguments, error, match):
+    arguments = dict(arguments)
+    trainer = make_trainer(trainer_class=arguments.pop("trainer", Trainer))
+    if arguments.get("create_scheduler_fn") is instance_of_step_lr:
+        arguments["create_scheduler_fn"] = instance_of_step_lr(trainer)
+    start = weights(trainer.model)
+    given = {"train_dataset": make_data(), "num_epochs": 1, "per_device_batch_size": 2} | arguments
+    with pytest.raises(error, match=match):
+        trainer.train(**given)
+    assert same(weights(trainer.model), start)
+    assert trainer.progress.update == 0
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    if type(trainer) is Trainer:  # and is none the worse for it
+        train(trainer)
+        assert trainer.progress.update == 3
+
+
+def test_training_without_an_optimizer_is_refused():
+    trainer = make_trainer(optimizer=None)
+    with pytest.raises(ValueError, match=r"optimizer=None: train\(\) needs"):
+        train(trainer)
+    assert trainer.evaluate(make_data()).keys() == {"evaluation_loss"}
+
+
+def test_training_a_frozen_model_is_refused():
+    model = make_model().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"does not require gradients.*frozen"):
+        train(make_trainer(model=model))
+
+
+def test_a_model_that_returns_no_loss_needs_a_loss_func():
+    with pytest.raises(ValueError, match=r"loss_func is None and Sequential returned no loss.*Pass a loss_func"):
+        train(make_trainer(loss_func=None))
+
+
+def test_accumulation_set_on_the_accelerator_is_refused():
+    try:
+        trainer = make_trainer(accelerator=Accelerator(gradient_accumulation_steps=2))
+        with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2.*Leave it at 1.*train\(\)"):
+            train(trainer)
+    finally:
+        Accelerator()  # the setting belongs to the process
+
+
+def test_the_evaluation_loss_may_be_without_gradients_but_is_checked_otherwise():
+    detached = make_trainer(trainer_class=returning(lambda output: output | {"loss": output["loss"].detach()}))
+    assert detached.evaluate(make_data()).keys() == {"evaluation_loss"}
+    for change, error, match in [
+        (lambda output: None, TypeError, "calculate_eval_batch_loss must return a dict"),
+        (lambda output: {}, ValueError, "calculate_eval_batch_loss must return a dict with 'loss'"),
+        (lambda output: {"loss": output["loss"].expand(2)}, ValueError, r"calculate_eval_batch_loss.*\(2,\)"),
+        (lambda output: {"loss": 1.0}, TypeError, r"calculate_eval_batch_loss.*must be a tensor"),
+    ]:
+        with pytest.raises(error, match=match):
+            make_trainer(trainer_class=returning(change)).evaluate(make_data())
+
+
+EVALUATE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "nothing": ({"dataset": None}, ValueError, "dataset=None: pass a dataset"),
+    "an empty dataset": ({"dataset": make_data(0)}, ValueError, "dataset is empty: TensorDataset has length 0"),
+    "a stream without samples": ({"dataset": Stream(0)}, ValueError, r"dataset.*(no batch|empty)"),
+    "a number": ({"dataset": 5}, TypeError, "dataset=5"),
+    "a DataLoader": ({"dataset": DataLoader(make_data())}, TypeError, r"dataset=.*DataLoader"),
+    "batches of 0": ({"per_device_batch_size": 0}, ValueError, "per_device_batch_size=0 must be at least 1"),
+    "batches of 1.5": ({"per_device_batch_size": 1.5}, TypeError, rf"per_device_batch_size=1\.5 {WHOLE}"),
+    "dataloader_kwargs that are no dict": (
+        {"dataloader_kwargs": "a"},
+        TypeError,
+        "dataloader_kwargs='a' must be a dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize(("arguments", "error", "match"), EVALUATE.values(), ids=EVALUATE.keys())
+def test_evaluate_and_predict_refuse(method, arguments, error, match):
+    trainer = make_trainer()
+    with pytest.raises(error, match=match):
+        getattr(trainer, method)(**({"dataset": make_data()} | arguments))
+    assert trainer.run_history.to_dict() == {}
+    assert trainer.predict(make_data(3)).shape == (3, 1)
+
+
+PREDICT: dict[str, tuple[Any, type[Exception], str]] = {
+    "a number": (
+        lambda batch: 3,
+        TypeError,
+        "predict: the model returned int.*Override calculate_predict_batch_output",
+    ),
+    "nothing": (lambda batch: None, TypeError, "predict: the model returned NoneType"),
+    "a scalar": (lambda batch: torch.tensor(1.0), ValueError, "predict: .*without a dimension for the samples"),
+}
+
+
+@pytest.mark.parametrize(("output", "error", "match"), PREDICT.values(), ids=PREDICT.keys())
+def test_predict_refuses_outputs_that_cannot_be_concatenated(output, error, match):
+    trainer_class = type("Own", (Trainer,), {"calculate_predict_batch_output": lambda self, batch: output(batch)})
+    with pytest.raises(error, match=match):
+        make_trainer(trainer_class=trainer_class).predict(make_data(4), per_device_batch_size=2)
+
+
+def test_predict_refuses_outputs_of_unequal_shape_and_says_to_pad_them():
+    class Ragged(Trainer):
+        def calculate_predict_batch_output(self, batch):
+            return torch.zeros(len(batch[0]), int(batch[0].abs().sum() * 1000) % 97)
+
+    with pytest.raises(ValueError, match=r"predict: outputs of shapes.*Pad them.*calculate_predict_batch_output"):
+        make_trainer(trainer_class=Ragged).predict(make_data(6), per_device_batch_size=2)
+
+
+# --------------------------------------------------------------------------------------------- launches
+
+
+def test_a_launcher_whose_processes_accelerate_does_not_see_is_refused(monkeypatch):
+    accelerator = Accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2.*sees 1.*ACCELERATE_USE_CPU=true"):
+        make_trainer(accelerator=accelerator)
+
+
+@pytest.mark.parametrize("value", ["true", "1", "True"])
+def test_an_fsdp_plugin_that_would_be_ignored_is_refused(monkeypatch, value):
+    accelerator = Accelerator()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
+    with pytest.raises(RuntimeError, match=r"FSDP plugin.*would ignore it.*leave the plugin out"):
+        make_trainer(accelerator=accelerator)
+
+
+def test_no_fsdp_plugin_is_no_error(monkeypatch):
+    accelerator = Accelerator()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    train(make_trainer(accelerator=accelerator))
+
+
+# ----------------------------------------------------------------------------- errors of the user's code
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_an_error_inside_a_dataset_reaches_the_user_with_its_traceback(workers, seed):
+    trainer = make_trainer(seed=seed)
+    with pytest.raises(OSError, match="scan 4 is unreadable") as caught:
+        train(trainer, train_dataset=Broken(), train_dataloader_kwargs={"num_workers": workers, "shuffle": False})
+    text = "".join(traceback.format_exception(caught.value))
+    assert 'raise OSError(f"scan {index} is unreadable")' in text
+    assert "small.py" in text
+    assert "__getitem__" in text
+    train(trainer)
+    assert trainer.progress.epochs_completed == 1
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_an_error_inside_an_evaluated_dataset_reaches_the_user_with_its_traceback(method):
+    trainer = make_trainer()
+    with pytest.raises(OSError, match="scan 4 is unreadable") as caught:
+        getattr(trainer, method)(Broken(), dataloader_kwargs={"num_workers": 0})
+    assert 'raise OSError(f"scan {index} is unreadable")' in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_inside_a_stream_reaches_the_user_with_its_traceback():
+    class BrokenStream(Stream):
+        def __iter__(self):
+            yield self.data[0]
+            raise OSError("the line was cut")
+
+    with pytest.raises(OSError, match="the line was cut") as caught:
+        train(make_trainer(), train_dataset=BrokenStream(), train_dataloader_kwargs={})
+    assert 'raise OSError("the line was cut")' in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_inside_a_collate_function_reaches_the_user_with_its_traceback():
+    def join(samples):
+        raise LookupError(f"cannot join {len(samples)} samples")
+
+    with pytest.raises(LookupError, match="cannot join 2 samples") as caught:
+        train(make_trainer(), collate_fn=join, train_dataloader_kwargs={"num_workers": 0})
+    assert "in join" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_inside_a_model_reaches_the_user_with_its_traceback():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        train(make_trainer(model=make_model(features=5)))
+    assert "linear" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_inside_a_scheduler_factory_reaches_the_user_with_its_traceback():
+    def broken_factory(optimizer):
+        raise LookupError("no such schedule")
+
+    trainer = make_trainer()
+    with pytest.raises(LookupError, match="no such schedule") as caught:
+        train(trainer, create_scheduler_fn=broken_factory)
+    assert "in broken_factory" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_inside_a_callback_reaches_the_user_with_its_traceback():
+    def broken_callback(trainer, **kwargs):
+        return {}["missing key"]
+
+    with pytest.raises(KeyError, match="missing key") as caught:
+        train(make_trainer([listener(on_optimizer_step_end=broken_callback)]))
+    assert "in broken_callback" in "".join(traceback.format_exception(caught.value))
+
+
+# ---------------------------------------------------------------------------------- arguments of callbacks
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: ProgressBarCallback(refresh_seconds=-1), ValueError, "refresh_seconds=-1 must be 0 or more"),
+        (lambda: EarlyStoppingCallback(0), ValueError, "early_stopping_patience=0 must be at least 1"),
+        (lambda: EarlyStoppingCallback(early_stopping_threshold=-1), ValueError, "early_stopping_threshold=-1 must be"),
+    ],
+)
+def test_callbacks_refuse(make, error, match):
+    with pytest.raises(error, match=match):
+        make()

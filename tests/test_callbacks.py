@@ -1,0 +1,668 @@
+"""The callbacks that are shipped: one contract for all, and what each promises."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pytorch_accel_lite.callbacks as shipped
+from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    EarlyStoppingCallback,
+    LogMetricsCallback,
+    MoveModulesToDeviceCallback,
+    PrintProgressCallback,
+    ProgressBarCallback,
+    SaveBestModelCallback,
+    TerminateOnNaNCallback,
+)
+from tests.small import Stream, listener, make_data, make_model, make_trainer, same, train, weights
+
+SHIPPED = [
+    value
+    for value in (getattr(shipped, name) for name in shipped.__all__)
+    if isinstance(value, type) and issubclass(value, TrainerCallback) and value is not TrainerCallback
+]
+# Arguments of the shipped callbacks that cannot be made without.
+NEEDED: dict[str, dict[str, Any]] = {
+    "LimitBatchesCallback": {"num_batches": 2},
+    "LimitEvalStepsCallback": {"num_eval_steps": 2},
+    "StepBasedEvaluationCallback": {"evaluate_every_n_steps": 2},
+}
+
+
+def build(callback_class: type[TrainerCallback]) -> TrainerCallback:
+    """Make a callback with its defaults, and with NEEDED where it has none."""
+    required = [
+        name
+        for name, parameter in inspect.signature(callback_class).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    return callback_class(**NEEDED[callback_class.__name__]) if required else callback_class()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder of the test's own, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Scripted(Trainer):
+    """Records what ``script`` says as ``score`` at the end of each evaluation."""
+
+    script: ClassVar[list[float]] = []
+
+    def eval_epoch_end(self):
+        self.run_history.update_metric("score", self.script[self.run_history.current_epoch - 1])
+
+
+def scripted(script: list[float], *callbacks: Any, epochs: int | None = None, **kwargs: Any) -> Any:
+    """Train for as many epochs as there are scores, and return the trainer with the weights after each epoch."""
+    kept = []
+    trainer_class = type("Scripted", (Scripted,), {"script": script})
+    keep = listener(on_training_run_epoch_end=lambda t: kept.append(weights(t.model)))
+    trainer = make_trainer([keep, *callbacks], trainer_class=trainer_class)
+    train(trainer, epochs=epochs or len(script), eval_dataset=True, **kwargs)
+    trainer.weights_after_epoch = kept
+    return trainer
+
+
+# -------------------------------------------------------------------------------------- the contract
+
+
+def test_the_callbacks_that_the_contract_is_about_are_found():
+    assert len(SHIPPED) >= 7
+    assert set(DEFAULT_CALLBACKS) <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict(callback_class, here):
+    data = make_data(6)
+    callback = build(callback_class)
+    trainer = make_trainer([callback])
+    start = weights(trainer.model)
+    train(trainer, epochs=2, train_dataset=data, eval_dataset=data)
+    assert trainer.progress.update == 6 or "Limit" in callback_class.__name__
+    assert not same(weights(trainer.model), start)
+    train(trainer, epochs=2, train_dataset=data, eval_dataset=data)
+    assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
+    assert math.isfinite(trainer.evaluate(data)["evaluation_loss"])
+    assert trainer.predict(data).shape == (6, 1)
+    assert trainer.callback_handler.callbacks == [callback]
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_a_shipped_callback_serves_evaluate_and_predict_before_any_run(callback_class, here):
+    trainer = make_trainer([build(callback_class)])
+    trainer.evaluate(make_data())
+    assert trainer.predict(make_data()).shape == (6, 1)
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):
+    trainer = make_trainer([build(callback_class)])
+    train(trainer, epochs=2, train_dataset=Stream(6), eval_dataset=Stream(3), train_dataloader_kwargs={})
+    assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_a_shipped_callback_comes_through_a_run_that_fails_or_stops_and_serves_the_next(callback_class, here):
+    pending: list[BaseException] = [KeyboardInterrupt(), StopTrainingError("enough"), ValueError("broken")]
+
+    def fail(trainer: Trainer, **kwargs: Any) -> None:
+        if pending:
+            raise pending.pop()
+
+    for event in ("on_training_run_start", "on_train_step_end", "on_eval_step_end"):
+        errors = list(pending)
+        trainer = make_trainer([listener(**{event: fail}), build(callback_class)])
+        for error in reversed(errors):
+            if isinstance(error, StopTrainingError):
+                train(trainer, eval_dataset=True)
+                assert trainer.stop_reason == "enough"
+            else:
+                with pytest.raises(type(error)):
+                    train(trainer, eval_dataset=True)
+        train(trainer, eval_dataset=True)
+        assert trainer.progress.epochs_completed == 1
+        pending.extend(errors)
+
+
+@pytest.mark.parametrize("callback_class", [c for c in SHIPPED if hasattr(c, "state_dict")])
+def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, here):
+    callback = build(callback_class)
+    before = callback.state_dict()
+    train(make_trainer([callback]), epochs=2, eval_dataset=True)
+    state = callback.state_dict()
+    assert state != before, "the run has left no trace in the state: the test tells nothing"
+    torch.save(state, here / "state.pt")
+    restored = build(callback_class)
+    restored.load_state_dict(torch.load(here / "state.pt", weights_only=True))
+    assert restored.state_dict() == state
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_a_shipped_callback_has_both_halves_of_a_state_or_none(callback_class):
+    assert hasattr(callback_class, "state_dict") == hasattr(callback_class, "load_state_dict")
+
+
+@pytest.mark.parametrize("callback_class", [c for c in SHIPPED if "Limit" not in c.__name__])
+def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class, here):
+    seen: list[Any] = []
+    keep = listener(on_train_step_end=lambda t, **_: seen.append(weights(t.model)))
+    torch.manual_seed(0)
+    train(make_trainer([keep, build(callback_class)]), eval_dataset=True, train_dataloader_kwargs={"shuffle": True})
+    with_callback, seen[:] = list(seen), []
+    torch.manual_seed(0)
+    train(make_trainer([keep]), eval_dataset=True, train_dataloader_kwargs={"shuffle": True})
+    assert len(seen) == 3
+    assert all(map(same, with_callback, seen))
+
+
+def test_all_shipped_callbacks_work_together(here):
+    trainer = make_trainer([build(c) for c in SHIPPED])
+    train(trainer, epochs=2, eval_dataset=True)
+    trainer.evaluate()
+    assert trainer.progress.epochs_completed >= 1
+
+
+# -------------------------------------------------------------------------------------- the defaults
+
+
+def test_the_default_callbacks_are_those_of_the_ancestor_and_without_the_bar_one_less():
+    assert get_default_callbacks() == DEFAULT_CALLBACKS
+    assert set(DEFAULT_CALLBACKS) == {
+        MoveModulesToDeviceCallback,
+        TerminateOnNaNCallback,
+        PrintProgressCallback,
+        ProgressBarCallback,
+        LogMetricsCallback,
+    }
+    without = get_default_callbacks(progress_bar=False)
+    assert list(without) == [c for c in DEFAULT_CALLBACKS if c is not ProgressBarCallback]
+
+
+def test_two_trainers_with_the_default_callbacks_share_none_of_them():
+    model = make_model()
+    first, second = (Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2))
+    assert [type(c) for c in first.callback_handler] == list(DEFAULT_CALLBACKS)
+    assert not set(first.callback_handler) & set(second.callback_handler)
+
+
+def test_the_default_output_of_a_run_names_epochs_and_metrics(capsys):
+    train(make_trainer(DEFAULT_CALLBACKS), epochs=2, eval_dataset=True)
+    lines = capsys.readouterr().out.splitlines()
+    shape = [re.sub(r"[-\d.e]+(?=,|$)", "#", line.strip()) for line in lines]
+    epoch = ["train_loss_epoch: #", "eval_loss_epoch: #"]
+    assert lines[0] == "Starting training run"
+    assert lines[1] == "Starting epoch 1/2"
+    assert shape[2:4] == epoch
+    assert lines[4] == "Starting epoch 2/2"
+    assert shape[5:7] == epoch
+    assert lines[7:] == ["Finishing training run"]
+
+
+def test_epochs_are_announced_without_a_total_when_it_is_not_known(capsys):
+    train(
+        make_trainer([PrintProgressCallback]),
+        epochs=None,
+        max_num_train_steps=4,
+        train_dataset=Stream(6),
+        train_dataloader_kwargs={},
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["Starting training run", "Starting epoch 1", "Starting epoch 2", "Finishing training run"]
+
+
+# --------------------------------------------------------------------------------------- progress bar
+
+
+def last_bar(err: str, word: str) -> str:
+    """The last state of a bar, as it was written to the terminal."""
+    return [part for part in re.split(r"[\r\n]", err) if word in part][-1]
+
+
+def test_the_progress_bar_is_silent_when_the_output_is_no_terminal(capfd):
+    assert not sys.stderr.isatty()
+    train(make_trainer([ProgressBarCallback]), epochs=2, eval_dataset=True).predict(make_data())
+    captured = capfd.readouterr()
+    assert captured.err == captured.out == ""
+
+
+def test_the_progress_bar_shows_loss_learning_rate_and_samples_a_second_when_asked(capfd):
+    trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
+    train(trainer, epochs=2, size=6, eval_dataset=True)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    bar = last_bar(captured.err, "Epoch 2/2")
+    assert "3/3" in bar
+    loss = float(re.search(r"loss=([\d.e+-]+)", bar)[1])
+    assert loss == pytest.approx(trainer.run_history.get_latest_metric("train_loss_epoch"), rel=1e-3)
+    assert float(re.search(r"lr=([\d.e+-]+)", bar)[1]) == 0.1
+    assert re.search(r"samples/s=[\d,]+", bar)
+    assert "Evaluating" in captured.err
+
+
+def test_the_progress_bar_shows_the_learning_rate_of_the_schedule(capfd):
+    train(
+        make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)]),
+        size=6,
+        create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
+    bars = [float(lr) for lr in re.findall(r"lr=([\d.e+-]+)", capfd.readouterr().err)]
+    assert bars[-1] == 0.0125
+    assert 0.05 in bars
+
+
+def test_the_progress_bar_works_for_data_without_length(capfd):
+    trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
+    train(trainer, epochs=2, train_dataset=Stream(6), eval_dataset=Stream(4), train_dataloader_kwargs={})
+    trainer.predict(Stream(4))
+    err = capfd.readouterr().err
+    assert re.search(r"Epoch 2/2: 3batch", last_bar(err, "Epoch 2/2"))
+    assert "Evaluating" in err
+    assert "Predicting" in err
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), StopTrainingError("enough"), KeyboardInterrupt()])
+@pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end"])
+def test_no_bar_stays_open_when_a_run_ends_early(event, error, capfd):
+    from tqdm.auto import tqdm
+
+    def fail(trainer: Trainer, **kwargs: Any) -> None:
+        raise error
+
+    trainer = make_trainer([ProgressBarCallback(show_always=True), listener(**{event: fail})])
+    try:
+        train(trainer, eval_dataset=True)
+    except type(error):
+        pass
+    assert not [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable]
+
+
+@pytest.mark.parametrize("value", [-1, math.nan])
+def test_a_progress_bar_cannot_be_refreshed_at_a_negative_interval(value):
+    with pytest.raises(ValueError, match="refresh_seconds"):
+        ProgressBarCallback(refresh_seconds=value)
+
+
+# ---------------------------------------------------------------------------------------- log metrics
+
+
+class Collecting(LogMetricsCallback):
+    """Keeps what it is given to log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, Any]] = []
+
+    def log_metrics(self, trainer, metrics):
+        self.logged.append(dict(metrics))
+
+
+def test_each_metric_of_a_run_is_printed_once(capsys):
+    trainer = make_trainer([LogMetricsCallback])
+    train(trainer, epochs=3, eval_dataset=True)
+    out = capsys.readouterr().out
+    assert out.count("train_loss_epoch:") == out.count("eval_loss_epoch:") == 3
+    for values in trainer.run_history.to_dict().values():
+        for value in values:
+            assert out.count(f"{value:.6g}") >= 1
+
+
+def test_what_is_logged_is_what_the_history_holds_and_log_metrics_can_be_overridden(capsys):
+    collecting = Collecting()
+    trainer = train(make_trainer([collecting]), epochs=2, eval_dataset=True)
+    assert capsys.readouterr().out == ""
+    rebuilt: dict[str, list[float]] = {}
+    for metrics in collecting.logged:
+        for name, value in metrics.items():
+            rebuilt.setdefault(name, []).append(value)
+    assert rebuilt == trainer.run_history.to_dict()
+
+
+@pytest.mark.parametrize("event", ["on_eval_epoch_end", "on_training_run_epoch_end"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_metrics_that_another_callback_records_at_an_ending_event_are_logged_once_in_any_order(event, order):
+    collecting = Collecting()
+    recording = listener(**{event: lambda t, **_: t.run_history.update_metric("mine", t.progress.epoch)})
+    callbacks = [recording, collecting] if order == "before" else [collecting, recording]
+    train(make_trainer(callbacks), epochs=2, eval_dataset=True)
+    assert [metrics["mine"] for metrics in collecting.logged if "mine" in metrics] == [1, 2]
+
+
+def test_metrics_of_an_evaluation_are_logged_once():
+    collecting = Collecting()
+    trainer = train(make_trainer([collecting]), epochs=2, eval_dataset=True)
+    collecting.logged.clear()
+    metrics = trainer.evaluate()
+    assert collecting.logged == [metrics]
+
+
+def test_a_second_run_logs_its_own_metrics_whether_or_not_the_history_was_reset():
+    for reset in (True, False):
+        collecting = Collecting()
+        trainer = train(make_trainer([collecting]), epochs=2)
+        collecting.logged.clear()
+        train(trainer, epochs=2, reset_run_history=reset)
+        values = trainer.run_history.get_metric_values("train_loss_epoch")[-2:]
+        assert collecting.logged == [{"train_loss_epoch": value} for value in values]
+
+
+def test_metrics_of_an_epoch_that_was_stopped_are_logged_all_the_same():
+    def stop(trainer: Trainer, **kwargs: Any) -> None:
+        raise StopTrainingError("enough")
+
+    collecting = Collecting()
+    trainer = train(make_trainer([listener(on_eval_epoch_end=stop), collecting]), eval_dataset=True)
+    names = [name for metrics in collecting.logged for name in metrics]
+    assert sorted(names) == ["eval_loss_epoch", "train_loss_epoch"] == sorted(trainer.run_history.get_metric_names())
+
+
+# ------------------------------------------------------------------------------------ terminate on NaN
+
+
+def poisoned(value: float, sample: int = 7, size: int = 8) -> TensorDataset:
+    """Data of which one target is not finite."""
+    data = make_data(size)
+    data.tensors[1][sample] = value
+    return data
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_with_an_error_that_says_where(value):
+    fired: list[str] = []
+    callback = TerminateOnNaNCallback()
+    watch = listener(
+        on_exception=lambda t, exception: fired.append(f"on_exception {type(exception).__name__}"),
+        on_training_run_end=lambda t: fired.append("on_training_run_end"),
+        on_train_step_end=lambda t, step, **_: fired.append(f"step {step}"),
+        on_eval_epoch_start=lambda t, **_: fired.append("evaluation"),
+    )
+    trainer = make_trainer([callback, watch])
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(trainer, epochs=3, train_dataset=poisoned(value, sample=5), eval_dataset=make_data())
+    assert isinstance(caught.value, FloatingPointError)
+    assert not isinstance(caught.value, SystemExit)
+    message = str(caught.value)
+    assert "epoch 1" in message
+    assert "step 2" in message
+    assert "loss=nan" in message if math.isnan(value) else "loss=inf" in message
+    assert fired == ["step 0", "step 1", "on_exception NonFiniteLossError", "on_training_run_end"]
+    assert callback.triggered
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_error_of_a_loss_that_is_not_finite_names_the_losses():
+    class TwoLosses(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            return output | {"loss": {"fit": output["loss"], "penalty": output["loss"] * math.inf}}
+
+    with pytest.raises(NonFiniteLossError, match=r"fit=\d.*penalty=inf"):
+        train(make_trainer([TerminateOnNaNCallback], trainer_class=TwoLosses))
+
+
+def test_the_epoch_that_is_named_is_the_one_in_which_the_loss_became_nan():
+    class LaterNaN(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            late = self.progress.epoch == 2 and self.progress.step == 1
+            return output | {"loss": output["loss"] * (math.nan if late else 1)}
+
+    with pytest.raises(NonFiniteLossError, match=r"epoch 2, step 1"):
+        train(make_trainer([TerminateOnNaNCallback], trainer_class=LaterNaN), epochs=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_nan_is_seen_in_every_precision(dtype):
+    model = make_model().to(dtype)
+    data = TensorDataset(*(tensor.to(dtype) for tensor in poisoned(math.nan, 0).tensors))
+    with pytest.raises(NonFiniteLossError):
+        train(make_trainer([TerminateOnNaNCallback], model=model), train_dataset=data)
+
+
+def test_a_nan_in_the_evaluation_of_a_run_ends_it_too():
+    with pytest.raises(NonFiniteLossError, match=r"evaluation loss.*eval_loss_epoch=nan"):
+        train(make_trainer([TerminateOnNaNCallback]), eval_dataset=poisoned(math.nan))
+
+
+def test_a_nan_in_evaluate_is_returned():
+    assert math.isnan(make_trainer([TerminateOnNaNCallback]).evaluate(poisoned(math.nan))["evaluation_loss"])
+
+
+def test_without_the_callback_a_nan_ends_nothing():
+    trainer = train(make_trainer(), epochs=2, train_dataset=poisoned(math.nan))
+    assert trainer.progress.epochs_completed == 2
+
+
+def test_after_a_nan_the_next_run_starts_anew():
+    callback = TerminateOnNaNCallback()
+    trainer = make_trainer([callback])
+    with pytest.raises(NonFiniteLossError):
+        train(trainer, train_dataset=poisoned(math.nan))
+    trainer.model.load_state_dict(make_model().state_dict())
+    train(trainer)
+    assert not callback.triggered
+
+
+# ----------------------------------------------------------------------------------------- best model
+
+
+@pytest.mark.parametrize(
+    ("script", "greater", "best"),
+    [([3, 1, 2], False, 2), ([1, 3, 2], True, 2), ([2, 2, 2], False, 1), ([5, 4, 3], False, 3), ([5, 4, 3], True, 1)],
+)
+def test_the_best_model_is_saved_and_loaded_at_the_end(script, greater, best, tmp_path):
+    callback = SaveBestModelCallback(tmp_path / "best.pt", watch_metric="score", greater_is_better=greater)
+    trainer = scripted(script, callback)
+    assert callback.best_metric == script[best - 1]
+    assert callback.best_metric_epoch == best
+    assert same(weights(trainer.model), trainer.weights_after_epoch[best - 1])
+    saved = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert same(saved["model_state_dict"], trainer.weights_after_epoch[best - 1])
+    assert saved["score"] == script[best - 1]
+    assert saved["epoch"] == best
+
+
+def test_the_last_model_stays_when_the_best_one_is_not_to_be_loaded(tmp_path):
+    callback = SaveBestModelCallback(tmp_path / "best.pt", "score", load_saved_checkpoint=False)
+    trainer = scripted([1, 2, 3], callback)
+    assert same(weights(trainer.model), trainer.weights_after_epoch[2])
+    assert same(torch.load(tmp_path / "best.pt")["model_state_dict"], trainer.weights_after_epoch[0])
+
+
+def test_the_state_of_the_optimizer_is_that_of_the_best_epoch_too(tmp_path):
+    model = make_model()
+    trainer = make_trainer(
+        [SaveBestModelCallback(tmp_path / "best.pt", "score")],
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        trainer_class=type("Scripted", (Scripted,), {"script": [1, 2, 3]}),
+    )
+    train(trainer, epochs=3, size=6, eval_dataset=True)
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {3}
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("scheduler", [True, False])
+@pytest.mark.parametrize("script", [[1.0], [3.0, 2.0, 1.0]])
+def test_what_is_not_to_be_saved_is_not_saved_not_even_the_first_time(script, optimizer, scheduler, tmp_path):
+    callback = SaveBestModelCallback(
+        tmp_path / "best.pt", "score", save_optimizer=optimizer, save_scheduler=scheduler, load_saved_checkpoint=False
+    )
+    scripted(script, callback, create_scheduler_fn=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1))
+    saved = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert ("optimizer_state_dict" in saved) == optimizer
+    assert ("scheduler_state_dict" in saved) == scheduler
+
+
+@pytest.mark.parametrize("greater", [True, False])
+@pytest.mark.parametrize(("script", "best"), [([math.nan, 2.0, math.nan], 2), ([2.0, math.nan, math.nan], 1)])
+def test_nan_is_never_the_best(script, best, greater, tmp_path):
+    trainer = scripted(script, SaveBestModelCallback(tmp_path / "best.pt", "score", greater_is_better=greater))
+    assert same(weights(trainer.model), trainer.weights_after_epoch[best - 1])
+
+
+def test_when_all_are_nan_nothing_is_saved_or_loaded(tmp_path):
+    trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
+    assert not (tmp_path / "best.pt").exists()
+    assert same(weights(trainer.model), trainer.weights_after_epoch[1])
+
+
+def test_an_infinite_loss_is_worse_than_any_finite_one_that_follows(tmp_path):
+    trainer = scripted([math.inf, 5.0], SaveBestModelCallback(tmp_path / "best.pt", "score"))
+    assert same(weights(trainer.model), trainer.weights_after_epoch[1])
+
+
+def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):
+    low = SaveBestModelCallback(tmp_path / "low.pt", "score", load_saved_checkpoint=False)
+    high = SaveBestModelCallback(tmp_path / "high.pt", "train_loss_epoch", greater_is_better=True)
+    trainer = scripted([3, 1, 2], low, high)
+    after = trainer.weights_after_epoch
+    losses = trainer.run_history.get_metric_values("train_loss_epoch")
+    highest = losses.index(max(losses))
+    assert same(torch.load(tmp_path / "low.pt")["model_state_dict"], after[1])
+    assert same(torch.load(tmp_path / "high.pt")["model_state_dict"], after[highest])
+    assert same(weights(trainer.model), after[highest])
+
+
+def test_a_metric_recorded_by_a_callback_before_it_can_be_watched(tmp_path):
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", -t.progress.epoch))
+    best = SaveBestModelCallback(tmp_path / "best.pt", "mine")
+    train(make_trainer([record, best]), epochs=3, eval_dataset=True)
+    assert best.best_metric_epoch == 3
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_the_best_of_an_earlier_run_counts_only_when_it_is_not_reset(reset, tmp_path):
+    callback = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=reset)
+    trainer = scripted([1, 2], callback)
+    type(trainer).script = [4, 3]
+    train(trainer, epochs=2, eval_dataset=True)
+    assert callback.best_metric == (3 if reset else 1)
+    assert torch.load(tmp_path / "best.pt")["score"] == callback.best_metric
+
+
+def test_folders_of_the_best_model_are_made(tmp_path):
+    scripted([1], SaveBestModelCallback(tmp_path / "some" / "where" / "best.pt", "score"))
+    assert (tmp_path / "some" / "where" / "best.pt").is_file()
+
+
+def test_the_path_may_be_a_string_and_the_default_is_in_the_current_folder(here):
+    scripted([1], SaveBestModelCallback(watch_metric="score"))
+    assert Path("best_model.pt").is_file()
+
+
+@pytest.mark.parametrize("callback_class", [SaveBestModelCallback, EarlyStoppingCallback])
+def test_a_watched_metric_that_was_never_recorded_is_an_error_that_lists_those_that_were(callback_class, here):
+    trainer = make_trainer([callback_class(watch_metric="eval_los_epoch")])
+    with pytest.raises(ValueError, match="'eval_los_epoch'") as caught:
+        train(trainer, eval_dataset=True)
+    message = str(caught.value)
+    assert "Did you mean 'eval_loss_epoch'?" in message
+    assert "train_loss_epoch, eval_loss_epoch" in message
+
+
+@pytest.mark.parametrize("callback_class", [SaveBestModelCallback, EarlyStoppingCallback])
+def test_watching_the_evaluation_loss_of_a_run_without_evaluation_is_an_error(callback_class, here):
+    with pytest.raises(ValueError, match=r"eval_loss_epoch.*[Rr]ecorded: train_loss_epoch"):
+        train(make_trainer([callback_class]))
+
+
+# ------------------------------------------------------------------------------------- early stopping
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "epochs"),
+    [
+        ([3, 2, 1], {}, 3),
+        ([3, 3, 1], {}, 2),
+        ([3, 3, 3, 3], {"early_stopping_patience": 2}, 3),
+        ([3, 4, 2, 3, 4, 1], {"early_stopping_patience": 2}, 5),
+        ([1, 2, 3], {"greater_is_better": True}, 3),
+        ([1, 2, 2], {"greater_is_better": True}, 3),
+        ([1, 2, 2, 3], {"greater_is_better": True}, 3),
+        ([3, 2.95, 2], {"early_stopping_threshold": 0.1}, 2),
+        ([3, 2.85, 2], {"early_stopping_threshold": 0.1}, 3),
+        ([3, 3, 2], {"early_stopping_threshold": 0}, 2),
+        ([3, 2.999, 2], {"early_stopping_threshold": 0}, 3),
+        # small steps count from the best value that was an improvement
+        ([3, 2.94, 2.88, 2], {"early_stopping_threshold": 0.1, "early_stopping_patience": 2}, 4),
+        ([math.nan, math.nan, 1], {"early_stopping_patience": 2}, 2),
+        ([math.nan, 3, 2], {"early_stopping_patience": 2}, 3),
+        ([3, math.nan, 2], {"early_stopping_patience": 2}, 3),
+    ],
+)
+def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments, epochs):
+    trainer = scripted(script, EarlyStoppingCallback(watch_metric="score", **arguments))
+    assert trainer.progress.epoch == len(trainer.run_history.get_metric_values("score")) == epochs
+    if epochs < len(script):
+        assert "score" in trainer.stop_reason
+    else:
+        assert trainer.stop_reason is None or epochs == len(script)
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_early_stopping_begins_anew_in_the_next_run_unless_told_otherwise(reset):
+    callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="score", reset_on_train=reset)
+    trainer = scripted([1, 2], callback)  # one epoch of patience is used
+    assert trainer.stop_reason is None
+    type(trainer).script = [3, 2.5, 2]
+    train(trainer, epochs=3, eval_dataset=True)
+    assert len(trainer.run_history.get_metric_values("score")) == (3 if reset else 1)
+
+
+def test_a_stopped_run_ends_with_the_best_model(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt", "score")
+    trainer = scripted([2, 1, 3, 4, 5], best, EarlyStoppingCallback(2, watch_metric="score"))
+    assert trainer.progress.epoch == 4
+    assert same(weights(trainer.model), trainer.weights_after_epoch[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"early_stopping_patience": 0}, ValueError, "early_stopping_patience=0"),
+        ({"early_stopping_patience": 1.5}, TypeError, r"early_stopping_patience=1\.5"),
+        ({"early_stopping_threshold": -1}, ValueError, "early_stopping_threshold=-1"),
+        ({"early_stopping_threshold": math.nan}, ValueError, "early_stopping_threshold=nan"),
+    ],
+)
+def test_early_stopping_refuses_senseless_arguments(arguments, error, match):
+    with pytest.raises(error, match=match):
+        EarlyStoppingCallback(**arguments)
+
+
+# -------------------------------------------------------------------------------------- move modules
+
+
+class OnMeta(Trainer):
+    """A trainer whose device is the meta device, to see what is moved there without a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@pytest.mark.parametrize("event", ["on_training_run_start", "on_evaluation_run_start", "on_predict_run_start"])
+def test_modules_that_are_attributes_of_the_trainer_are_moved_to_its_device_but_not_the_model(event):
+    trainer = make_trainer([MoveModulesToDeviceCallback], trainer_class=OnMeta)
+    trainer.metric = nn.Linear(2, 2)
+    trainer.loss_func = nn.CrossEntropyLoss(weight=torch.ones(3))
+    trainer.callback_handler.call_event(event, trainer)
+    assert trainer.metric.weight.device.type == "meta"
+    assert trainer.loss_func.weight.device.type == "meta"
+    assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}

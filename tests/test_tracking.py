@@ -1,0 +1,522 @@
+"""What is remembered of a run: metrics, running means, progress, and what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import pytest
+import torch
+
+from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
+from tests.small import make_data, make_trainer, run_python, train
+
+
+def filled() -> InMemoryRunHistory:
+    """Three epochs of two metrics, of which the second is missing in the second epoch, as a trainer fills it."""
+    history = InMemoryRunHistory()
+    for epoch, accuracy in enumerate([0.5, None, 0.75], start=1):
+        history.update_metric("train_loss_epoch", 1 / epoch)
+        history.update_metric("eval_loss_epoch", 2 / epoch)
+        if accuracy is not None:
+            history.update_metric("accuracy", accuracy)
+        history._increment_epoch()
+    return history
+
+
+# --------------------------------------------------------------------------------------------- history
+
+
+def test_a_new_history_is_empty_and_at_epoch_one():
+    history = InMemoryRunHistory()
+    assert isinstance(history, RunHistory)
+    assert list(history.get_metric_names()) == []
+    assert list(history.get_metric_values("anything")) == []
+    assert history.current_epoch == 1
+    assert history.metric_name_prefix == ""
+    assert history.to_dict() == {}
+
+
+def test_values_come_back_in_the_order_in_which_they_were_recorded():
+    history = InMemoryRunHistory()
+    for value in (3, 1, 2):
+        history.update_metric("score", value)
+    history.update_metric("other", "text")
+    assert list(history.get_metric_values("score")) == [3, 1, 2]
+    assert history.get_latest_metric("score") == 2
+    assert history.get_latest_metric("other") == "text"
+    assert list(history.get_metric_names()) == ["score", "other"]
+
+
+def test_any_value_can_be_recorded_and_comes_back_as_it_was():
+    history = InMemoryRunHistory()
+    matrix = torch.eye(2)
+    for value in (None, math.nan, {"a": 1}, matrix):
+        history.update_metric("things", value)
+    assert history.get_latest_metric("things") is matrix
+    assert history.get_metric_values("things")[0] is None
+
+
+@pytest.mark.parametrize("method", ["get_latest_metric", "delete_metric"])
+def test_an_unknown_metric_is_an_error_that_lists_the_known_ones_with_the_closest(method):
+    history = filled()
+    with pytest.raises(ValueError, match="'eval_loss'") as caught:
+        getattr(history, method)("eval_loss")
+    message = str(caught.value)
+    assert "Did you mean 'eval_loss_epoch'?" in message
+    assert "train_loss_epoch, eval_loss_epoch, accuracy" in message
+
+
+def test_an_unknown_metric_that_resembles_nothing_gets_no_suggestion():
+    with pytest.raises(ValueError, match="'zebra'") as caught:
+        filled().get_latest_metric("zebra")
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_a_metric_of_an_empty_history_is_an_error_that_says_nothing_was_recorded():
+    with pytest.raises(ValueError, match="nothing"):
+        InMemoryRunHistory().get_latest_metric("loss")
+
+
+def test_the_prefix_goes_before_names_recorded_from_then_on():
+    history = InMemoryRunHistory()
+    history.update_metric("loss", 1)
+    history.set_metric_name_prefix("ema_")
+    assert history.metric_name_prefix == "ema_"
+    history.update_metric("loss", 2)
+    assert history.get_latest_metric("loss") == 1
+    assert history.get_latest_metric("ema_loss") == 2
+    history.set_metric_name_prefix()
+    history.update_metric("loss", 3)
+    assert history.to_dict() == {"loss": [1, 3], "ema_loss": [2]}
+
+
+def test_a_run_records_its_losses_under_the_prefix():
+    trainer = make_trainer()
+    trainer.run_history.set_metric_name_prefix("first_")
+    train(trainer, eval_dataset=True)
+    assert trainer.run_history.get_metric_names() == ["first_train_loss_epoch", "first_eval_loss_epoch"]
+
+
+def test_a_deleted_metric_is_forgotten_and_can_be_recorded_anew():
+    history = filled()
+    history.delete_metric("accuracy")
+    assert list(history.get_metric_names()) == ["train_loss_epoch", "eval_loss_epoch"]
+    assert list(history.get_metric_values("accuracy")) == []
+    history.update_metric("accuracy", 1)
+    assert list(history.get_metric_values("accuracy")) == [1]
+
+
+def test_reset_forgets_metrics_and_returns_to_epoch_one():
+    history = filled()
+    assert history.current_epoch == 4
+    history.reset()
+    assert (history.current_epoch, history.to_dict()) == (1, {})
+
+
+def test_the_dict_is_a_copy():
+    history = filled()
+    copied = history.to_dict()
+    copied["accuracy"].append(1)
+    copied["new"] = []
+    assert history.to_dict() == {
+        "train_loss_epoch": [1, 1 / 2, 1 / 3],
+        "eval_loss_epoch": [2, 1, 2 / 3],
+        "accuracy": [0.5, 0.75],
+    }
+
+
+def test_asking_for_the_values_of_an_unknown_metric_does_not_make_it_known():
+    history = InMemoryRunHistory()
+    assert list(history.get_metric_values("mine")) == []
+    assert list(history.get_metric_names()) == []
+
+
+def test_changing_the_list_of_names_does_not_change_the_history():
+    history = filled()
+    names = list(history.get_metric_names())
+    history.get_metric_names().clear()
+    assert list(history.get_metric_names()) == names
+
+
+def test_the_table_has_a_row_for_each_epoch_and_a_column_for_each_metric():
+    table = filled().to_dataframe()
+    assert table.index.name == "epoch"
+    assert list(table.index) == [1, 2, 3]
+    assert list(table.columns) == ["train_loss_epoch", "eval_loss_epoch", "accuracy"]
+    assert table["train_loss_epoch"].tolist() == [1, 1 / 2, 1 / 3]
+    assert table["accuracy"].isna().tolist() == [False, True, False]
+    assert table.loc[3, "accuracy"] == 0.75
+
+
+def test_the_table_shows_the_last_of_several_values_of_an_epoch():
+    history = InMemoryRunHistory()
+    history.update_metric("score", 1)
+    history.update_metric("score", 2)
+    assert history.to_dataframe()["score"].tolist() == [2]
+
+
+def test_the_table_of_an_empty_history_is_empty():
+    assert len(InMemoryRunHistory().to_dataframe()) == 0
+
+
+def test_the_table_of_a_run_is_that_of_its_epochs():
+    trainer = train(make_trainer(), epochs=3, eval_dataset=True)
+    table = trainer.run_history.to_dataframe()
+    assert list(table.index) == [1, 2, 3]
+    assert {name: table[name].tolist() for name in table} == trainer.run_history.to_dict()
+
+
+def test_evaluating_after_a_run_adds_no_epoch_to_the_table():
+    trainer = train(make_trainer(), epochs=2)
+    trainer.evaluate(make_data())
+    assert list(trainer.run_history.to_dataframe().index) == [1, 2]
+
+
+def test_a_second_run_that_keeps_the_history_goes_on_counting_epochs():
+    trainer = train(make_trainer(), epochs=2)
+    train(trainer, epochs=1, reset_run_history=False)
+    assert list(trainer.run_history.to_dataframe().index) == [1, 2, 3]
+    train(trainer, epochs=1)
+    assert list(trainer.run_history.to_dataframe().index) == [1]
+
+
+def test_the_plot_has_a_panel_for_each_metric_with_train_and_eval_together(tmp_path):
+    from matplotlib.figure import Figure
+
+    path = tmp_path / "plots" / "curves.png"
+    figure = filled().plot(path)
+    assert isinstance(figure, Figure)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    panels = {axis.get_title(): axis.get_lines() for axis in figure.axes if axis.get_visible()}
+    assert panels.keys() == {"loss", "accuracy"}
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panels["loss"]}
+    assert curves == {"train": ([1, 2, 3], [1, 1 / 2, 1 / 3]), "eval": ([1, 2, 3], [2, 1, 2 / 3])}
+    (accuracy,) = panels["accuracy"]
+    assert (list(accuracy.get_xdata()), list(accuracy.get_ydata())) == ([1, 3], [0.5, 0.75])
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf"])
+def test_a_plot_can_be_saved_in_other_formats(tmp_path, suffix):
+    filled().plot(tmp_path / f"curves.{suffix}")
+    assert (tmp_path / f"curves.{suffix}").stat().st_size > 1000
+
+
+def test_a_plot_leaves_out_what_is_no_number_and_shows_tensors():
+    history = filled()
+    history.update_metric("confusion", [[1, 2], [3, 4]])
+    history.update_metric("comment", "good")
+    history.update_metric("f1", torch.tensor(0.5))
+    titles = {axis.get_title() for axis in history.plot().axes if axis.get_visible()}
+    assert titles == {"loss", "accuracy", "f1"}
+
+
+def test_a_plot_changes_nothing_of_pyplot_and_needs_no_display(monkeypatch):
+    import matplotlib
+
+    monkeypatch.delenv("DISPLAY", raising=False)
+    before = matplotlib.get_backend(auto_select=False)
+    filled().plot()
+    assert matplotlib.get_backend(auto_select=False) == before
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == []
+
+
+def test_there_is_no_plot_of_nothing():
+    with pytest.raises(ValueError, match="nothing to plot"):
+        InMemoryRunHistory().plot()
+
+
+def test_without_the_extras_table_and_plot_say_what_to_install():
+    script = """
+import sys
+sys.modules["pandas"] = sys.modules["matplotlib"] = None  # as if they were not installed
+from pytorch_accel_lite.tracking import InMemoryRunHistory
+history = InMemoryRunHistory()
+history.update_metric("loss", 1)
+for method in (history.to_dataframe, history.plot):
+    try:
+        method()
+    except ImportError as error:
+        print(error)
+"""
+    table, plot = run_python(script).splitlines()
+    assert "pip install 'pytorch-accel-lite[dataframe]'" in table
+    assert "pip install 'pytorch-accel-lite[plot]'" in plot
+
+
+class ListHistory(RunHistory):
+    """A history of the user's own, with nothing but what the base class asks for."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, object]] = []
+        self.epoch = 1
+        self.prefix = ""
+
+    def get_metric_names(self):
+        return dict.fromkeys(name for _, name, _ in self.rows)
+
+    def get_metric_values(self, metric_name):
+        return [value for _, name, value in self.rows if name == metric_name]
+
+    def get_latest_metric(self, metric_name):
+        return self.get_metric_values(metric_name)[-1]
+
+    def update_metric(self, metric_name, metric_value):
+        self.rows.append((self.epoch, self.prefix + metric_name, metric_value))
+
+    def delete_metric(self, metric_name):
+        self.rows = [row for row in self.rows if row[1] != metric_name]
+
+    def set_metric_name_prefix(self, prefix=""):
+        self.prefix = prefix
+
+    @property
+    def metric_name_prefix(self):
+        return self.prefix
+
+    @property
+    def current_epoch(self):
+        return self.epoch
+
+    def _increment_epoch(self):
+        self.epoch += 1
+
+    def _set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def reset(self):
+        self.__init__()
+
+
+def test_a_history_of_the_users_own_is_used():
+    history = ListHistory()
+    trainer = make_trainer(Trainer.__init__.__defaults__[0], run_history=history)
+    train(trainer, epochs=2, eval_dataset=True)
+    assert [(epoch, name) for epoch, name, _ in history.rows] == [
+        (1, "train_loss_epoch"),
+        (1, "eval_loss_epoch"),
+        (2, "train_loss_epoch"),
+        (2, "eval_loss_epoch"),
+    ]
+    assert trainer.evaluate().keys() == {"evaluation_loss"}
+
+
+def test_an_empty_history_of_the_users_own_is_not_taken_for_none():
+    class Sized(InMemoryRunHistory):
+        def __len__(self):
+            return len(self.get_metric_names())
+
+    history = Sized()
+    assert make_trainer(run_history=history).run_history is history
+
+
+# ---------------------------------------------------------------------------------------- running means
+
+
+def test_a_running_mean_of_nothing_is_zero():
+    tracker = LossTracker()
+    assert (tracker.average, tracker.total_loss, tracker.running_count, tracker.loss_value) == (0, 0, 0, 0)
+
+
+def test_a_running_mean_weighs_by_batch_size():
+    tracker = LossTracker()
+    tracker.update(2.0, 3)
+    tracker.update(4.0, 1)
+    assert tracker.average == (2 * 3 + 4 * 1) / 4
+    assert (tracker.loss_value, tracker.total_loss, tracker.running_count) == (4.0, 10.0, 4)
+
+
+def test_a_batch_counts_once_when_no_size_is_given():
+    tracker = LossTracker()
+    tracker.update(1.0)
+    tracker.update(2.0)
+    assert tracker.average == 1.5
+
+
+@pytest.mark.parametrize("weight", [3, torch.tensor(3), torch.tensor(3.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_running_mean_of_tensors_is_summed_in_float64(dtype, weight):
+    tracker = LossTracker()
+    for value in (0.1, 0.2, 0.7):
+        tracker.update(torch.tensor(value, dtype=dtype), weight)
+    expected = sum(float(torch.tensor(value, dtype=dtype)) for value in (0.1, 0.2, 0.7)) / 3
+    assert tracker.average == pytest.approx(expected, rel=1e-14)
+    assert tracker.total_loss.dtype == torch.float64
+    assert isinstance(tracker.average, float)
+
+
+def test_small_losses_are_not_lost_in_a_large_sum():
+    tracker = LossTracker()
+    tracker.update(torch.tensor(1.0), 2**26)
+    for _ in range(100):
+        tracker.update(torch.tensor(1.0), 1)
+    assert float(tracker.total_loss) == 2**26 + 100
+
+
+def test_numbers_and_tensors_can_be_mixed():
+    tracker = LossTracker()
+    tracker.update(1.0, 1)
+    tracker.update(torch.tensor(2.0), 1)
+    tracker.update(6.0, 1)
+    assert tracker.average == 3.0
+
+
+def test_the_sums_stay_on_the_device_of_the_loss_without_being_read():
+    tracker = LossTracker()
+    for _ in range(2):
+        tracker.update(torch.ones((), device="meta"), 4)  # a device that cannot be read
+    assert tracker.total_loss.device.type == "meta"
+    assert tracker.running_count == 8
+
+
+def test_a_running_mean_keeps_no_graph_and_does_not_change_the_loss():
+    loss = torch.tensor(2.0, requires_grad=True) * 1
+    tracker = LossTracker()
+    tracker.update(loss, 5)
+    tracker.update(loss, 5)
+    assert not tracker.total_loss.requires_grad
+    assert not tracker.loss_value.requires_grad
+    assert loss.requires_grad
+    assert loss.item() == 2.0
+
+
+def test_a_loss_changed_in_place_afterwards_does_not_change_the_mean():
+    loss = torch.tensor(2.0)
+    tracker = LossTracker()
+    tracker.update(loss, 1)
+    loss.zero_()
+    assert tracker.average == 2.0
+
+
+def test_a_reset_mean_starts_from_nothing():
+    tracker = LossTracker()
+    tracker.update(torch.tensor(5.0), 2)
+    tracker.reset()
+    assert tracker.average == 0
+    tracker.update(1.0, 2)
+    assert tracker.average == 1.0
+
+
+# --------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_counts_steps_updates_and_samples():
+    trainer = make_trainer()
+    train(trainer, epochs=2, size=5, batch_size=2, gradient_accumulation_steps=2)
+    assert trainer.progress == Progress(epoch=2, epochs_completed=2, step=3, update=4, samples_in_epoch=5, samples=10)
+
+
+def test_progress_starts_anew_in_every_run():
+    trainer = train(make_trainer(), epochs=3)
+    train(trainer, epochs=1, size=4)
+    assert (trainer.progress.epoch, trainer.progress.update, trainer.progress.samples) == (1, 2, 4)
+
+
+def test_progress_makes_the_round_trip_through_its_state():
+    progress = Progress(epoch=3, epochs_completed=2, step=5, update=17, samples_in_epoch=40, samples=200)
+    state = progress.state_dict()
+    restored = Progress()
+    restored.load_state_dict(state)
+    assert restored == progress
+    state["update"] = 0
+    assert progress.update == 17
+
+
+def test_a_state_with_an_unknown_count_is_an_error_that_names_it():
+    with pytest.raises(KeyError, match="batches") as caught:
+        Progress().load_state_dict({"epoch": 1, "batches": 2})
+    assert "samples_in_epoch" in str(caught.value)
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    progress = Progress()
+    with pytest.raises(KeyError):
+        progress.load_state_dict({"epoch": 1, "batches": 2})
+    assert progress == Progress()
+
+
+def test_a_state_with_a_missing_count_is_an_error_that_names_it():
+    state = Progress(update=3).state_dict()
+    del state["samples"]
+    with pytest.raises(KeyError, match="samples"):
+        Progress(samples=9).load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------------- run config
+
+
+def test_the_run_config_says_what_was_asked_for():
+    trainer = make_trainer(seed=5)
+    train(
+        trainer,
+        epochs=3,
+        size=9,
+        batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_clip_value=0.5,
+        gradient_clip_norm=2.0,
+        eval_dataset=make_data(4),
+        eval_dataloader_kwargs={"batch_size": 4},
+    )
+    config = trainer.run_config
+    assert isinstance(config, TrainerRunConfig)
+    expected = {
+        "num_epochs": 3,
+        "train_per_device_batch_size": 2,
+        "eval_per_device_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clip_value": 0.5,
+        "gradient_clip_norm": 2.0,
+        "train_total_batch_size": 4,
+        "eval_total_batch_size": 4,
+        "num_update_steps_per_epoch": 3,
+        "num_local_update_steps_per_epoch": 3,
+        "max_num_train_steps": 9,
+        "is_local_process_zero": True,
+        "is_world_process_zero": True,
+        "is_distributed": False,
+        "mixed_precision": "no",
+        "num_processes": 1,
+        "seed": 5,
+    }
+    values = config.to_dict()
+    assert {name: values[name] for name in expected} == expected
+    assert values.keys() == {field.name for field in dataclasses.fields(config)}
+    assert values["train_dl_kwargs"]["shuffle"] is False
+    assert values["train_dl_kwargs"]["batch_size"] == 2
+    assert values["eval_dl_kwargs"]["batch_size"] == 4
+
+
+def test_the_run_config_cannot_be_changed():
+    config = train(make_trainer()).run_config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_epochs = 5
+
+
+def test_the_dict_of_a_run_config_is_a_copy():
+    config = train(make_trainer()).run_config
+    values = config.to_dict()
+    values["num_epochs"] = 99
+    values["train_dl_kwargs"]["batch_size"] = 99
+    assert config.num_epochs == 1
+    assert config.train_dl_kwargs["batch_size"] == 2
+
+
+def test_the_users_dataloader_arguments_are_not_changed():
+    arguments = {"shuffle": False}
+    trainer = train(make_trainer(), train_dataloader_kwargs=arguments)
+    assert arguments == {"shuffle": False}
+    assert trainer.run_config.train_dl_kwargs is not arguments
+
+
+def test_each_run_has_its_own_config():
+    trainer = train(make_trainer(), epochs=2)
+    first = trainer.run_config
+    train(trainer, epochs=3)
+    assert (first.num_epochs, trainer.run_config.num_epochs) == (2, 3)
+
+
+def test_there_is_no_run_config_before_the_first_run():
+    assert make_trainer().run_config is None
