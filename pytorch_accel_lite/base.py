@@ -6,11 +6,14 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite import lifecycle
 from pytorch_accel_lite.batches import ModelCaller
@@ -18,15 +21,27 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     CallbackHandler,
     NonFiniteLossError,
+    RunInterruptedError,
     StopTrainingError,
     TrainerCallback,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import load_state_into, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
+from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.preparation import Preparation, unwrap
+from pytorch_accel_lite.resuming import (
+    collect_metadata,
+    collect_own,
+    collect_shared,
+    restore,
+    restore_callbacks,
+    restore_own,
+)
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
+from pytorch_accel_lite.signals import die_with_launcher
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
 
 if TYPE_CHECKING:
@@ -78,11 +93,16 @@ class TrainerBase:
         self._train_dl_kwargs: dict[str, Any] | None = None
         self._eval_dl_kwargs: dict[str, Any] | None = None
         self._update_limit: int | None = None
-        self._ranks = Ranks(self.accelerator)
-        self._stop_vote = StopVote(self._ranks)
+        self.ranks = Ranks(self.accelerator)
+        self._stop_vote = StopVote(self.ranks)
         self._preparation: Preparation | None = None
         self._caller = ModelCaller(model)
-        self._loss_trackers = {"loss": LossTracker()}
+        self.loss_trackers = {"loss": LossTracker()}
+        self.gradient_window: GradientWindow | None = None
+        self.registered_objects: dict[str, Any] = {}
+        self.data_seed = seed
+        self.interruption: RunInterruptedError | None = None
+        die_with_launcher()
         self.recorded_losses: dict[str, float] = {}
         lifecycle.register(self)
         self.callback_handler.call_event("on_init_end", self)
@@ -106,7 +126,7 @@ class TrainerBase:
         try:
             self.callback_handler.call_event(event, self, **kwargs)
         except (StopTrainingError, NonFiniteLossError) as error:
-            if self._ranks.world_size == 1:
+            if self.ranks.world_size == 1:
                 raise
             self._stop_vote.ask(error)
 
@@ -115,7 +135,7 @@ class TrainerBase:
 
         A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
         """
-        together = self._ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
+        together = self.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
         endings: list[Callable[[], None]] = [lambda: self._call_event("on_exception", exception=error)]
         if together and not ended:
             endings += [self.training_run_end, lambda: self._call_event("on_training_run_end")]
@@ -150,10 +170,10 @@ class TrainerBase:
             checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
         checkpoint.update(checkpoint_kwargs or {})
         here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
-        self._ranks.barrier()
+        self.ranks.barrier()
         if here:
             write_checkpoint(checkpoint, save_path)
-        self._ranks.barrier()
+        self.ranks.barrier()
 
     def load_checkpoint(
         self, checkpoint_path: StrPath, load_optimizer: bool = True, load_scheduler: bool = True
@@ -165,7 +185,7 @@ class TrainerBase:
         :return: the whole content of the file
         :raises ValueError: when it does not fit the model; lists missing and unexpected keys
         """
-        self._ranks.barrier()
+        self.ranks.barrier()
         checkpoint = read_checkpoint(checkpoint_path)
         load_state_into(self.get_model(keep_torch_compile=False), checkpoint["model_state_dict"], checkpoint_path)
         if load_optimizer and "optimizer_state_dict" in checkpoint:
@@ -178,6 +198,61 @@ class TrainerBase:
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         return checkpoint
+
+    @property
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every process (as of their last talk)."""
+        return self._stop_vote.clock
+
+    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+        """Make an object of yours a part of every training state.
+
+        :param name: what it is called there; the same in the run that resumes
+        :param obj: has ``state_dict()``, the same on every process, and ``load_state_dict(state)``
+        """
+        if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
+            raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
+        if name in self.registered_objects:
+            raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
+        self.registered_objects[name] = obj
+
+    def save_training_state(self, directory: StrPath, checkpoint_kwargs: dict[str, Any] | None = None) -> None:
+        """Save all that the run needs to go on, as a directory that is whole or does not exist.
+
+        To be called on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``,
+        or after a run.
+
+        :param directory: the state's name; a state of this name is replaced when the new one is whole
+        :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
+        :raises TypeError: when a value cannot be stored without pickle; names the path to it
+        :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
+        """
+        if self.gradient_window is not None and self.gradient_window.is_open:
+            raise RuntimeError(
+                "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
+                "on_epoch_checkpoint."
+            )
+        if self.progress.is_mid_epoch and self.data_seed is None:
+            raise RuntimeError(
+                "The order of this epoch does not follow from a seed, so a run could not go on in its middle. Give the "
+                "trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
+            )
+        shared = collect_shared(self) | {"extra": dict(checkpoint_kwargs or {})}
+        model = self.get_model(keep_torch_compile=False)
+        write_state(Path(directory), self.ranks, model, shared, collect_own(self), collect_metadata(self))
+
+    def load_training_state(self, directory: StrPath) -> dict[str, Any]:
+        """Load a training state into the trainer, outside of a run; to go on with a run see ``train(resume_from=)``.
+
+        :return: the state's metadata, and what was given as ``checkpoint_kwargs``
+        :raises DamagedStateError: when the state is not whole; names the file
+        :raises ValueError: when it does not fit the model or the optimizer
+        """
+        state = read_state(Path(directory), self.ranks)
+        restore(self, state)
+        restore_callbacks(self, state)
+        restore_own(self, state)
+        return {**state.metadata, **state.shared["extra"]}
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the model without what it is wrapped in for distributed training.
@@ -219,7 +294,7 @@ class TrainerBase:
             process to process.
         :param padding_value: accepted for the ancestor's users and not needed: nothing of the padding is left
         """
-        return self._ranks.gather(tensor)
+        return self.ranks.gather(tensor)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once on every machine."""
@@ -263,6 +338,7 @@ class TrainerBase:
         Ranks may then have different numbers of batches.
         """
         wrapped = self.model
+        self._sync_buffers()
         if self._preparation is None or self._preparation.can_unwrap:
             self.model = unwrap(wrapped)
         try:
@@ -270,9 +346,18 @@ class TrainerBase:
         finally:
             self.model = wrapped
 
+    def _sync_buffers(self) -> None:
+        """Give all ranks rank 0's buffers, as ``DistributedDataParallel`` does before its next forward pass.
+
+        Until then, running statistics (of batch norm, say) are those of each rank's own last batch.
+        """
+        if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+
     def _shard(self, source: Any, training: bool) -> ShardedLoader:
         equal_steps = training or (self._preparation is not None and not self._preparation.can_unwrap)
-        return shard(source, self._ranks, self.device, self.seed, equal_steps)
+        return shard(source, self.ranks, self.device, self.data_seed, equal_steps)
 
     @property
     def _local_world_size(self) -> int:

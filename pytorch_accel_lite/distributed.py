@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, StopTrainingError
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -57,22 +59,31 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def broadcast_object(self, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` gives on rank 0, where alone it is called."""
-        if self.world_size == 1:
-            return make()
-        box: list[Any] = [None]
-        if self.rank == 0:
+    def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
+        """Run something on every rank, and return what each gave, in rank order.
+
+        When it fails on one, all raise: the rank itself its own error, the others one that repeats it. So no rank
+        waits for one that will not come.
+
+        :param only_first: run it on rank 0 only
+        """
+        result, failure, text = None, None, ""
+        if not only_first or self.rank == 0:
             try:
-                box = [make()]
+                result = action()
             except Exception as error:
-                box = [_Failure(error)]
-                _broadcast(box, self._group)
-                raise
-        _broadcast(box, self._group)
-        if isinstance(box[0], _Failure):
-            raise RuntimeError(f"Rank 0 failed: {box[0].text}")
-        return box[0]
+                failure, text = error, f"{type(error).__name__}: {error}"
+        outcomes = self.all_gather_object((result, text))
+        if failure is not None:
+            raise failure
+        for rank, (_, problem) in enumerate(outcomes):
+            if problem:
+                raise RuntimeError(f"Rank {rank} failed: {problem}")
+        return [value for value, _ in outcomes[: 1 if only_first else None]]
+
+    def broadcast_object(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` gives on rank 0, where alone it is called."""
+        return self.run_together(make, only_first=True)[0]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -102,15 +113,6 @@ class Ranks:
         return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
 
 
-class _Failure:
-    def __init__(self, error: BaseException) -> None:
-        self.text = f"{type(error).__name__}: {error}"
-
-
-def _broadcast(box: list[Any], group: Any) -> None:
-    dist.broadcast_object_list(box, src=0, group=group)
-
-
 def _flatten(data: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
     leaves, spec = torch.utils._pytree.tree_flatten(data)
     for leaf in leaves:
@@ -134,32 +136,47 @@ class StopVote:
     def restart(self) -> None:
         """Forget what was asked for, and begin to count anew."""
         self._request: tuple[int, Exception] | None = None
+        self._interruption: RunInterruptedError | None = None
         self._calls = 0
         self._updates = 0
         self._interval = 1
-        self._since = time.monotonic()
+        self._start = self._since = time.monotonic()
+        self._clock = 0.0
+
+    @property
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every rank: as of their last talk."""
+        return time.monotonic() - self._start if self._ranks.world_size == 1 else self._clock
 
     def ask(self, error: Exception) -> None:
-        """Ask for an end with this error; the first one asked for is kept."""
-        self._request = self._request or (self._calls, error)
+        """Ask for an end with this error; the first one asked for is kept. Safe to call in a signal handler."""
+        if isinstance(error, RunInterruptedError):
+            self._interruption = self._interruption or error
+        else:
+            self._request = self._request or (self._calls, error)
 
-    def settle(self, now: bool = False) -> None:
+    def settle(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
 
         :param now: talk in any case, as at the end of an epoch
+        :param can_save: the run could go on from here exactly; only then is an interruption raised
         """
-        if self._ranks.world_size == 1:
-            return
         self._calls += 1
         self._updates += 1
-        if not now and self._updates < self._interval:
-            return
-        elapsed = time.monotonic() - self._since
-        asked, pace = self._ranks.max([float(self._request is not None), elapsed / self._updates])
-        self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
-        self._updates, self._since = 0, time.monotonic()
+        signum = float(self._interruption.signum) if self._interruption else 0.0
+        asked = float(self._request is not None)
+        if self._ranks.world_size > 1:
+            if not now and self._updates < self._interval:
+                return
+            time_now = time.monotonic()
+            pace = (time_now - self._since) / self._updates
+            asked, signum, pace, self._clock = self._ranks.max([asked, signum, pace, time_now - self._start])
+            self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
+            self._updates, self._since = 0, time.monotonic()
         if asked:
             self._raise_first()
+        if signum and can_save:
+            raise RunInterruptedError(int(signum))
 
     def _raise_first(self) -> None:
         """Raise the error that was asked for first. On other ranks it is made anew: errors may not be picklable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,17 @@ class StopTrainingError(Exception):
     On one process the run stops where it is raised. In a job of several processes a rank may raise it alone:
     the request is passed on, and all ranks stop after the same update.
     """
+
+
+class RunInterruptedError(StopTrainingError):
+    """A signal asked for the end of the run.
+
+    :ivar signum: the number of the signal
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"Stopping because of {signal.Signals(signum).name}.")
+        self.signum = signum
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -72,6 +84,10 @@ class TrainerCallback:
 
     A callback with ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
     """
+
+    #: Whether the callback saves training states: the order of the data then follows from a seed, also when the
+    #: trainer was given none.
+    saves_training_states = False
 
     def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The trainer has been constructed."""

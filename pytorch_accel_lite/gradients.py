@@ -30,6 +30,7 @@ class GradientWindow:
         self._batch_size = batch_size
         self._nominal: Count = 0
         self._true: Count = 0
+        self._open = False
         #: Items in a nominal micro-batch, fixed at the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
 
@@ -40,6 +41,7 @@ class GradientWindow:
         :param total_samples: samples of this micro-batch over all ranks
         :param items: what the loss is a mean over, when these are not samples
         """
+        self._open = True
         if self._steps == 1 and self._ranks.world_size == 1:
             return loss
         local: Count = num_samples
@@ -53,6 +55,11 @@ class GradientWindow:
         self._nominal = nominal * self._steps * self._ranks.world_size
         return loss * (local / (nominal * self._steps))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether micro-batches have been added since the last update."""
+        return self._open
+
     def _nominal_items(self, items: Count) -> float:
         if self.items_per_batch is None:  # once in a run: the only read of the device
             self.items_per_batch = max(self._ranks.sum([float(items)])[0] / self._ranks.world_size, 1.0)
@@ -61,6 +68,7 @@ class GradientWindow:
     def finish(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
         """Correct the gradients when the window's true size differs from the nominal one, and begin the next."""
         nominal, true = self._nominal, self._true
+        self._open = False
         self._nominal = self._true = 0
         if self.items_per_batch is not None and self._ranks.world_size > 1:
             true = self._ranks.sum_on_device(torch.as_tensor(_as_weight(true), device=device).clone())

@@ -36,6 +36,11 @@ class Progress:
     samples_in_epoch: int = 0
     samples: int = 0
 
+    @property
+    def is_mid_epoch(self) -> bool:
+        """Whether some of the current epoch has been trained, but not all of it completed."""
+        return self.step > 0 and self.epochs_completed < self.epoch
+
     def start_epoch(self) -> None:
         """Enter the next epoch."""
         self.epoch = self.epochs_completed + 1
@@ -152,6 +157,20 @@ class InMemoryRunHistory(RunHistory):
     def current_epoch(self) -> int:  # noqa: D102
         return self._current_epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that was recorded, and the current epoch."""
+        return {
+            "current_epoch": self._current_epoch,
+            "metrics": self.to_dict(),
+            "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._current_epoch = state["current_epoch"]
+        self._metrics = {name: list(values) for name, values in state["metrics"].items()}
+        self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
+
     def _increment_epoch(self) -> None:
         self._current_epoch += 1
 
@@ -223,6 +242,17 @@ class LossTracker:
             self.total_loss += loss_batch_value * batch_size
         self.loss_value = loss_batch_value
         self.running_count = self.running_count + batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums."""
+        return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over sums returned by :meth:`state_dict`."""
+        self.total_loss, self.running_count, self.loss_value = (
+            value.clone() if isinstance(value, torch.Tensor) else value
+            for value in (state["total_loss"], state["running_count"], state["loss_value"])
+        )
 
     @property
     def average(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base import TrainerBase
 from pytorch_accel_lite.batches import check_loss, concatenate, find_batch_size, to_cpu, total_loss
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, StopTrainingError
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, RunInterruptedError, StopTrainingError
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.gradients import GradientWindow
@@ -24,7 +26,9 @@ from pytorch_accel_lite.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.preparation import evaluation_mode
+from pytorch_accel_lite.resuming import find_state, restore, restore_callbacks, restore_own
 from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
 from pytorch_accel_lite.validation import check_dataset, check_training
 
@@ -41,8 +45,11 @@ BatchOutput = dict[str, Any]
 # What evaluate() and predict() set up, and put back when they are called within a training run.
 _OF_A_RUN = (
     "run_config", "eval_dataset", "collate_fn", "_train_dataloader", "_train_dl_kwargs", "_eval_dataloader",
-    "_eval_loaders", "_eval_dl_kwargs", "_loss_trackers", "_update_limit",
+    "_eval_loaders", "_eval_dl_kwargs", "loss_trackers", "_update_limit",
 )  # fmt: skip
+
+
+StrPath = str | os.PathLike[str]
 
 
 class Trainer(TrainerBase):
@@ -84,6 +91,7 @@ class Trainer(TrainerBase):
         eval_dataloader_kwargs: dict[str, Any] | None = None,
         reset_run_history: bool = True,
         collate_fn: Callable[[Any], Any] | None = None,
+        resume_from: StrPath | None = None,
         *,
         gradient_clip_norm: float | None = None,
     ) -> None:
@@ -106,6 +114,9 @@ class Trainer(TrainerBase):
         :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader`` that replace the defaults
         :param reset_run_history: forget the metrics of earlier runs
         :param collate_fn: makes a batch of a list of samples
+        :param resume_from: go on from a training state: its directory, or ``"latest"`` for the newest whole one in the
+            ``save_dir`` of the trainer's :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`, if any.
+            Give the same data and arguments as in the run that saved it.
         :raises NonFiniteLossError: when :class:`~pytorch_accel_lite.callbacks.TerminateOnNaNCallback` saw a loss
             that is infinite or NaN
         """
@@ -120,8 +131,10 @@ class Trainer(TrainerBase):
             train_dataset = NamedDatasets(train_dataset)
         self.train_dataset, self.collate_fn = train_dataset, collate_fn
         self.create_scheduler_fn = create_scheduler_fn
+        state = find_state(self, resume_from)
         if self.seed is not None:
             set_seed(self.seed, device_specific=True)
+        self.data_seed = self._choose_data_seed(state)
         if reset_run_history:
             self.run_history.reset()
         self.progress = Progress()
@@ -132,16 +145,32 @@ class Trainer(TrainerBase):
         self._call_event("on_dataloaders_created")
         with self._prepared(training=True):
             self.run_config = self._create_run_config(per_device_batch_size, request)
-            self._window = GradientWindow(
-                self._ranks, gradient_accumulation_steps, self.run_config.train_per_device_batch_size
+            self.gradient_window = GradientWindow(
+                self.ranks, gradient_accumulation_steps, self.run_config.train_per_device_batch_size
             )
             self.scheduler = self.create_scheduler()
+            if state is not None:
+                restore(self, state)
             try:
-                self._run_training()
+                with ending_in_order(self._stop_vote.ask, self._ends_at_signals()):
+                    self._run_training(state)
             finally:
                 for loader in (self._train_dataloader, *self.eval_dataloaders):
                     if isinstance(loader, ShardedLoader):
                         loader.stop_workers()
+        if self.interruption is not None:
+            exit_for(self.interruption)
+
+    def _ends_at_signals(self) -> bool:
+        return any(getattr(callback, "save_on_signal", False) for callback in self.callback_handler)
+
+    def _choose_data_seed(self, state: TrainingState | None) -> int | None:
+        """Return what the order of the data follows from: ``None`` leaves it to torch's generator."""
+        if state is not None:
+            return state.metadata["data_seed"]  # type: ignore[no-any-return]
+        if self.seed is not None or not any(callback.saves_training_states for callback in self.callback_handler):
+            return self.seed
+        return self.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches; override it to build your own.
@@ -252,18 +281,23 @@ class Trainer(TrainerBase):
 
     # ------------------------------------------------------------------------------ training: the loop
 
-    def _run_training(self) -> None:
+    def _run_training(self, resumed: TrainingState | None = None) -> None:
         ended = False
-        self.stop_reason = None
+        self.stop_reason, self.interruption = None, None
+        self._resumed = resumed
         self._stop_vote.restart()
         try:
             try:
                 self.training_run_start()
                 self._call_event("on_training_run_start")
-                while not self._is_finished():
+                over = self._is_over(resumed)
+                if over or not self.progress.is_mid_epoch:
+                    self._finish_resuming()
+                while not over and (self.progress.is_mid_epoch or not self.is_finished):
                     self._run_epoch()
             except StopTrainingError as stop:
                 self.stop_reason = str(stop) or type(stop).__name__
+                self.interruption = stop if isinstance(stop, RunInterruptedError) else None
                 self.print(self.stop_reason)
                 self._call_event("on_stop_training_error")
             ended = True
@@ -274,28 +308,32 @@ class Trainer(TrainerBase):
             raise
 
     def _run_epoch(self) -> None:
-        self.progress.start_epoch()
+        if not self.progress.is_mid_epoch:
+            self.progress.start_epoch()
         self._run_train_epoch()
         self._run_evaluations()
         self.training_run_epoch_end()
         self._call_event("on_training_run_epoch_end")
         self._stop_vote.settle(now=True)
         self.progress.epochs_completed = self.progress.epoch
-        self._call_event("on_epoch_checkpoint")
         self.run_history._increment_epoch()
+        self._call_event("on_epoch_checkpoint")
+        self._stop_vote.settle(now=True, can_save=True)
 
     def _run_train_epoch(self) -> None:
         self.train_epoch_start()
         self._reset_losses()
         self._call_event("on_train_epoch_start")
+        self._finish_resuming()
         loader = self._train_dataloader = self._shard(self._train_dataloader, training=True)
         for loaded in loader.steps(self.progress.epoch, self.progress.samples_in_epoch):
             self._run_train_step(loaded)
-            if self._is_finished():
+            if self.is_finished:
                 break
         if not self.progress.step:
             raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
         self._stop_vote.settle(now=True)
+        self._sync_buffers()
         self.train_epoch_end()
         self._record_losses("train_{}_epoch")
         self._call_event("on_train_epoch_end")
@@ -316,10 +354,11 @@ class Trainer(TrainerBase):
         self._call_event("on_train_step_end", batch=batch, batch_output=output, step=step)
         if ends_window:
             self._call_event("on_train_step_checkpoint", step=step)
-            self._stop_vote.settle()
+            self._stop_vote.settle(can_save=True)
 
     def _run_update(self) -> None:
-        self._window.finish(self._optimized_parameters(), self.device)
+        assert self.gradient_window is not None
+        self.gradient_window.finish(self._optimized_parameters(), self.device)
         self.clip_gradients()
         self._call_event("on_optimizer_step_start")
         self.optimizer_step()
@@ -359,7 +398,30 @@ class Trainer(TrainerBase):
         self._call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
         self._stop_vote.settle(now=True)
 
-    def _is_finished(self) -> bool:
+    def _is_over(self, resumed: TrainingState | None) -> bool:
+        """Whether there is nothing left to do for a resumed run; says so."""
+        if resumed is None:
+            return False
+        reason = resumed.metadata["stop_reason"]
+        if reason is not None and not resumed.metadata["interrupted"]:
+            self.stop_reason = reason
+            self.print(f"Nothing more to do: the run was stopped. {reason}")
+            return True
+        if self.is_finished and not self.progress.is_mid_epoch:
+            self.print("Nothing more to do: the run had finished. Ask for more epochs to go on from its end.")
+            return True
+        return False
+
+    def _finish_resuming(self) -> None:
+        """Put back what must be put back last: what the starting events may have reset, and the generators."""
+        if self._resumed is not None:
+            state, self._resumed = self._resumed, None
+            restore_callbacks(self, state)
+            restore_own(self, state)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has made all the epochs or updates it was asked for."""
         config = self._config
         if config.num_epochs is not None and self.progress.epochs_completed >= config.num_epochs:
             return True
@@ -379,7 +441,8 @@ class Trainer(TrainerBase):
         self.progress.samples_in_epoch += total
         self.progress.samples += total
         items = output.get("num_items_in_batch")
-        return self._window.scale(output["loss"], size, total, items)
+        assert self.gradient_window is not None
+        return self.gradient_window.scale(output["loss"], size, total, items)
 
     def _track_losses(self, output: BatchOutput, loaded: LoadedBatch, method: str, training: bool) -> int:
         """Check what a step returned, add its losses to the running means, return the samples of this process."""
@@ -393,18 +456,18 @@ class Trainer(TrainerBase):
             output["batch_size"] = 0
             return 0
         weight = output.get("num_items_in_batch", output["batch_size"])
-        self._loss_trackers["loss"].update(output["loss"], weight)
+        self.loss_trackers["loss"].update(output["loss"], weight)
         for name, loss in output.get("losses", {}).items():
-            self._loss_trackers.setdefault(name, LossTracker()).update(loss, weight)
+            self.loss_trackers.setdefault(name, LossTracker()).update(loss, weight)
         return int(output["batch_size"]) if loaded.num_samples is None else loaded.num_samples
 
     def _reset_losses(self) -> None:
-        self._loss_trackers = {"loss": LossTracker()}
+        self.loss_trackers = {"loss": LossTracker()}
 
     def _record_losses(self, name: str) -> None:
         """Record the epoch's mean losses over all ranks under ``name``, in which the loss's own name is put."""
-        sums = {key: (float(t.total_loss), float(t.running_count)) for key, t in self._loss_trackers.items()}
-        by_rank = self._ranks.all_gather_object(sums)
+        sums = {key: (float(t.total_loss), float(t.running_count)) for key, t in self.loss_trackers.items()}
+        by_rank = self.ranks.all_gather_object(sums)
         recorded = {}
         for key in dict.fromkeys(key for sums in by_rank for key in sums):
             parts = [sums[key] for sums in by_rank if key in sums]
@@ -416,7 +479,7 @@ class Trainer(TrainerBase):
 
     @property
     def _loss_tracker(self) -> LossTracker:
-        return self._loss_trackers["loss"]
+        return self.loss_trackers["loss"]
 
     @property
     def running_loss(self) -> float:
@@ -428,7 +491,7 @@ class Trainer(TrainerBase):
         if self._config.gradient_accumulation_steps == 1:
             return nullcontext()
         self.accelerator.sync_gradients = ends_window
-        if ends_window or self._ranks.world_size == 1:
+        if ends_window or self.ranks.world_size == 1:
             return nullcontext()
         return self.accelerator.no_sync(self.model)  # type: ignore[no-any-return]
 
@@ -526,7 +589,7 @@ class Trainer(TrainerBase):
             try:
                 self._call_event("on_predict_run_start")
                 outputs = self._predict_batches()
-                while parts := [p for p in self._ranks.all_gather_object(next(outputs, None)) if p is not None]:
+                while parts := [p for p in self.ranks.all_gather_object(next(outputs, None)) if p is not None]:
                     yield concatenate(parts)
                 self._call_event("on_predict_run_end")
             except BaseException as error:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
 from tests.small import EVENTS, Broken, listener, make_data, make_model, make_trainer, same, train, weights
 
-RUN_EVENTS = [name for name in EVENTS if not name.startswith(("on_init", "on_evaluation", "on_predict"))]
+BEFORE_RUNS = ("on_init", "on_dataloaders", "on_evaluation", "on_predict")
+RUN_EVENTS = [name for name in EVENTS if not name.startswith(BEFORE_RUNS)]
 ENDINGS = ("on_stop_training_error", "on_exception", "on_training_run_end")
 DURING_TRAINING = [name for name in RUN_EVENTS if name not in ENDINGS]
 
@@ -42,6 +43,7 @@ def fired(callback: Any) -> list[str]:
     return shown
 
 
+START = ["on_init_end", "on_dataloaders_created", "on_training_run_start"]
 BATCH = "batch, batch_output"
 
 
@@ -82,15 +84,14 @@ def test_two_epochs_with_evaluation_and_a_short_last_window_fire_exactly_these_e
         "on_training_run_epoch_end",
         "on_epoch_checkpoint",
     ]
-    assert fired(recorder) == ["on_init_end", "on_training_run_start", *epoch, *epoch, "on_training_run_end"]
+    assert fired(recorder) == [*START, *epoch, *epoch, "on_training_run_end"]
 
 
 def test_no_evaluation_events_fire_without_an_eval_dataset():
     recorder = recording_callback()
     train(make_trainer([recorder]), epochs=1, size=2)
     assert fired(recorder) == [
-        "on_init_end",
-        "on_training_run_start",
+        *START,
         "on_train_epoch_start",
         *train_step(0, update=True),
         "on_train_epoch_end",
@@ -113,7 +114,8 @@ def test_a_run_that_ends_at_its_last_update_still_evaluates_and_ends_its_epoch()
 def test_evaluate_fires_exactly_these_events():
     recorder = recording_callback()
     make_trainer([recorder]).evaluate(make_data(5), per_device_batch_size=2)
-    assert fired(recorder) == ["on_init_end", "on_evaluation_run_start", *evaluation(steps=3), "on_evaluation_run_end"]
+    started = ["on_init_end", "on_dataloaders_created", "on_evaluation_run_start"]
+    assert fired(recorder) == [*started, *evaluation(steps=3), "on_evaluation_run_end"]
 
 
 def test_predict_fires_exactly_these_events():
@@ -501,6 +503,17 @@ def test_an_error_in_any_event_reaches_the_caller_after_the_ending_events(event)
     (told,) = [kwargs["exception"] for name, kwargs in recorder.calls if name == "on_exception"]
     assert told is error
     assert trainer.stop_reason is None
+
+
+@pytest.mark.parametrize("run", [lambda t: train(t), lambda t: t.evaluate(make_data())], ids=["train", "evaluate"])
+def test_an_error_before_a_run_has_started_reaches_the_caller_and_no_run_starts(run):
+    recorder = recording_callback()
+    trainer = make_trainer([recorder, raising("on_dataloaders_created", CustomError("boom"))])
+    with pytest.raises(CustomError, match="boom"):
+        run(trainer)
+    assert set(after(recorder, "on_dataloaders_created")) <= {"on_exception"}
+    run(trainer)
+    assert len(trainer.run_history.get_metric_names()) == 1
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

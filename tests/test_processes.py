@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from tests.launching import TORCHRUN, launch, torchrun
 from tests.scripts import cases
-from tests.tasks import equal, largest_difference
+from tests.tasks import equal, largest_difference, regression_data
 
 pytestmark = pytest.mark.processes
 
@@ -172,6 +173,17 @@ def test_datasets_by_name_equal_one_process(ranks, alone):
             assert result["history"][metric] == pytest.approx(values, abs=1e-10)
         assert sum(len(part) for part in result["parts"]) == 25
         assert torch.allclose(torch.cat(result["parts"]), torch.cat(one["parts"]), atol=1e-10, rtol=0)
+
+
+def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
+    first, *others = ranks["batch_norm"]
+    assert all(equal(result["weights"], first["weights"]) for result in others)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+    model.load_state_dict(first["weights"])
+    x, y = regression_data(9).tensors
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(model.eval()(x), y).item()
+    assert first["history"]["eval_loss_epoch"][-1] == pytest.approx(expected, abs=1e-10)
 
 
 def test_limits_count_steps_of_the_whole_job(ranks, alone):

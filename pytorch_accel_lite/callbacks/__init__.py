@@ -7,12 +7,20 @@ from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
-from pytorch_accel_lite.events import CallbackHandler, NonFiniteLossError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
+from pytorch_accel_lite.events import (
+    CallbackHandler,
+    NonFiniteLossError,
+    RunInterruptedError,
+    StopTrainingError,
+    TrainerCallback,
+)
 
 __all__ = [
     "DEFAULT_CALLBACKS",
     "CallbackHandler",
     "EarlyStoppingCallback",
+    "KeepBest",
     "LimitBatchesCallback",
     "LimitEvalStepsCallback",
     "LogMetricsCallback",
@@ -20,7 +28,9 @@ __all__ = [
     "NonFiniteLossError",
     "PrintProgressCallback",
     "ProgressBarCallback",
+    "RunInterruptedError",
     "SaveBestModelCallback",
+    "SaveTrainingStateCallback",
     "StopTrainingError",
     "TerminateOnNaNCallback",
     "TrainerCallback",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, mix, take
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.signals import ignore_in_worker
 
 T = TypeVar("T")
 
@@ -219,11 +222,17 @@ class MapLoader(ShardedLoader):
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
             timeout=source.timeout,
-            worker_init_fn=source.worker_init_fn,
+            worker_init_fn=self._worker_init_fn(source),
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
             persistent_workers=source.persistent_workers,
         )
+
+    def _worker_init_fn(self, source: DataLoader[Any]) -> Any:
+        """While a run ends in order at signals, its workers must not die of them first."""
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            return source.worker_init_fn
+        return partial(ignore_in_worker, source.worker_init_fn)
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         self._shares.set_position(epoch, start, self.limit)

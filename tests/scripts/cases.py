@@ -447,6 +447,15 @@ def case_named() -> Any:
     return {"weights": weights(model), "history": trainer.run_history.to_dict(), "parts": parts}
 
 
+def case_batch_norm() -> Any:
+    """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+    trainer = quiet_trainer(model)
+    trainer.train(regression_data(24), 2, regression_data(9), per_device_batch_size=_global_batch(6))
+    return {"weights": weights(model), "history": trainer.run_history.to_dict()}
+
+
 def case_limits() -> Any:
     model = small_model()
     trainer = quiet_trainer(model, callbacks=[LimitBatchesCallback(2)])

@@ -1,0 +1,160 @@
+"""Saving training states while a run goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.checkpoint.store import StateStore
+from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int, check_positive_number
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """Keep the states of the best epochs too.
+
+    :param metric: the name of the metric in the run history
+    :param n: how many states to keep
+    :param greater_is_better: whether larger values are better
+    """
+
+    metric: str = "eval_loss_epoch"
+    n: int = 1
+    greater_is_better: bool = False
+
+
+class SaveTrainingStateCallback(TrainerCallback):
+    """Saves training states, from which ``train(resume_from="latest")`` goes on.
+
+    Every state is whole or does not exist, and the newest whole one is never removed. In a job of several processes
+    all take part. The order of the data follows from a seed then, also when the trainer was given none.
+
+    :param save_dir: where the states go, as ``update-000000123``; other files there are left alone
+    :param save_every_n_epochs: save after every n epochs
+    :param save_every_n_steps: save after every n optimizer updates
+    :param save_every_n_minutes: save when so much time has passed since the last state
+    :param save_at_end: save when the run ends, or is stopped early
+    :param max_checkpoints: how many of the newest states to keep; ``None``: all
+    :param save_on_signal: save and end in order at SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C
+    :param keep_best: keep the states of the best epochs besides the newest ones
+    """
+
+    saves_training_states = True
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] = "training_states",
+        save_every_n_epochs: int | None = None,
+        save_every_n_steps: int | None = None,
+        save_at_end: bool = True,
+        max_checkpoints: int | None = None,
+        *,
+        save_every_n_minutes: float | None = None,
+        save_on_signal: bool = True,
+        keep_best: KeepBest | None = None,
+    ) -> None:
+        for name, value in (
+            ("save_every_n_epochs", save_every_n_epochs),
+            ("save_every_n_steps", save_every_n_steps),
+            ("max_checkpoints", max_checkpoints),
+        ):
+            if value is not None:
+                check_positive_int(name, value)
+        if save_every_n_minutes is not None:
+            check_positive_number("save_every_n_minutes", save_every_n_minutes)
+        self.save_dir = Path(save_dir)
+        self.save_every_n_epochs = save_every_n_epochs
+        self.save_every_n_steps = save_every_n_steps
+        self.save_every_n_minutes = save_every_n_minutes
+        self.save_at_end = save_at_end
+        self.max_checkpoints = max_checkpoints
+        self.save_on_signal = save_on_signal
+        self.keep_best = keep_best
+        self._store = StateStore(self.save_dir)
+        self._best: dict[str, float] = {}
+        self._saved: dict[str, int] | None = None
+        self._saved_clock = 0.0
+
+    def find_latest(self, trainer: Trainer) -> TrainingState | None:
+        """Return the newest whole state of ``save_dir``, or ``None`` when there is none."""
+        self._lock(trainer)
+        path = trainer.ranks.broadcast_object(lambda: self._store.find_latest(trainer.print))
+        if path is None:
+            trainer.print(f"No training state in {os.fspath(self.save_dir)!r}: starting afresh")
+            return None
+        state = read_state(path, trainer.ranks)
+        progress = state.metadata["progress"]
+        trainer.print(f"Resuming from {os.fspath(path)!r}: epoch {progress['epoch']}, update {progress['update']}")
+        return state
+
+    def _lock(self, trainer: Trainer) -> None:
+        trainer.ranks.run_together(self._store.lock, only_first=True)
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.train_dataloader is not None:
+            self._lock(trainer)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._saved, self._saved_clock, self._best = None, 0.0, {}
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        every, minutes = self.save_every_n_steps, self.save_every_n_minutes
+        due = every is not None and trainer.progress.update % every == 0
+        if minutes is not None and trainer.clock - self._saved_clock >= 60 * minutes:
+            due = True
+        if due:
+            self._save(trainer)
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        every = self.save_every_n_epochs
+        if (every is not None and trainer.progress.epochs_completed % every == 0) or (
+            self.save_at_end and trainer.is_finished
+        ):
+            self._save(trainer)
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        between_updates = trainer.gradient_window is None or not trainer.gradient_window.is_open
+        if (self.save_at_end or trainer.interruption is not None) and between_updates:
+            self._save(trainer)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._store.unlock()
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._store.unlock()
+
+    def _save(self, trainer: Trainer) -> None:
+        progress = trainer.progress.state_dict()
+        if progress == self._saved:  # this very moment is saved already
+            return
+        path = self._store.path_for(trainer.progress.update)
+        self._note_best(trainer, path.name)
+        trainer.save_training_state(path)
+        self._saved, self._saved_clock = progress, trainer.clock
+        if trainer.accelerator.is_main_process:
+            self._store.rotate(self.max_checkpoints, set(self._best))
+
+    def _note_best(self, trainer: Trainer, name: str) -> None:
+        if self.keep_best is None or trainer.progress.is_mid_epoch:
+            return
+        value = float(trainer.run_history.get_latest_metric(self.keep_best.metric))
+        if not math.isnan(value):
+            self._best[name] = value
+        ranking = sorted(self._best.items(), key=lambda item: item[1], reverse=self.keep_best.greater_is_better)
+        self._best = dict(ranking[: self.keep_best.n])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of the best states."""
+        return {"best": dict(self._best)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._best = dict(state["best"])

@@ -1,0 +1,57 @@
+"""Look at training states: ``python -m pytorch_accel_lite.checkpoint inspect|verify DIRECTORY``."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from pathlib import Path
+
+from pytorch_accel_lite.checkpoint.files import load_plain
+from pytorch_accel_lite.checkpoint.training_state import TRAINER, DamagedStateError, read_weights, verify_state
+
+
+def inspect(directory: Path) -> None:
+    """Print what a state holds."""
+    manifest = verify_state(directory)
+    progress = manifest["progress"]
+    saved = datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
+    print(f"training state {directory}, format {manifest['format_version']}, saved {saved}")
+    print("versions: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))
+    print("progress: " + ", ".join(f"{name} {count}" for name, count in progress.items()))
+    print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
+    weights = read_weights(directory)
+    count = sum(tensor.numel() for tensor in weights.values())
+    print(f"weights: {len(weights)} tensors, {count:,} numbers")
+    shared = load_plain(directory / TRAINER)
+    held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]
+    print(f"also: {', '.join(held)}")
+    for title in ("callbacks", "objects", "extra"):
+        if shared[title]:
+            print(f"{title}: {', '.join(shared[title])}")
+    for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
+        print(f"  {name}: {', '.join(f'{v:.6g}' if isinstance(v, float) else str(v) for v in values[-5:])}")
+    for name, entry in manifest["files"].items():
+        print(f"  {entry['size']:>12,} bytes  {name}")
+
+
+def main() -> int:
+    """Run the command line; the exit code is 1 when the state is not whole."""
+    parser = argparse.ArgumentParser(prog="python -m pytorch_accel_lite.checkpoint", description=__doc__)
+    parser.add_argument("command", choices=["inspect", "verify"])
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "inspect":
+            inspect(arguments.directory)
+        else:
+            verify_state(arguments.directory)
+            print(f"{arguments.directory} is whole")
+    except (DamagedStateError, FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

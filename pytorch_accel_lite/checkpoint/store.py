@@ -1,0 +1,121 @@
+"""A directory of training states: naming, finding the newest whole one, rotation, and the lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pytorch_accel_lite.checkpoint.training_state import DamagedStateError, read_manifest, verify_state
+
+_NAME = re.compile(r"update-\d{9,}")
+_WAITING = re.compile(r"\.(update-\d{9,})\.(previous|tmp|removed)")
+
+
+class StateStore:
+    """The states of a run in one directory. Other files in it are left alone.
+
+    :param directory: made when the first state is written
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._lock: Any = None
+
+    def path_for(self, update: int) -> Path:
+        """Return the name of the state after an update; names sort in the order of updates."""
+        return self.directory / f"update-{update:09d}"
+
+    def lock(self) -> None:
+        """Claim the directory for this process, until :meth:`unlock` or its end.
+
+        :raises RuntimeError: when a run that is alive has claimed it
+        :raises OSError: when the directory cannot be written
+        """
+        if self._lock is not None:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        file = open(self.directory / ".lock", "a+")  # noqa: SIM115
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: forked workers do not hold it
+        except OSError:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            raise RuntimeError(
+                f"Another run (process {owner}) is saving its training states in {os.fspath(self.directory)!r}. Wait "
+                "for it, end it, or give this run another save_dir."
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        self._lock = file
+
+    def unlock(self) -> None:
+        """Let others have the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def states(self) -> list[Path]:
+        """Return all states, the newest first."""
+        if not self.directory.is_dir():
+            return []
+        self._recover()
+        found = [path for path in self.directory.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: (_saved_at(path), path.name), reverse=True)
+
+    def _recover(self) -> None:
+        """Give a state its name back that was waiting for its successor when the process was killed."""
+        for path in self.directory.iterdir():
+            match = _WAITING.fullmatch(path.name)
+            if match and match[2] == "previous" and not (self.directory / match[1]).exists():
+                path.rename(self.directory / match[1])
+
+    def find_latest(self, report: Callable[[str], object]) -> Path | None:
+        """Return the newest whole state, ``None`` when there is no state at all.
+
+        :param report: told of each damaged state that is passed over
+        :raises DamagedStateError: when there are states and none of them is whole
+        """
+        problems = []
+        for path in self.states():
+            try:
+                verify_state(path)
+            except DamagedStateError as error:
+                problems.append(str(error))
+                report(f"Passing over a damaged training state. {error}")
+            else:
+                return path
+        if problems:
+            raise DamagedStateError(
+                f"There are training states in {os.fspath(self.directory)!r}, but none is whole: {' '.join(problems)} "
+                "Remove them to start afresh."
+            )
+        return None
+
+    def rotate(self, keep: int | None, protected: set[str]) -> None:
+        """Remove all but the newest states, never a protected one, and what killed runs left behind.
+
+        :param keep: how many to keep, at least one; ``None``: all
+        :param protected: names of states to keep in any case
+        """
+        for path in self.directory.iterdir():
+            if _WAITING.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.states()[keep:] if keep is not None else []:
+            if path.name not in protected:
+                removed = path.with_name(f".{path.name}.removed")
+                path.rename(removed)  # at once no state any more, however long the removal takes
+                shutil.rmtree(removed, ignore_errors=True)
+
+
+def _saved_at(path: Path) -> float:
+    try:
+        return float(read_manifest(path)["saved_at"])
+    except (ValueError, OSError, KeyError):
+        return path.stat().st_mtime

@@ -1,0 +1,192 @@
+"""A training state: a directory that holds all that a run needs to go on, and is whole or does not exist.
+
+It is written under a temporary name; every file is synced; a manifest with the sizes and checksums of all files comes
+last; then the directory gets its name. Reading verifies all of it first and runs no code from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import safetensors.torch
+import torch
+from torch import nn
+
+from pytorch_accel_lite.checkpoint.files import checksum, durable_file, load_plain, storable, sync_directory
+from pytorch_accel_lite.distributed import Ranks
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+TRAINER = "trainer.pt"
+
+
+class DamagedStateError(ValueError):
+    """A training state is not whole. The message names the file."""
+
+
+@dataclass
+class TrainingState:
+    """What a training state holds besides the weights.
+
+    :param metadata: the manifest's facts about the run: progress, processes, versions ...
+    :param shared: what is the same on all ranks: optimizer, scheduler, history, callbacks ...
+    :param own: what is this rank's own: its generators and its part of running losses; ``None`` when the state was
+        saved by another number of processes
+    """
+
+    directory: Path
+    metadata: dict[str, Any]
+    shared: dict[str, Any]
+    own: dict[str, Any] | None
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with what is a rank's own."""
+    return f"rank{rank:05d}.pt"
+
+
+def write_state(
+    directory: Path,
+    ranks: Ranks,
+    model: nn.Module,
+    shared: dict[str, Any],
+    own: dict[str, Any],
+    metadata: dict[str, Any],
+) -> None:
+    """Write a training state; all ranks take part, and all raise when one fails.
+
+    A state that is already under this name is replaced once the new one is whole.
+
+    :raises TypeError: when a value cannot be stored without pickle; names the path to it
+    :raises OSError: when it cannot be written; what was there before is left as it was
+    """
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shared, own = storable(shared, "state"), storable(own, "state")
+    try:
+        ranks.run_together(lambda: _make_empty(temporary), only_first=True)
+        files = ranks.run_together(lambda: _write_files(temporary, ranks.rank, model, shared, own))
+        entries = {name: entry for rank in files for name, entry in rank.items()}
+        ranks.run_together(lambda: _commit(temporary, directory, entries, metadata), only_first=True)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _make_empty(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def _write_files(
+    temporary: Path, rank: int, model: nn.Module, shared: dict[str, Any], own: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    with durable_file(temporary / rank_file(rank)) as file:
+        torch.save(own, file)
+    names = [rank_file(rank)]
+    if rank == 0:
+        with durable_file(temporary / TRAINER) as file:
+            torch.save(shared, file)
+        safetensors.torch.save_model(model, str(temporary / MODEL))
+        with open(temporary / MODEL, "rb") as file:
+            os.fsync(file.fileno())
+        names += [TRAINER, MODEL]
+    return {name: {"size": (temporary / name).stat().st_size, "sha256": checksum(temporary / name)} for name in names}
+
+
+def _commit(temporary: Path, directory: Path, files: dict[str, Any], metadata: dict[str, Any]) -> None:
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "versions": {"torch": str(torch.__version__), "accelerate": accelerate.__version__},
+        "files": files,
+        **metadata,
+    }
+    manifest["checksum"] = _manifest_checksum(manifest)
+    with durable_file(temporary / MANIFEST) as file:
+        file.write(json.dumps(manifest, indent=2).encode())
+    sync_directory(temporary)
+    previous = _previous(directory)
+    if directory.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.rename(directory, previous)
+    os.rename(temporary, directory)
+    sync_directory(directory.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _previous(directory: Path) -> Path:
+    """Where a state waits while a new one of its name takes its place."""
+    return directory.with_name(f".{directory.name}.previous")
+
+
+def _manifest_checksum(manifest: dict[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return a state's manifest.
+
+    :raises FileNotFoundError: when the directory does not exist
+    :raises DamagedStateError: when it holds no state, or the manifest was changed
+    :raises ValueError: when a newer version of this library wrote it
+    """
+    if not directory.exists() and _previous(directory).exists():  # killed between two renames
+        os.rename(_previous(directory), directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"There is no training state at {os.fspath(directory)!r}.")
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamagedStateError(f"{os.fspath(directory)!r} is no training state: it has no {MANIFEST}.") from None
+    except ValueError as error:
+        raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
+        raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not fit its checksum.")
+    if manifest["format_version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"The training state {os.fspath(directory)!r} has format {manifest['format_version']}; this version of "
+            f"pytorch_accel_lite reads up to {FORMAT_VERSION}. Upgrade pytorch_accel_lite."
+        )
+    return manifest
+
+
+def verify_state(directory: Path) -> dict[str, Any]:
+    """Check that a state is whole, byte by byte, and return its manifest.
+
+    :raises DamagedStateError: when it is not; names the file
+    """
+    manifest = read_manifest(directory)
+    for name, entry in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise DamagedStateError(f"{os.fspath(path)!r} is missing.")
+        size = path.stat().st_size
+        if size != entry["size"]:
+            raise DamagedStateError(f"{os.fspath(path)!r} is damaged: it has {size} bytes instead of {entry['size']}.")
+        if checksum(path) != entry["sha256"]:
+            raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not fit its checksum.")
+    return manifest
+
+
+def read_state(directory: Path, ranks: Ranks) -> TrainingState:
+    """Verify a state, once in the job, and read what it holds besides the weights."""
+    metadata = ranks.run_together(lambda: verify_state(directory), only_first=True)[0]
+    own = None
+    if metadata["world_size"] == ranks.world_size:
+        own = load_plain(directory / rank_file(ranks.rank))
+    return TrainingState(directory, metadata, load_plain(directory / TRAINER), own)
+
+
+def read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a state, without what tied weights share with others."""
+    return safetensors.torch.load_file(directory / MODEL)

@@ -1,0 +1,194 @@
+"""What a training state holds of a trainer, and how it is put back."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pytorch_accel_lite.checkpoint import load_state_into
+from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state, read_weights
+from pytorch_accel_lite.data.order import mix, seed_generators
+from pytorch_accel_lite.tracking import LossTracker
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.base import TrainerBase
+
+
+def named_callbacks(trainer: TrainerBase) -> Iterator[tuple[str, Any]]:
+    """Yield the callbacks under names that tell two of a kind apart: ``Class``, ``Class#2`` ..."""
+    seen: Counter[str] = Counter()
+    for callback in trainer.callback_handler:
+        kind = type(callback).__name__
+        seen[kind] += 1
+        yield kind if seen[kind] == 1 else f"{kind}#{seen[kind]}", callback
+
+
+def collect_shared(trainer: TrainerBase) -> dict[str, Any]:
+    """Return what is the same on all ranks."""
+    scaler = trainer.accelerator.scaler
+    return {
+        "optimizer": None if trainer.optimizer is None else trainer.optimizer.state_dict(),
+        "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
+        "callbacks": {
+            name: callback.state_dict()
+            for name, callback in named_callbacks(trainer)
+            if hasattr(callback, "state_dict")
+        },
+        "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
+        "items_per_batch": None if trainer.gradient_window is None else trainer.gradient_window.items_per_batch,
+    }
+
+
+def collect_own(trainer: TrainerBase) -> dict[str, Any]:
+    """Return what is this rank's own: its generators, and its part of the running losses."""
+    own = {"losses": {name: tracker.state_dict() for name, tracker in trainer.loss_trackers.items()}}
+    return own | {"generators": generator_states()}
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of the generators of python, numpy, torch and this process's GPU."""
+    kind, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Put back states returned by :func:`generator_states`."""
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def restore(trainer: TrainerBase, state: TrainingState) -> None:
+    """Put back the weights, the optimizer, the scheduler, the counts and the history."""
+    shared = state.shared
+    load_state_into(trainer.get_model(keep_torch_compile=False), read_weights(state.directory), state.directory)
+    for name, owner in (
+        ("optimizer", trainer.optimizer),
+        ("scheduler", trainer.scheduler),
+        ("scaler", trainer.accelerator.scaler),
+    ):
+        if shared[name] is not None and owner is not None:
+            try:
+                owner.load_state_dict(shared[name])
+            except (ValueError, KeyError) as error:
+                raise ValueError(
+                    f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's "
+                    f"{type(owner).__name__}: {error}. Create it as it was when the state was saved."
+                ) from error
+    if shared["history"] is not None and hasattr(trainer.run_history, "load_state_dict"):
+        trainer.run_history.load_state_dict(shared["history"])
+    trainer.progress.load_state_dict(state.metadata["progress"])
+    restore_objects(trainer, shared["objects"])
+    if trainer.gradient_window is not None:
+        trainer.gradient_window.items_per_batch = shared["items_per_batch"]
+
+
+def restore_objects(trainer: TrainerBase, states: dict[str, Any]) -> None:
+    """Put back the objects that the user registered."""
+    for name, obj in trainer.registered_objects.items():
+        if name in states:
+            obj.load_state_dict(states[name])
+        else:
+            warnings.warn(f"The training state holds nothing for the registered object {name!r}.", stacklevel=2)
+    for name in states.keys() - trainer.registered_objects.keys():
+        warnings.warn(f"The training state holds an object {name!r} that is not registered any more.", stacklevel=2)
+
+
+def restore_callbacks(trainer: TrainerBase, state: TrainingState) -> None:
+    """Put back the states of the callbacks; warn of those that have none, and of states without a callback."""
+    states = dict(state.shared["callbacks"])
+    for name, callback in named_callbacks(trainer):
+        if hasattr(callback, "load_state_dict"):
+            if name in states:
+                callback.load_state_dict(states.pop(name))
+            else:
+                warnings.warn(f"The training state holds nothing for the callback {name}.", stacklevel=2)
+    for name in states:
+        warnings.warn(f"The training state holds the state of a callback {name} that is gone.", stacklevel=2)
+
+
+def restore_own(trainer: TrainerBase, state: TrainingState) -> None:
+    """Put back the running losses and, last before training goes on, the generators of this rank.
+
+    With another number of processes, generators are seeded anew, and the running losses are those of the samples
+    that are still to come.
+    """
+    if state.own is None:
+        seed_generators(
+            mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.accelerator.process_index)
+        )
+        return
+    for name, tracker_state in state.own["losses"].items():
+        tracker = trainer.loss_trackers.setdefault(name, LossTracker())
+        tracker.load_state_dict({k: _to(v, trainer.device) for k, v in tracker_state.items()})
+    set_generator_states(state.own["generators"])
+
+
+def _has_state(callback: Any) -> bool:
+    return hasattr(callback, "state_dict")
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def find_state(trainer: TrainerBase, resume_from: str | os.PathLike[str] | None) -> TrainingState | None:
+    """Find, verify and read the state that a run is to go on from; ``None`` for a fresh start.
+
+    :param resume_from: see :meth:`Trainer.train <pytorch_accel_lite.trainer.Trainer.train>`
+    """
+    if resume_from is None:
+        return None
+    if resume_from == "latest":
+        savers = [callback for callback in trainer.callback_handler if callback.saves_training_states]
+        if not savers:
+            raise ValueError(
+                "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir says where to look. Add one to "
+                "the trainer's callbacks, or give the directory of a state."
+            )
+        return savers[0].find_latest(trainer)  # type: ignore[attr-defined, no-any-return]
+    state = read_state(Path(resume_from), trainer.ranks)
+    trainer.print(f"Resuming from {os.fspath(resume_from)}: {describe(state.metadata)}")
+    return state
+
+
+def describe(metadata: dict[str, Any]) -> str:
+    """Say in words how far the run of a state had come."""
+    progress = metadata["progress"]
+    return f"epoch {progress['epoch']}, update {progress['update']}, {progress['samples']} samples"
+
+
+def collect_metadata(trainer: TrainerBase) -> dict[str, Any]:
+    """Return what a state's manifest says of its run, in types of JSON."""
+    config = {} if trainer.run_config is None else trainer.run_config.to_dict()
+    return {
+        "saved_at": time.time(),
+        "progress": trainer.progress.state_dict(),
+        "stop_reason": trainer.stop_reason,
+        "interrupted": trainer.interruption is not None,
+        "world_size": trainer.accelerator.num_processes,
+        "seed": trainer.seed,
+        "data_seed": trainer.data_seed,
+        "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
+    }

@@ -1,0 +1,140 @@
+"""A run with everything that has a state: started again with the same command, it goes on where it was.
+
+python resumable.py FOLDER [ACCUMULATION [WORKERS [DELAY]]]
+
+The final weights, optimizer, history and the order of the samples are written to FOLDER/final.pt.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from tests.tasks import Rows, regression_data
+
+EPOCHS, SIZE, GLOBAL_BATCH = 3, 22, 6
+
+
+class Augmented(Rows):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(5) + 0.1 * np.random.randn() + 0.1 * random.random(), y, torch.tensor(index)
+
+
+class OrderCallback(TrainerCallback):
+    """Remembers the samples of every step: its state is what a resumed run is compared by."""
+
+    def __init__(self) -> None:
+        self.order: list[list[int]] = []
+
+    def on_train_step_end(self, trainer, batch, **kwargs):
+        self.order.append(trainer.gather(batch[2]).tolist())
+
+    def state_dict(self):
+        return {"order": self.order}
+
+    def load_state_dict(self, state):
+        self.order = state["order"]
+
+
+class SlowTrainer(Trainer):
+    delay = 0.0
+
+    def _calculate(self, batch):
+        time.sleep(self.delay)
+        outputs = self.model(batch[0])
+        return {"loss": nn.functional.mse_loss(outputs, batch[1]), "model_outputs": outputs}
+
+    def calculate_train_batch_loss(self, batch):
+        return self._calculate(batch)
+
+    def calculate_eval_batch_loss(self, batch):
+        return self._calculate(batch)
+
+
+def make_model() -> nn.Module:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+    torch.set_rng_state(state)
+    return model
+
+
+def run(
+    folder: Path,
+    accumulation: int = 1,
+    workers: int = 0,
+    delay: float = 0.0,
+    resume_from: Any = "latest",
+    extra: tuple[Any, ...] = (),
+    seed: int | None = 5,
+    batch: int | None = None,
+    epochs: int = EPOCHS,
+    schedule: bool = True,
+    **saver: Any,
+) -> dict[str, Any]:
+    model = make_model()
+    order = OrderCallback()
+    saving = SaveTrainingStateCallback(folder / "states", **({"save_every_n_steps": 1} | saver))
+    trainer = SlowTrainer(
+        model,
+        None,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        callbacks=[
+            order,
+            SaveBestModelCallback(folder / "best.pt", load_saved_checkpoint=False),
+            EarlyStoppingCallback(early_stopping_patience=50),
+            saving,
+            *extra,
+        ],
+        seed=seed,
+    )
+    trainer.delay = delay
+    total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+    trainer.train(
+        Augmented(regression_data(SIZE)),
+        epochs,
+        Augmented(regression_data(9)),
+        per_device_batch_size=batch or GLOBAL_BATCH // trainer.accelerator.num_processes,
+        gradient_accumulation_steps=accumulation,
+        create_scheduler_fn=partial(OneCycleLR, max_lr=0.05, total_steps=total) if schedule else None,
+        train_dataloader_kwargs={"num_workers": workers},
+        eval_dataloader_kwargs={"num_workers": 0},
+        resume_from=resume_from,
+    )
+    return {
+        "weights": model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.scheduler.state_dict() if schedule else None,
+        "history": trainer.run_history.to_dict(),
+        "order": order.order,
+        "progress": trainer.progress.state_dict(),
+        "random": (torch.rand(3), np.random.rand(), random.random()),
+        "processes": trainer.accelerator.num_processes,
+        "main": trainer.accelerator.is_main_process,
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    numbers = [float(argument) for argument in sys.argv[2:]]
+    result = run(folder, *(int(n) if i < 2 else n for i, n in enumerate(numbers)))
+    if result["main"]:
+        torch.save(result, folder / "unfinished.pt")
+        (folder / "unfinished.pt").rename(folder / "final.pt")
+
+
+if __name__ == "__main__":
+    main()

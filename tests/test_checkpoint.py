@@ -1,0 +1,493 @@
+"""Portable checkpoints: one file with weights that loads anywhere, written whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import pickle
+import resource
+import stat
+import subprocess
+import sys
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import SaveBestModelCallback
+from tests.small import ROOT, listener, make_data, make_model, make_trainer, same, train, weights
+
+
+def trained(seed: int = 0, **kwargs: Any) -> Trainer:
+    """A trainer after two epochs of Adam under a schedule."""
+    model = make_model(seed)
+    trainer = make_trainer(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+    return train(trainer, epochs=2, create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.9), **kwargs)
+
+
+def equal_states(first: Any, second: Any) -> bool:
+    """Whether two nested states hold the same bits."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal_states(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal_states, first, second))
+    return bool(first == second)
+
+
+def save_file(path: Path, model: nn.Module, prefix: str = "", **more: Any) -> Path:
+    """Write a checkpoint with torch alone, its keys prefixed."""
+    torch.save({"model_state_dict": {f"{prefix}{k}": v for k, v in model.state_dict().items()}, **more}, path)
+    return path
+
+
+# ------------------------------------------------------------------------------------------ round trip
+
+
+def test_weights_and_the_states_of_optimizer_and_scheduler_make_the_round_trip(tmp_path):
+    saved = trained()
+    saved.save_checkpoint(tmp_path / "model.pt", checkpoint_kwargs={"epoch": 2, "note": "good", "scores": [0.5, 0.75]})
+    loaded = trained(seed=1)
+    assert not same(weights(saved.model), weights(loaded.model))
+    checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
+    assert same(weights(saved.model), weights(loaded.model))
+    assert equal_states(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
+    assert equal_states(saved.scheduler.state_dict(), loaded.scheduler.state_dict())
+    assert (checkpoint["epoch"], checkpoint["note"], checkpoint["scores"]) == (2, "good", [0.5, 0.75])
+    assert set(checkpoint) == {
+        "model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "epoch", "note", "scores"
+    }  # fmt: skip
+
+
+def test_training_goes_on_from_a_checkpoint_in_the_same_bits(tmp_path):
+    saved = trained()
+    saved.save_checkpoint(tmp_path / "model.pt")
+    loaded = trained(seed=1)
+    loaded.load_checkpoint(tmp_path / "model.pt")
+    for trainer in (saved, loaded):
+        train(trainer, epochs=2)
+    assert same(weights(saved.model), weights(loaded.model))
+
+
+def test_a_checkpoint_can_be_loaded_when_the_run_has_made_its_scheduler(tmp_path):
+    saved = trained()
+    saved.save_checkpoint(tmp_path / "model.pt")
+    model = make_model(1)
+    seen: list[Any] = []
+
+    def load(trainer: Trainer) -> None:
+        trainer.load_checkpoint(tmp_path / "model.pt")
+        seen.append((copy.deepcopy(trainer.scheduler.state_dict()), weights(trainer.model)))
+
+    trainer = make_trainer(
+        [listener(on_training_run_start=load)], model=model, optimizer=torch.optim.Adam(model.parameters())
+    )
+    train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.9))
+    assert equal_states(seen[0][0], saved.scheduler.state_dict())
+    assert same(seen[0][1], weights(saved.model))
+
+
+def test_a_file_is_plain_torch_and_loads_without_this_package(tmp_path):
+    trainer = trained()
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    checkpoint = torch.load(tmp_path / "model.pt", weights_only=True)
+    model = make_model(1)
+    model.load_state_dict(checkpoint["model_state_dict"])
+    assert same(weights(model), weights(trainer.model))
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("scheduler", [True, False])
+def test_what_is_not_to_be_saved_is_not_in_the_file_and_stays_as_it_was(tmp_path, optimizer, scheduler):
+    saved, loaded = trained(), trained(seed=1)
+    saved.save_checkpoint(tmp_path / "model.pt", save_optimizer=optimizer, save_scheduler=scheduler)
+    before = copy.deepcopy((loaded.optimizer.state_dict(), loaded.scheduler.state_dict()))
+    checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
+    assert ("optimizer_state_dict" in checkpoint, "scheduler_state_dict" in checkpoint) == (optimizer, scheduler)
+    assert same(weights(saved.model), weights(loaded.model))
+    assert equal_states(loaded.optimizer.state_dict(), before[0]) != optimizer
+    assert optimizer or equal_states(loaded.scheduler.state_dict(), before[1])
+
+
+def test_what_is_not_to_be_loaded_stays_as_it_was(tmp_path):
+    trained().save_checkpoint(tmp_path / "model.pt")
+    loaded = trained(seed=1)
+    before = copy.deepcopy(loaded.optimizer.state_dict())
+    checkpoint = loaded.load_checkpoint(tmp_path / "model.pt", load_optimizer=False, load_scheduler=False)
+    assert equal_states(loaded.optimizer.state_dict(), before)
+    assert "optimizer_state_dict" in checkpoint
+
+
+def test_a_trainer_without_optimizer_saves_and_loads_weights(tmp_path):
+    first, second = (make_trainer(model=make_model(seed), optimizer=None) for seed in (0, 1))
+    first.save_checkpoint(tmp_path / "model.pt")
+    assert set(second.load_checkpoint(tmp_path / "model.pt")) == {"model_state_dict"}
+    assert same(weights(first.model), weights(second.model))
+
+
+@pytest.mark.parametrize("per_node", [True, False])
+def test_missing_folders_are_made_and_the_path_may_be_a_string(tmp_path, per_node):
+    path = f"{tmp_path}/some/where/model.pt"
+    trained().save_checkpoint(path, save_per_node=per_node)
+    assert trained(seed=1).load_checkpoint(path)
+    assert os.listdir(Path(path).parent) == ["model.pt"]
+
+
+def test_a_file_has_the_permissions_that_new_files_have(tmp_path):
+    (tmp_path / "other").touch()
+    trained().save_checkpoint(tmp_path / "model.pt")
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("other", "model.pt")}
+    assert len(modes) == 1
+
+
+def test_saving_in_the_middle_of_a_run_changes_no_bit_of_it(tmp_path):
+    save = listener(on_train_step_end=lambda trainer, **_: trainer.save_checkpoint(tmp_path / "model.pt"))
+    saving, plain = train(make_trainer([save])), train(make_trainer())
+    assert same(weights(saving.model), weights(plain.model))
+    assert same(torch.load(tmp_path / "model.pt")["model_state_dict"], weights(plain.model))
+
+
+THINGS = {
+    "numpy float": np.float64(0.5),
+    "numpy int": np.int64(3),
+    "numpy array": np.arange(3),
+    "path": Path("data") / "train",
+    "date": datetime.date(2024, 2, 29),
+    "defaultdict": defaultdict(int, a=1),
+    "OrderedDict": OrderedDict(a=1),
+    "set": {1, 2},
+    "tensor": torch.arange(3),
+    "nested": {"a": [1, (2.5, None, True)]},
+    "deep numpy": {"history": [{"accuracy": np.float32(0.5)}]},
+}
+
+
+@pytest.mark.parametrize("name", THINGS)
+def test_what_was_saved_can_be_loaded_or_is_refused_by_name_when_saved(tmp_path, name):
+    trainer = trained()
+    refusal = ""
+    try:
+        trainer.save_checkpoint(tmp_path / "model.pt", checkpoint_kwargs={"my_entry": THINGS[name]})
+    except (TypeError, ValueError) as error:
+        refusal = str(error)
+    if refusal:
+        assert "my_entry" in refusal
+        assert not (tmp_path / "model.pt").exists()
+        return
+    entry = trainer.load_checkpoint(tmp_path / "model.pt")["my_entry"]
+    assert np.array_equal(entry, THINGS[name]) if "array" in name else equal_states(entry, THINGS[name])
+
+
+def test_a_numpy_learning_rate_does_not_make_a_file_that_cannot_be_loaded(tmp_path):
+    model = make_model()
+    trainer = make_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=np.float64(0.1)))
+    train(trainer)
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    assert trainer.load_checkpoint(tmp_path / "model.pt")["optimizer_state_dict"]["param_groups"][0]["lr"] == 0.1
+
+
+# ----------------------------------------------------------------------------------- wrapped models
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def partly_compiled(model: nn.Module) -> nn.Module:
+    model[0] = compiled(model[0])  # type: ignore[index, operator]
+    return model
+
+
+@pytest.mark.parametrize("wrap", [compiled, partly_compiled])
+def test_a_compiled_model_is_saved_as_if_it_were_not(tmp_path, wrap):
+    trainer = make_trainer(model=wrap(make_model(0)))
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"]
+    assert same(saved, weights(make_model(0)))
+
+
+@pytest.mark.parametrize("wrap", [compiled, partly_compiled])
+def test_a_compiled_model_loads_what_a_plain_one_saved_and_the_other_way_round(tmp_path, wrap):
+    plain, wrapped = make_trainer(model=make_model(0)), make_trainer(model=wrap(make_model(1)))
+    plain.save_checkpoint(tmp_path / "plain.pt")
+    wrapped.save_checkpoint(tmp_path / "compiled.pt")
+    wrapped.load_checkpoint(tmp_path / "plain.pt")
+    plain.load_checkpoint(tmp_path / "compiled.pt")
+    data = make_data()
+    assert torch.equal(wrapped.predict(data), make_trainer(model=make_model(0)).predict(data))
+    assert same(weights(plain.model), weights(make_model(1)))
+
+
+def test_a_compiled_model_can_be_trained_saved_and_loaded(tmp_path):
+    model = compiled(make_model())
+    trainer = make_trainer([SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch")], model=model)
+    train(trainer, epochs=2)
+    plain = train(make_trainer(), epochs=2)
+    assert same(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(plain.model))
+    assert trainer.get_model() is model
+    assert trainer.get_model(keep_torch_compile=False) is model._orig_mod
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model])
+def test_prefixes_that_wrappers_left_in_a_file_do_not_matter(tmp_path, prefix, wrap):
+    path = save_file(tmp_path / "model.pt", make_model(1), prefix)
+    trainer = make_trainer(model=wrap(make_model(0)))
+    trainer.load_checkpoint(path)
+    assert same(weights(trainer.get_model(keep_torch_compile=False)), weights(make_model(1)))
+
+
+class Holder(nn.Module):
+    """A model with a part that is really called ``module``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.module = make_model(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_part_of_the_users_model_may_be_called_module(tmp_path, prefix):
+    path = save_file(tmp_path / "model.pt", Holder(1), prefix)
+    trainer = make_trainer(model=Holder(0))
+    trainer.load_checkpoint(path)
+    assert same(weights(trainer.model), weights(Holder(1)))
+
+
+# ------------------------------------------------------------------------------ what does not fit
+
+
+def refuse(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
+    """Expect a file to be refused with an error that names it, and the trainer to be left as it was."""
+    trainer = trainer or trained()
+    before = weights(trainer.model), copy.deepcopy(trainer.optimizer.state_dict()) if trainer.optimizer else None
+    with pytest.raises(error, match=match) as caught:
+        trainer.load_checkpoint(path, **kwargs)
+    assert same(weights(trainer.model), before[0])
+    assert not trainer.optimizer or equal_states(trainer.optimizer.state_dict(), before[1])
+    return str(caught.value)
+
+
+def test_missing_and_unexpected_keys_and_shapes_are_all_listed_and_nothing_is_loaded(tmp_path):
+    state = make_model(1).state_dict()
+    state["0.weight"] = torch.zeros(3, 5)
+    state["4.gamma"] = torch.zeros(1)
+    del state["2.bias"]
+    torch.save({"model_state_dict": state}, tmp_path / "model.pt")
+    message = refuse(tmp_path / "model.pt", ValueError, "does not fit the model Sequential")
+    assert str(tmp_path / "model.pt") in message
+    assert "missing in the checkpoint: 2.bias" in message
+    assert "not in the model: 4.gamma" in message
+    assert "0.weight (checkpoint (3, 5), model (3, 4))" in message
+
+
+def test_a_long_list_of_keys_is_cut(tmp_path):
+    path = save_file(tmp_path / "model.pt", nn.ModuleList(nn.Linear(1, 1) for _ in range(50)))
+    message = refuse(path, ValueError, "and [0-9]+ more")
+    assert len(message) < 1000
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    refuse(tmp_path / "model.pt", FileNotFoundError, r"no checkpoint at '.*model\.pt'")
+
+
+def test_a_folder_is_no_checkpoint(tmp_path):
+    refuse(tmp_path, FileNotFoundError, "no checkpoint at")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"this is no checkpoint", b"PK\x03\x04 broken", pickle.dumps({"a": 1})], ids=repr
+)
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
+    (tmp_path / "model.pt").write_bytes(content)
+    refuse(tmp_path / "model.pt", ValueError, r"model\.pt'")
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"weights": 1}, {}, make_model().state_dict()])
+def test_a_torch_file_without_weights_under_their_name_is_named(tmp_path, content):
+    torch.save(content, tmp_path / "model.pt")
+    refuse(tmp_path / "model.pt", ValueError, r"model\.pt' is no checkpoint.*model_state_dict")
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_named(tmp_path, keep):
+    trained().save_checkpoint(tmp_path / "model.pt")
+    content = (tmp_path / "model.pt").read_bytes()
+    (tmp_path / "model.pt").write_bytes(content[: int(len(content) * keep)])
+    refuse(tmp_path / "model.pt", ValueError, r"model\.pt'")
+
+
+class Malicious:
+    """Runs a program when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return subprocess.check_call, ([sys.executable, "-c", f"open({str(self.trace)!r}, 'w')"],)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    trace = tmp_path / "was_run"
+    pickle.loads(pickle.dumps(Malicious(trace)))
+    assert trace.exists()  # the program really runs when nothing prevents it
+    trace.unlink()
+    save_file(tmp_path / "model.pt", make_model(1), extra=Malicious(trace))
+    refuse(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded")
+    assert not trace.exists()
+
+
+def test_a_checkpoint_with_an_optimizer_needs_one_or_to_be_told(tmp_path):
+    trained().save_checkpoint(tmp_path / "model.pt")
+    trainer = make_trainer(model=make_model(1), optimizer=None)
+    refuse(tmp_path / "model.pt", ValueError, "no optimizer.*load_optimizer=False", trainer)
+    trainer.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
+
+
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_path):
+    trained().save_checkpoint(tmp_path / "model.pt")
+    model = make_model(1)
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    trainer = make_trainer(model=model, optimizer=torch.optim.Adam(groups))
+    refuse(tmp_path / "model.pt", ValueError, "parameter group", trainer)
+
+
+# ------------------------------------------------------------------------------------- failing writes
+
+
+class FileSize:
+    """Lets no file of this process grow beyond 1000 bytes, as a full disk would, until it is freed."""
+
+    def __init__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(self, *_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self.before[1]))
+
+    def free(self, *_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+@pytest.fixture
+def file_size():
+    size = FileSize()
+    yield size
+    size.free()
+
+
+def test_a_write_that_fails_for_want_of_space_leaves_the_old_file_and_nothing_else(tmp_path, file_size):
+    trainer = trained()
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    before = (tmp_path / "model.pt").read_bytes()
+    train(trainer)
+    file_size.limit()
+    with pytest.raises(OSError, match="File too large"):
+        trainer.save_checkpoint(tmp_path / "model.pt")
+    file_size.free()
+    assert (tmp_path / "model.pt").read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_an_entry_that_cannot_be_stored_leaves_the_old_file_and_nothing_else(tmp_path):
+    trainer = trained()
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    before = (tmp_path / "model.pt").read_bytes()
+    with pytest.raises((TypeError, ValueError, AttributeError, pickle.PicklingError)):
+        trainer.save_checkpoint(tmp_path / "model.pt", checkpoint_kwargs={"function": lambda: None})
+    assert (tmp_path / "model.pt").read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_a_best_model_that_could_not_be_saved_is_not_taken_for_the_best(tmp_path, file_size):
+    callback = SaveBestModelCallback(tmp_path / "best.pt", "score", greater_is_better=True)
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("score", t.progress.epoch))
+
+    def fill_the_disk(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.epoch == 2:
+            file_size.limit()
+
+    kept: list[Any] = []
+    keep = listener(on_train_epoch_end=lambda t: kept.append(weights(t.model)))
+    disk = listener(on_train_epoch_end=fill_the_disk, on_exception=lambda trainer, **_: file_size.free())
+    trainer = make_trainer([record, keep, disk, callback])
+    with pytest.raises(OSError, match="File too large"):
+        train(trainer, epochs=3)
+    assert (callback.best_metric, callback.best_metric_epoch) == (1, 1)
+    assert torch.load(tmp_path / "best.pt")["score"] == 1
+    assert same(weights(trainer.model), kept[0])
+
+
+# ------------------------------------------------------------------------------------- the ancestor's
+
+ANCESTOR = """
+import sys
+import torch
+from torch import nn
+from pytorch_accelerated import Trainer
+from torch.optim.lr_scheduler import StepLR
+from tests.small import make_data, make_model
+
+folder = sys.argv[1]
+
+
+def trained(seed):
+    model = make_model(seed)
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.Adam(model.parameters(), lr=0.01), callbacks=[])
+    alone = {"num_workers": 0, "shuffle": False}
+    trainer.train(
+        make_data(), 2, per_device_batch_size=2, train_dataloader_kwargs=alone,
+        create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.9),
+    )
+    return trainer
+
+
+first = trained(2)
+first.save_checkpoint(f"{folder}/ancestor.pt", checkpoint_kwargs={"epoch": 2})
+
+second = trained(3)
+checkpoint = second.load_checkpoint(f"{folder}/ours.pt")
+assert checkpoint["note"] == "ours"
+second.save_checkpoint(f"{folder}/ours_saved_by_the_ancestor.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def exchange(tmp_path_factory):
+    """A folder in which the ancestor has saved a file, and loaded and saved again one of ours."""
+    pytest.importorskip("importlib.metadata").version("pytorch-accelerated")
+    folder = tmp_path_factory.mktemp("exchange")
+    trained().save_checkpoint(folder / "ours.pt", checkpoint_kwargs={"note": "ours"})
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ANCESTOR, str(folder)], env=env, text=True, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_file_of_the_ancestor_is_loaded_with_optimizer_and_scheduler(exchange):
+    theirs = torch.load(exchange / "ancestor.pt", weights_only=True)
+    trainer = trained(seed=1)
+    assert trainer.load_checkpoint(exchange / "ancestor.pt")["epoch"] == 2
+    assert same(weights(trainer.model), theirs["model_state_dict"])
+    assert equal_states(trainer.optimizer.state_dict(), theirs["optimizer_state_dict"])
+    assert trainer.scheduler.state_dict()["_step_count"] == theirs["scheduler_state_dict"]["_step_count"]
+    train(trainer)
+
+
+def test_the_ancestor_loads_our_file_with_optimizer_and_scheduler(exchange):
+    ours = torch.load(exchange / "ours.pt", weights_only=True)
+    back = torch.load(exchange / "ours_saved_by_the_ancestor.pt", weights_only=True)
+    assert same(ours["model_state_dict"], back["model_state_dict"])
+    assert equal_states(ours["optimizer_state_dict"], back["optimizer_state_dict"])
+    assert back["scheduler_state_dict"]["_step_count"] == ours["scheduler_state_dict"]["_step_count"]

@@ -1,0 +1,410 @@
+"""Training states: from every one of them a run goes on to the same bits; damage is found; rotation and locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite.callbacks import KeepBest, SaveTrainingStateCallback
+from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint.files import checksum
+from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from tests.launching import ROOT, TORCHRUN, environment, torchrun
+from tests.scripts.resumable import make_model, run
+from tests.tasks import equal, quiet_trainer, regression_data, small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["progress"] == expected["progress"]
+    assert found["order"] == expected["order"]
+    assert found["history"] == expected["history"]
+    assert equal(found["weights"], expected["weights"])
+    assert found["scheduler"] == expected["scheduler"]
+    for group, other in zip(found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True):
+        assert group == other
+    for index, state in expected["optimizer"]["state"].items():
+        assert all(torch.equal(value, found["optimizer"]["state"][index][name]) for name, value in state.items())
+    assert torch.equal(found["random"][0], expected["random"][0])
+    assert found["random"][1:] == expected["random"][1:]
+
+
+def states(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "states").iterdir() if path.name.startswith("update-"))
+
+
+class CopyStates(TrainerCallback):
+    """Keeps a copy of every state that is written, also of those that a later one replaces."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _copy(self, trainer, kind):
+        source = self.folder / "states" / f"update-{trainer.progress.update:09d}"
+        shutil.copytree(source, self.folder / "copies" / f"{trainer.progress.update:03d}-{kind}" / source.name)
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        self._copy(trainer, "step")
+
+    def on_epoch_checkpoint(self, trainer, **kwargs):
+        self._copy(trainer, "epoch")
+
+
+@pytest.mark.parametrize(("accumulation", "workers", "seed"), [(1, 0, 5), (2, 0, None), (3, 2, 5)])
+def test_from_every_save_point_a_run_goes_on_to_the_same_bits(tmp_path, accumulation, workers, seed):
+    kwargs = {"accumulation": accumulation, "workers": workers, "seed": seed, "save_every_n_epochs": 1}
+    torch.manual_seed(1)
+    whole = run(tmp_path, resume_from=None, extra=(CopyStates(tmp_path),), **kwargs)
+    copies = sorted((tmp_path / "copies").glob("*/update-*"))
+    assert len(copies) == whole["progress"]["update"] + 3
+    for copy in copies:
+        torch.manual_seed(99)
+        resumed = run(tmp_path / f"again-{copy.parent.name}", resume_from=copy, **kwargs)
+        assert_same(resumed, whole)
+
+
+def test_saving_does_not_change_the_run(tmp_path):
+    often = run(tmp_path / "often", resume_from=None)
+    never = run(tmp_path / "never", resume_from=None, save_every_n_steps=None, save_at_end=False)
+    assert_same(never, often)
+    assert not list((tmp_path / "never").glob("states/update-*"))
+
+
+def script(folder: Path, *arguments: object) -> list[str]:
+    return ["tests/scripts/resumable.py", str(folder), *map(str, arguments)]
+
+
+def final(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "final.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers):
+    """The unchanged command is started again after each kill, until it ends by itself."""
+    whole = run(tmp_path / "whole", workers=workers)
+    generator = torch.Generator().manual_seed(0)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    wanted, kills = int(os.environ.get("KILLS", "6")), 0
+    while not (folder / "final.pt").exists():
+        command = [sys.executable, *script(folder, 1, workers, 0.05 if kills < wanted else 0.0)]
+        process = subprocess.Popen(
+            command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        before = len(list(folder.glob("states/update-*")))
+        while process.poll() is None and kills < wanted and len(list(folder.glob("states/update-*"))) == before:
+            time.sleep(0.01)
+        if kills < wanted:
+            time.sleep(torch.rand(1, generator=generator).item() * 0.1)
+        if process.poll() is None and kills < wanted:
+            process.kill()
+            kills += 1
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode in (0, -signal.SIGKILL), output
+    assert kills == wanted
+    assert_same(final(folder), whole)
+
+
+@pytest.mark.processes
+def test_two_processes_resume_to_the_same_bits_and_others_to_the_same_samples(tmp_path):
+    done = torchrun(2, *script(tmp_path / "whole", 2))
+    assert done.returncode == 0, done.stderr
+    whole = final(tmp_path / "whole")
+    assert whole["processes"] == 2
+    for index in (1, 4):
+        folder = tmp_path / f"again{index}"
+        (folder / "states").mkdir(parents=True)
+        state = states(tmp_path / "whole")[index]
+        shutil.copytree(state, folder / "states" / state.name)
+        again = torchrun(2, *script(folder, 2))
+        assert again.returncode == 0, again.stderr
+        assert_same(final(folder), whole)
+    # Another batch size makes another number of updates, which a schedule over a fixed number would not survive.
+    elastic = run(folder / "elastic", accumulation=2, resume_from=state, batch=4, schedule=False)
+    epoch = [sample for step in elastic["order"] for sample in step]
+    assert sorted(epoch[: len(epoch) // 3]) == list(range(22))
+    assert sorted(epoch) == sorted(list(range(22)) * 3)
+
+
+@pytest.mark.processes
+def test_sigterm_to_the_launcher_saves_one_state_and_the_resumed_run_is_the_same(tmp_path):
+    whole = torchrun(2, *script(tmp_path / "whole", 1, 2))
+    assert whole.returncode == 0, whole.stderr
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    command = [*TORCHRUN, "2", *script(folder, 1, 2, 0.2)]
+    process = subprocess.Popen(
+        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not list(folder.glob("states/update-*")):
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.terminate()
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert output.count("Stopping because of SIGTERM.") == 1
+    assert not (folder / "final.pt").exists()
+    manifest = verify_state(states(folder)[-1])
+    assert manifest["world_size"] == 2, errors
+    again = torchrun(2, *script(folder, 1, 2))
+    assert again.returncode == 0, again.stderr
+    assert_same(final(folder), final(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, None)])
+def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
+    class SendsSignal(TrainerCallback):
+        ended = False
+
+        def on_train_step_end(self, trainer, **kwargs):
+            if trainer.progress.update == 8:
+                os.kill(os.getpid(), number)
+
+        def on_training_run_end(self, trainer, **kwargs):
+            self.ended = True
+
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    sends = SendsSignal()
+    with pytest.raises(KeyboardInterrupt if code is None else SystemExit) as raised:
+        run(tmp_path, extra=(sends,), save_every_n_steps=None)
+    assert code is None or raised.value.code == code
+    assert sends.ended
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [path.name for path in states(tmp_path)] == ["update-000000008"]
+    assert_same(run(tmp_path, save_every_n_steps=None), run(tmp_path / "whole", save_every_n_steps=None))
+
+
+def test_a_finished_run_does_nothing_more_and_says_so(tmp_path, capsys):
+    whole = run(tmp_path)
+    assert_same(run(tmp_path), whole)
+    assert "Nothing more to do: the run had finished" in capsys.readouterr().out
+
+
+DAMAGES = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "flipped": lambda path: path.write_bytes(
+        path.read_bytes()[: path.stat().st_size // 2]
+        + bytes([path.read_bytes()[path.stat().st_size // 2] ^ 1])
+        + path.read_bytes()[path.stat().st_size // 2 + 1 :]
+    ),
+    "removed": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "rank00000.pt", "manifest.json"])
+def test_damage_is_found_and_the_state_before_is_used(tmp_path, name, damage, capsys):
+    whole = run(tmp_path)
+    *_, before, newest = states(tmp_path)
+    DAMAGES[damage](newest / name)
+    with pytest.raises(DamagedStateError, match=name):
+        verify_state(newest)
+    assert_same(run(tmp_path), whole)
+    output = capsys.readouterr().out
+    assert f"{newest}" in output
+    assert f"Resuming from '{before}'" in output
+
+
+def test_states_of_which_none_is_whole_are_an_error(tmp_path):
+    run(tmp_path, max_checkpoints=2)
+    for state in states(tmp_path):
+        DAMAGES["truncated"](state / "trainer.pt")
+    with pytest.raises(DamagedStateError, match="none is whole"):
+        run(tmp_path)
+
+
+def test_rotation_keeps_the_newest_and_the_best_and_foreign_files(tmp_path):
+    (tmp_path / "states" / "notes").mkdir(parents=True)
+    (tmp_path / "states" / "update-final").mkdir()
+    best = KeepBest("train_loss_epoch", n=1, greater_is_better=True)
+    result = run(tmp_path, max_checkpoints=2, keep_best=best, save_every_n_epochs=1)
+    losses = result["history"]["train_loss_epoch"]
+    per_epoch = result["progress"]["update"] // 3
+    expected = {(losses.index(max(losses)) + 1) * per_epoch, per_epoch * 3 - 1, per_epoch * 3}
+    kept = [path for path in states(tmp_path) if path.name != "update-final"]
+    assert {int(path.name.removeprefix("update-")) for path in kept} == expected
+    assert (tmp_path / "states" / "notes").is_dir()
+    assert not list((tmp_path / "states").glob(".update*"))
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    code = (
+        "import fcntl, sys, time\n"
+        "file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); file.write('4711'); file.flush()\n"
+        "print('locked', flush=True); time.sleep(60)"
+    )
+    (tmp_path / "states").mkdir()
+    command = [sys.executable, "-c", code, str(tmp_path / "states" / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(RuntimeError, match=r"Another run \(process 4711\) .* another save_dir"):
+            run(tmp_path)
+        other.kill()
+    run(tmp_path)
+
+
+def test_loading_runs_no_code(tmp_path):
+    run(tmp_path, max_checkpoints=1)
+    (state,) = states(tmp_path)
+    marker = tmp_path / "executed"
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    (state / "trainer.pt").write_bytes(pickle.dumps(Evil()))
+    manifest = json.loads((state / "manifest.json").read_bytes())
+    path = state / "trainer.pt"
+    manifest["files"]["trainer.pt"] = {"size": path.stat().st_size, "sha256": checksum(path)}
+    manifest["checksum"] = _manifest_checksum(manifest)
+    (state / "manifest.json").write_text(json.dumps(manifest))
+    verify_state(state)  # whole, but not to be trusted
+    with pytest.raises(ValueError, match="cannot be loaded as plain tensors"):
+        run(tmp_path)
+    assert not marker.exists()
+
+
+def test_what_cannot_be_stored_is_named(tmp_path):
+    class Keeps(TrainerCallback):
+        def state_dict(self):
+            return {"nested": [1, {"path": tmp_path}]}
+
+    with pytest.raises(TypeError, match=r"state\['callbacks'\]\['Keeps'\]\['nested'\]\[1\]\['path'\] is \w*PosixPath"):
+        run(tmp_path, extra=(Keeps(),))
+    assert not list(tmp_path.glob("states/*update*"))
+
+
+def test_objects_of_the_users_are_kept(tmp_path):
+    class Counter:
+        value = 0
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    trainer = quiet_trainer(small_model())
+    counter = Counter()
+    counter.value = 3
+    trainer.register_for_checkpointing("counter", counter)
+    trainer.train(regression_data(8), 1)
+    trainer.save_training_state(tmp_path / "state", {"note": "kept"})
+    fresh, again = quiet_trainer(small_model(1)), Counter()
+    fresh.register_for_checkpointing("counter", again)
+    metadata = fresh.load_training_state(tmp_path / "state")
+    assert metadata["note"] == "kept"
+    assert metadata["progress"]["update"] == 1
+    assert again.value == 3
+    assert equal(fresh.model.state_dict(), trainer.model.state_dict())
+    with pytest.raises(ValueError, match="already registered as 'counter'"):
+        fresh.register_for_checkpointing("counter", again)
+    with pytest.raises(TypeError, match=r"must have state_dict\(\)"):
+        fresh.register_for_checkpointing("other", object())
+
+
+def test_a_state_that_does_not_fit_is_explained(tmp_path):
+    trainer = quiet_trainer(small_model())
+    trainer.train(regression_data(8), 1)
+    trainer.save_training_state(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"does not fit the model Linear: missing in the checkpoint: bias, weight"):
+        quiet_trainer(torch.nn.Linear(5, 1)).load_training_state(tmp_path / "state")
+    model = small_model()
+    other = torch.optim.SGD([model[0].weight], lr=0.1)
+    with pytest.raises(ValueError, match=r"The optimizer in the training state .* does not fit the trainer's SGD"):
+        quiet_trainer(model, optimizer=other).load_training_state(tmp_path / "state")
+    with pytest.raises(FileNotFoundError, match="There is no training state at"):
+        trainer.load_training_state(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DamagedStateError, match=r"is no training state: it has no manifest\.json"):
+        trainer.load_training_state(tmp_path / "empty")
+    with pytest.raises(ValueError, match="resume_from='latest' needs a SaveTrainingStateCallback"):
+        trainer.train(regression_data(8), 1, resume_from="latest")
+
+
+def test_saving_at_the_wrong_moment_is_refused(tmp_path):
+    class SavesEarly(TrainerCallback):
+        def on_backward_end(self, trainer, **kwargs):
+            trainer.save_training_state(tmp_path / "state")
+
+    with pytest.raises(RuntimeError, match="only be saved between updates"):
+        quiet_trainer(small_model(), callbacks=[SavesEarly], seed=1).train(regression_data(8), 1)
+
+    class SavesUnseeded(TrainerCallback):
+        def on_train_step_checkpoint(self, trainer, **kwargs):
+            trainer.save_training_state(tmp_path / "state")
+
+    with pytest.raises(RuntimeError, match="Give the trainer a seed"):
+        quiet_trainer(small_model(), callbacks=[SavesUnseeded]).train(regression_data(8), 1)
+
+
+def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
+    run(tmp_path, max_checkpoints=1)
+
+    class Other(TrainerCallback):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    (state,) = states(tmp_path)
+    trainer = quiet_trainer(make_model(), callbacks=[Other])
+    with (
+        pytest.warns(UserWarning, match="is gone"),
+        pytest.warns(UserWarning, match="nothing for the callback Other"),
+        pytest.warns(UserWarning, match="state of a callback EarlyStoppingCallback that is gone"),
+    ):
+        trainer.load_training_state(state)
+
+
+def test_the_command_line_inspects_and_verifies(tmp_path):
+    run(tmp_path, max_checkpoints=1)
+    (state,) = states(tmp_path)
+
+    def command(name: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "pytorch_accel_lite.checkpoint", name, str(state)]
+        return subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert command("verify").returncode == 0
+    shown = command("inspect")
+    assert shown.returncode == 0
+    for part in ("epoch 3", "update 12", "OrderCallback", "train_loss_epoch", "model.safetensors", "optimizer"):
+        assert part in shown.stdout
+    DAMAGES["flipped"](state / "model.safetensors")
+    refused = command("verify")
+    assert refused.returncode == 1
+    assert "model.safetensors" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"save_every_n_epochs": 0}, "save_every_n_epochs=0 must be at least 1"),
+        ({"save_every_n_steps": -1}, "save_every_n_steps=-1 must be at least 1"),
+        ({"max_checkpoints": 0}, "max_checkpoints=0 must be at least 1"),
+        ({"save_every_n_minutes": 0}, "save_every_n_minutes=0 must be greater than 0"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        SaveTrainingStateCallback(**kwargs)
+
+
+def test_states_can_be_saved_by_the_clock(tmp_path):
+    saved = run(tmp_path, save_every_n_steps=None, save_every_n_minutes=1e-9, save_at_end=False)
+    assert len(states(tmp_path)) == saved["progress"]["update"]
