@@ -26,7 +26,7 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
-from pytorch_accel_lite.checkpoint import load_state_into, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.checkpoint import canonical_state, fit_state, read_checkpoint, write_checkpoint
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
@@ -43,6 +43,7 @@ from pytorch_accel_lite.resuming import (
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import die_with_launcher
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
+from pytorch_accel_lite.validation import check_constructor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,12 +65,7 @@ class TrainerBase:
         accelerator: Accelerator | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r} must be a torch.nn.Module.")
-        if loss_func is not None and not callable(loss_func):
-            raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
+        check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizer
@@ -87,6 +83,7 @@ class TrainerBase:
         self.collate_fn: Callable[[Any], Any] | None = None
         self.train_dataset: Any = None
         self.eval_dataset: Any = None
+        self._latest_eval_dataset: Any = None
         self._train_dataloader: Any = None
         self._eval_dataloader: Any = None
         self._eval_loaders: dict[str, Any] = {}
@@ -136,14 +133,30 @@ class TrainerBase:
         A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
         """
         together = self.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
-        endings: list[Callable[[], None]] = [lambda: self._call_event("on_exception", exception=error)]
+        problems = self.callback_handler.tell_all("on_exception", self, exception=error)
         if together and not ended:
-            endings += [self.training_run_end, lambda: self._call_event("on_training_run_end")]
-        for ending in endings:
             try:
-                ending()
-            except Exception:
-                self.print(f"While the run was being ended by {error!r}, this happened too:\n{traceback.format_exc()}")
+                self.training_run_end()
+            except Exception as failure:
+                problems.append(failure)
+            problems += self.callback_handler.tell_all("on_training_run_end", self)
+        for problem in problems:
+            text = "".join(traceback.format_exception(problem))
+            self.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")
+
+    def _call_ending_event(self, event: str) -> None:
+        """Fire an event when the run is ending anyway: there is nothing left to stop."""
+        try:
+            self._call_event(event)
+        except StopTrainingError as stop:
+            self.stop_reason = self.stop_reason or str(stop)
+
+    def _end_early(self, stop: StopTrainingError) -> None:
+        """Note why a run is stopped, say it, and tell the callbacks."""
+        self.stop_reason = str(stop) or type(stop).__name__
+        self.interruption = stop if isinstance(stop, RunInterruptedError) else None
+        self.print(self.stop_reason)
+        self._call_ending_event("on_stop_training_error")
 
     # ------------------------------------------------------------------------------------ saving, loading
 
@@ -163,7 +176,7 @@ class TrainerBase:
         :param save_scheduler: include the scheduler's state, if there is a scheduler
         :param save_per_node: save once on every machine; ``False``: once in the whole job
         """
-        checkpoint = {"model_state_dict": self.get_model(keep_torch_compile=False).state_dict()}
+        checkpoint = {"model_state_dict": canonical_state(self.get_model(keep_torch_compile=False))}
         if save_optimizer and self.optimizer is not None:
             checkpoint["optimizer_state_dict"] = self.optimizer.state_dict()
         if save_scheduler and self.scheduler is not None:
@@ -187,7 +200,8 @@ class TrainerBase:
         """
         self.ranks.barrier()
         checkpoint = read_checkpoint(checkpoint_path)
-        load_state_into(self.get_model(keep_torch_compile=False), checkpoint["model_state_dict"], checkpoint_path)
+        model = self.get_model(keep_torch_compile=False)
+        weights = fit_state(model, checkpoint["model_state_dict"], checkpoint_path)
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if self.optimizer is None:
                 raise ValueError(
@@ -197,6 +211,7 @@ class TrainerBase:
             self.optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+        model.load_state_dict(weights)
         return checkpoint
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import numbers
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -146,6 +147,15 @@ def check_loss(output: Any, method: str, training: bool) -> None:
             f"{method}: the loss does not require gradients. Is the model frozen, or was the loss detached, "
             "or computed under torch.no_grad()?"
         )
+
+
+def check_batch_size(size: Any, method: str) -> None:
+    """Check the ``batch_size`` that a step returned."""
+    if isinstance(size, int):
+        if size < 1:
+            raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
+    elif not isinstance(size, (numbers.Real, torch.Tensor)):
+        raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
 
 
 def total_loss(losses: Any) -> torch.Tensor:

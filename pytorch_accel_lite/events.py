@@ -230,11 +230,23 @@ class CallbackHandler:
         for listener in listeners:
             listener(*args, **kwargs)
 
+    def tell_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+        """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""
+        errors = []
+        for listener in self._find_listeners(event):
+            try:
+                listener(*args, **kwargs)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         default = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
-            method = getattr(callback, event, None)
-            if method is not None and getattr(method, "__func__", method) is not default:
+            if not hasattr(type(callback), event) and event not in vars(callback):
+                continue
+            method = getattr(callback, event)
+            if getattr(method, "__func__", method) is not default:
                 yield method
 
     def __iter__(self) -> Iterator[TrainerCallback]:

@@ -11,17 +11,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from accelerate import Accelerator
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base import TrainerBase
 
 _open: weakref.WeakSet[TrainerBase] = weakref.WeakSet()
+_job: list[Accelerator] = []  # what leads out of the job: it outlives trainers that were dropped without being closed
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
 def register(trainer: TrainerBase) -> None:
     """Remember a trainer, so that its job is left in order at the end of the program."""
     _open.add(trainer)
+    _job[:] = [trainer.accelerator]
 
 
 def close(trainer: TrainerBase, failed: bool = False) -> None:
@@ -35,10 +38,10 @@ def close(trainer: TrainerBase, failed: bool = False) -> None:
     trainer._train_dataloader = trainer._eval_dataloader = None
     trainer.accelerator.free_memory()
     if not _open:
-        _leave(trainer.accelerator, wait=not failed)
+        _leave(wait=not failed)
 
 
-def _leave(accelerator: object, wait: bool) -> None:
+def _leave(wait: bool) -> None:
     gc.collect()  # what is left of DistributedDataParallel must go before its process group does
     if dist.is_available() and dist.is_initialized():
         if wait and dist.get_backend() == "gloo":
@@ -46,7 +49,7 @@ def _leave(accelerator: object, wait: bool) -> None:
                 dist.monitored_barrier(timeout=_EXIT_TIMEOUT)
         elif wait:
             dist.barrier()
-    accelerator.end_training()  # type: ignore[attr-defined]
+    _job.pop().end_training()
 
 
 @atexit.register
@@ -54,3 +57,5 @@ def _close_all() -> None:
     failed = hasattr(sys, "last_type")  # set when the interpreter has printed an uncaught error
     for trainer in list(_open):
         close(trainer, failed)
+    if _job:
+        _leave(wait=not failed)

@@ -47,6 +47,9 @@ class Placeholder:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"The placeholder {self!r} cannot be changed.")
 
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"The placeholder {self!r} cannot be pickled; it is resolved when a run starts.")
 
@@ -135,12 +138,15 @@ def _function(name: str, apply: Callable[..., Any], *operands: Any) -> Placehold
 
 def _named(name: str, read: Callable[[Trainer], Any], missing: str) -> Placeholder:
     def compute(trainer: Trainer) -> Any:
+        if trainer.run_config is None:
+            raise PlaceholderError(f"TrainerPlaceholderValues.{name} cannot be resolved: no run has been started yet.")
+        cause = None
         try:
             value = read(trainer)
-        except TypeError:  # a dataloader without a length
-            value = None
+        except TypeError as error:  # a dataloader without a length
+            value, cause = None, error
         if value is None:
-            raise PlaceholderError(f"TrainerPlaceholderValues.{name} cannot be resolved: {missing}")
+            raise PlaceholderError(f"TrainerPlaceholderValues.{name} cannot be resolved: {missing}") from cause
         return value
 
     return Placeholder(f"TrainerPlaceholderValues.{name}", compute, name)
@@ -171,7 +177,11 @@ class TrainerPlaceholderValues:
     """
 
     #: The number of epochs of the run.
-    NUM_EPOCHS = _named("NUM_EPOCHS", _config("num_epochs"), "no training run has been configured.")
+    NUM_EPOCHS = _named(
+        "NUM_EPOCHS",
+        _config("num_epochs"),
+        "the training data have no length, so the run is limited by max_num_train_steps only. Use MAX_NUM_TRAIN_STEPS.",
+    )
     #: Optimizer updates in an epoch (the last, shorter accumulation window counts as one).
     NUM_UPDATE_STEPS_PER_EPOCH = _named("NUM_UPDATE_STEPS_PER_EPOCH", _config("num_update_steps_per_epoch"), _NO_LENGTH)
     #: The same number, under the name that the ancestor's users know: every process makes every update.

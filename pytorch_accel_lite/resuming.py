@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.checkpoint import load_state_into
+from pytorch_accel_lite.checkpoint import fit_state
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state, read_weights
 from pytorch_accel_lite.data.order import mix, seed_generators
 from pytorch_accel_lite.tracking import LossTracker
@@ -82,7 +82,8 @@ def set_generator_states(states: dict[str, Any]) -> None:
 def restore(trainer: TrainerBase, state: TrainingState) -> None:
     """Put back the weights, the optimizer, the scheduler, the counts and the history."""
     shared = state.shared
-    load_state_into(trainer.get_model(keep_torch_compile=False), read_weights(state.directory), state.directory)
+    model = trainer.get_model(keep_torch_compile=False)
+    weights = fit_state(model, read_weights(state.directory), state.directory)
     for name, owner in (
         ("optimizer", trainer.optimizer),
         ("scheduler", trainer.scheduler),
@@ -96,6 +97,7 @@ def restore(trainer: TrainerBase, state: TrainingState) -> None:
                     f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's "
                     f"{type(owner).__name__}: {error}. Create it as it was when the state was saved."
                 ) from error
+    model.load_state_dict(weights)
     if shared["history"] is not None and hasattr(trainer.run_history, "load_state_dict"):
         trainer.run_history.load_state_dict(shared["history"])
     trainer.progress.load_state_dict(state.metadata["progress"])

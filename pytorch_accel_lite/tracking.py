@@ -53,9 +53,13 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take over counts returned by :meth:`state_dict`."""
+        if state.keys() != self.__dataclass_fields__.keys():
+            unknown = sorted(state.keys() ^ self.__dataclass_fields__.keys())
+            raise KeyError(
+                f"The counts {', '.join(map(repr, unknown))} are missing or unknown; progress has "
+                f"{', '.join(self.__dataclass_fields__)}."
+            )
         for name, value in state.items():
-            if name not in self.__dataclass_fields__:
-                raise KeyError(f"Progress has no count {name!r}; it has {', '.join(self.__dataclass_fields__)}.")
             setattr(self, name, int(value))
 
 
@@ -235,7 +239,7 @@ class LossTracker:
                 dtype = torch.float32 if loss_batch_value.device.type == "mps" else torch.float64
                 self.total_loss = torch.full((), self.total_loss, dtype=dtype, device=loss_batch_value.device)
             if isinstance(batch_size, torch.Tensor):
-                self.total_loss.add_(loss_batch_value * batch_size)
+                self.total_loss.add_(loss_batch_value.to(self.total_loss.dtype) * batch_size)
             else:
                 self.total_loss.add_(loss_batch_value, alpha=batch_size)
         else:

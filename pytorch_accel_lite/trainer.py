@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base import TrainerBase
-from pytorch_accel_lite.batches import check_loss, concatenate, find_batch_size, to_cpu, total_loss
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, RunInterruptedError, StopTrainingError
+from pytorch_accel_lite.batches import check_batch_size, check_loss, concatenate, find_batch_size, to_cpu, total_loss
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, StopTrainingError
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
@@ -30,7 +29,7 @@ from pytorch_accel_lite.resuming import find_state, restore, restore_callbacks, 
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
-from pytorch_accel_lite.validation import check_dataset, check_training
+from pytorch_accel_lite.validation import check_data, check_training, has_no_batch
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -124,12 +123,17 @@ class Trainer(TrainerBase):
             num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
         )
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        check_dataset("train_dataset", train_dataset, per_device_batch_size)
+        builds_loader = type(self).create_train_dataloader is not Trainer.create_train_dataloader
+        check_data(
+            "train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn, builds_loader
+        )
         if eval_dataset is not None:
-            check_dataset("eval_dataset", eval_dataset, per_device_batch_size)
+            self._check_eval_data(
+                "eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn
+            )
         if isinstance(train_dataset, dict):
             train_dataset = NamedDatasets(train_dataset)
-        self.train_dataset, self.collate_fn = train_dataset, collate_fn
+        self.train_dataset, self.collate_fn, self._latest_eval_dataset = train_dataset, collate_fn, eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
         state = find_state(self, resume_from)
         if self.seed is not None:
@@ -149,6 +153,8 @@ class Trainer(TrainerBase):
                 self.ranks, gradient_accumulation_steps, self.run_config.train_per_device_batch_size
             )
             self.scheduler = self.create_scheduler()
+            self._check_scheduler()
+            self.optimizer.zero_grad()  # what a run that failed within a window may have left
             if state is not None:
                 restore(self, state)
             try:
@@ -206,6 +212,13 @@ class Trainer(TrainerBase):
         if self.create_scheduler_fn is None:
             return None
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
+
+    def _check_scheduler(self) -> None:
+        if self.create_scheduler_fn is not None and not hasattr(self.scheduler, "step"):
+            raise TypeError(
+                f"create_scheduler_fn={self.create_scheduler_fn!r} returned {self.scheduler!r}, which is no scheduler: "
+                "it has no step(). Return one made from the optimizer that the function is given."
+            )
 
     # -------------------------------------------------------------------- training: steps to override
 
@@ -296,13 +309,10 @@ class Trainer(TrainerBase):
                 while not over and (self.progress.is_mid_epoch or not self.is_finished):
                     self._run_epoch()
             except StopTrainingError as stop:
-                self.stop_reason = str(stop) or type(stop).__name__
-                self.interruption = stop if isinstance(stop, RunInterruptedError) else None
-                self.print(self.stop_reason)
-                self._call_event("on_stop_training_error")
+                self._end_early(stop)
             ended = True
             self.training_run_end()
-            self._call_event("on_training_run_end")
+            self._call_ending_event("on_training_run_end")
         except BaseException as error:
             self._close_failed_run(error, ended)
             raise
@@ -449,6 +459,7 @@ class Trainer(TrainerBase):
         check_loss(output, method, training)
         if "batch_size" not in output:
             output["batch_size"] = find_batch_size(loaded.batch)
+        check_batch_size(output["batch_size"], method)
         if isinstance(output["loss"], Mapping):
             output["losses"] = output["loss"]
             output["loss"] = total_loss(output["losses"])
@@ -472,7 +483,9 @@ class Trainer(TrainerBase):
         for key in dict.fromkeys(key for sums in by_rank for key in sums):
             parts = [sums[key] for sums in by_rank if key in sums]
             count = sum(part[1] for part in parts)
-            recorded[name.format(key)] = sum(part[0] for part in parts) / count if count else math.nan
+            if not count:
+                raise ValueError("eval_dataset gave no batch: it is empty, or exhausted.")
+            recorded[name.format(key)] = sum(part[0] for part in parts) / count
         for metric, value in recorded.items():
             self.run_history.update_metric(metric, value)
         self.recorded_losses = recorded
@@ -521,24 +534,28 @@ class Trainer(TrainerBase):
         :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
             run history too, which keeps what it held.
         """
-        dataset = self.eval_dataset if dataset is None else dataset
-        check_dataset("dataset", dataset, per_device_batch_size)
+        dataset = self._latest_eval_dataset if dataset is None else dataset
+        self._check_eval_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+        epoch = self.run_history.current_epoch
+        if self._preparation is None and self.progress.epochs_completed:  # after a run: it belongs to its last epoch
+            self.run_history._set_epoch(epoch - 1)
         known = {name: len(self.run_history.get_metric_values(name)) for name in self.run_history.get_metric_names()}
         with self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=True):
             try:
-                self._call_event("on_dataloaders_created")
-                self.evaluation_run_start()
-                self._call_event("on_evaluation_run_start")
+                self.stop_reason = None
                 try:
+                    self._call_event("on_dataloaders_created")
+                    self.evaluation_run_start()
+                    self._call_event("on_evaluation_run_start")
                     self._run_evaluations(is_training=False)
                 except StopTrainingError as stop:
-                    self.print(stop)
-                    self._call_event("on_stop_training_error")
+                    self._end_early(stop)
                 self.evaluation_run_end()
-                self._call_event("on_evaluation_run_end")
+                self._call_ending_event("on_evaluation_run_end")
             except BaseException as error:
                 self._close_failed_run(error, ended=True)
                 raise
+        self.run_history._set_epoch(epoch)
         return {
             name: self.run_history.get_latest_metric(name)
             for name in self.run_history.get_metric_names()
@@ -567,7 +584,10 @@ class Trainer(TrainerBase):
         :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
             ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
         """
-        return concatenate(list(self.predict_iter(dataset, per_device_batch_size, dataloader_kwargs, collate_fn)))
+        parts = list(self.predict_iter(dataset, per_device_batch_size, dataloader_kwargs, collate_fn))
+        if not parts:
+            raise ValueError(f"dataset gave no batch: {type(dataset).__name__} is empty, or exhausted.")
+        return concatenate(parts)
 
     def predict_iter(
         self,
@@ -581,7 +601,7 @@ class Trainer(TrainerBase):
         Only a few batches are in memory at any time. To be iterated to its end on every process; meanwhile the
         model is in evaluation mode.
         """
-        check_dataset("dataset", dataset, per_device_batch_size)
+        self._check_eval_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
         if isinstance(dataset, dict):
             raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
         run = self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=False)
@@ -637,12 +657,20 @@ class Trainer(TrainerBase):
             if running or not keep:
                 vars(self).update(before)
 
+    def _check_eval_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
+        builds_loader = type(self).create_eval_dataloader is not Trainer.create_eval_dataloader
+        check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
+
     def _create_eval_loaders(self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
         self._eval_dataloader, self._eval_loaders = None, {}
         for name, self.eval_dataset in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
             if self.eval_dataset is None:
                 return
             self._eval_dataloader = self._shard(self.create_eval_dataloader(batch_size, loader_kwargs), training=False)
+            if has_no_batch(self._eval_dataloader):
+                raise ValueError(
+                    "eval_dataset makes no batch: with drop_last=True it needs at least a batch for every process."
+                )
             if name:
                 self._eval_loaders[name] = self._eval_dataloader
         self.eval_dataset = dataset
@@ -666,6 +694,12 @@ class TrainerWithTimmScheduler(Trainer):
 
     def training_run_epoch_end(self) -> None:  # noqa: D102
         if self.scheduler is not None:
-            names = self.run_history.get_metric_names()
-            metric = "eval_loss_epoch" if "eval_loss_epoch" in names else "train_loss_epoch"
-            self.scheduler.step(self.progress.epoch, self.run_history.get_latest_metric(metric))
+            self.scheduler.step(self.progress.epoch, next(iter(self.recorded_losses.values())))
+
+    def _check_scheduler(self) -> None:
+        super()._check_scheduler()
+        if self.scheduler is not None and not hasattr(self.scheduler, "step_update"):
+            raise TypeError(
+                f"create_scheduler_fn returned {type(self.scheduler).__name__}, which is no scheduler of timm: it has "
+                "no step_update(). Use Trainer for torch's schedulers."
+            )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
+
+_SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
 
 
 def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest, create_scheduler_fn: Any) -> None:
@@ -19,7 +25,8 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         raise ValueError("optimizer=None: train() needs a trainer that was given an optimizer.")
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
-    for name in ("num_epochs", "max_num_train_steps", "gradient_accumulation_steps"):
+    check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
+    for name in ("num_epochs", "max_num_train_steps"):
         if getattr(request, name) is not None:
             check_positive_int(name, getattr(request, name))
     for name in ("gradient_clip_value", "gradient_clip_norm"):
@@ -37,23 +44,79 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         )
 
 
-def check_dataset(name: str, dataset: Any, batch_size: int) -> None:
-    """Check a dataset and the batch size it is to be read with.
+def check_data(
+    name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any, builds_loader: bool
+) -> None:
+    """Check a dataset and how it is to be read.
 
-    :raises TypeError, ValueError: when there is no dataset, it is empty, or the batch size is no positive integer
+    :param builds_loader: the user's own method makes the dataloader, from whatever the dataset may be
+    :raises TypeError, ValueError: for the first argument that is wrong
     """
+    kwargs_name = {"train_dataset": "train_dataloader_kwargs", "eval_dataset": "eval_dataloader_kwargs"}
+    if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
+        raise TypeError(f"{kwargs_name.get(name, 'dataloader_kwargs')}={loader_kwargs!r} must be a dict.")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch of a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
     if type(dataset) is dict:
         if not dataset:
             raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")
         for key, part in dataset.items():
-            check_dataset(f"{name}[{key!r}]", part, batch_size)
-        return
-    if dataset is None:
-        raise ValueError(f"{name}=None: pass a dataset.")
+            _check_dataset(f"{name}[{key!r}]", part, builds_loader)
+    else:
+        _check_dataset(name, dataset, builds_loader)
+
+
+def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
+    if not builds_loader:
+        if dataset is None:
+            raise ValueError(f"{name}=None: pass a dataset.")
+        if isinstance(dataset, DataLoader):
+            raise TypeError(
+                f"{name}={dataset!r} is a DataLoader. Pass its dataset, with its arguments as dataloader kwargs, or "
+                "return it from create_train_dataloader / create_eval_dataloader."
+            )
+        if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+            raise TypeError(
+                f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, or to be an IterableDataset."
+            )
     try:
         size = len(dataset)
     except TypeError:
         return
     if size == 0:
-        raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0.")
+        raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Look at how it was made.")
+
+
+def has_no_batch(dataloader: Any) -> bool:
+    """Whether a dataloader is known to give no batch at all."""
+    try:
+        return len(dataloader) == 0
+    except TypeError:
+        return False
+
+
+def check_constructor(
+    model: Any, loss_func: Any, optimizer: Any, run_history: Any, accelerator: Any, seed: Any
+) -> None:
+    """Check the arguments of a trainer.
+
+    :raises TypeError, ValueError: for the first that is wrong
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r} must be a torch.nn.Module.")
+    if isinstance(loss_func, type) and issubclass(loss_func, nn.Module):
+        raise TypeError(f"loss_func={loss_func!r} is a class. Pass an instance: {loss_func.__name__}().")
+    if loss_func is not None and not callable(loss_func):
+        raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
+    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+        raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
+    if run_history is not None and not isinstance(run_history, RunHistory):
+        raise TypeError(f"run_history={run_history!r} must be an instance of RunHistory, or None.")
+    if accelerator is not None and not isinstance(accelerator, Accelerator):
+        raise TypeError(f"accelerator={accelerator!r} must be an accelerate.Accelerator, or None.")
+    if seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+            raise TypeError(f"seed={seed!r} must be a whole number, or None.")
+        if not 0 <= int(seed) < _SEEDS:
+            raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")

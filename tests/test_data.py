@@ -181,6 +181,7 @@ def noisy_batches(workers: int, seed: int | None, start: int = 0, world_size: in
     ]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
 def test_randomness_in_the_dataset_follows_from_seed_epoch_and_position():
     expected = noisy_batches(0, seed=1)
     assert len({value.item() for value in torch.cat(expected)[:, 5]}) == 18

@@ -52,14 +52,14 @@ class SaveBestModelCallback(TrainerCallback):
         metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
         if not self._is_better(metric):
             return
-        self.best_metric = metric
-        self.best_metric_epoch = trainer.run_history.current_epoch
+        epoch = trainer.run_history.current_epoch
         trainer.save_checkpoint(
             self.save_path,
-            checkpoint_kwargs={self.watch_metric: metric, "epoch": self.best_metric_epoch},
+            checkpoint_kwargs={self.watch_metric: metric, "epoch": epoch},
             save_optimizer=self.save_optimizer,
             save_scheduler=self.save_scheduler,
         )
+        self.best_metric, self.best_metric_epoch = metric, epoch
 
     def _is_better(self, metric: float) -> bool:
         if math.isnan(metric):

@@ -41,7 +41,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         loss = kwargs["batch_output"]["loss"].detach()
-        named = kwargs["batch_output"].get("losses", {})
+        named = {name: value.detach() for name, value in kwargs["batch_output"].get("losses", {}).items()}
         step = kwargs["step"]
         if loss.device.type == "cpu":
             if not math.isfinite(_value(loss)):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +55,7 @@ def storable(value: Any, path: str) -> Any:
         return value.item()
     if type(value) in (dict, OrderedDict) or isinstance(value, Mapping):
         converted = {storable(k, f"{path}.keys()"): storable(v, f"{path}[{k!r}]") for k, v in value.items()}
-        return OrderedDict(converted) if isinstance(value, OrderedDict) else converted
+        return type(value)(converted) if isinstance(value, (OrderedDict, Counter)) else converted
     if type(value) in (list, tuple, set):
         return type(value)(storable(item, f"{path}[{i}]") for i, item in enumerate(value))
     raise TypeError(
@@ -72,7 +71,8 @@ def load_plain(path: Path) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged file makes torch raise almost anything
         raise ValueError(
-            f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: {error}"
+            f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
+            f"objects that only code could rebuild ({type(error).__name__})."
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,20 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite.checkpoint.files import load_plain, storable
+
 StrPath = str | os.PathLike[str]
+_COMPILED, _PARALLEL = "_orig_mod.", "module."
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
     """Write a checkpoint so that ``path`` holds the old or the new one whole, whenever the process is killed.
 
+    :raises TypeError: when an entry could not be loaded again without running code; names the path to it
     :raises OSError: when it cannot be written; the previous file is left as it was
     """
+    # The weights are tensors by name; their mapping carries versions of modules, which a copy would lose.
+    content = {k: v if k == "model_state_dict" else storable(v, f"checkpoint[{k!r}]") for k, v in checkpoint.items()}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            torch.save(dict(checkpoint), file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
@@ -45,37 +50,43 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
     """Read a checkpoint onto the CPU, without running code from it.
 
     :raises FileNotFoundError: when there is none
-    :raises ValueError: when the file is no checkpoint of weights, or holds objects that only code can rebuild
+    :raises ValueError: when the file is damaged, is no checkpoint, or holds objects that only code can rebuild
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no checkpoint at {os.fspath(path)!r}.")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"The file {os.fspath(path)!r} cannot be loaded as a checkpoint: {error}") from error
+    checkpoint = load_plain(Path(path))
     if not isinstance(checkpoint, dict) or "model_state_dict" not in checkpoint:
         raise ValueError(f"The file {os.fspath(path)!r} is no checkpoint: it has no 'model_state_dict'.")
     return checkpoint
 
 
-def load_state_into(model: nn.Module, state: Mapping[str, Any], source: StrPath) -> None:
-    """Load weights into a model; prefixes that wrappers left in the keys do not matter.
+def canonical_state(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state, under the names that it has without ``torch.compile``, whole or in part."""
+    state = model.state_dict()
+    for key in [key for key in state if _COMPILED in key]:
+        state[key.replace(_COMPILED, "")] = state.pop(key)
+    return state
+
+
+def fit_state(model: nn.Module, state: Mapping[str, Any], source: StrPath) -> dict[str, Any]:
+    """Return weights under the names that the model has for them; nothing is loaded yet.
+
+    Prefixes that wrappers left in the names do not matter.
 
     :raises ValueError: when they do not fit; lists missing and unexpected keys and differing shapes
     """
     own = model.state_dict()
-    state = _without_wrappers(state, own)
+    names = {key.replace(_COMPILED, ""): key for key in own}
+    state = _without_wrappers(state, names)
+    shapes = [
+        f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[names[key]].shape)})"
+        for key in names.keys() & state.keys()
+        if isinstance(own[names[key]], torch.Tensor) and state[key].shape != own[names[key]].shape
+    ]
     problems = [
-        _listed("missing in the checkpoint", own.keys() - state.keys()),
-        _listed("not in the model", state.keys() - own.keys()),
-        _listed(
-            "of another shape",
-            [
-                f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
-                for key in own.keys() & state.keys()
-                if isinstance(own[key], torch.Tensor) and state[key].shape != own[key].shape
-            ],
-        ),
+        _listed("missing in the checkpoint", names.keys() - state.keys()),
+        _listed("not in the model", state.keys() - names.keys()),
+        _listed("of another shape", shapes),
     ]
     if any(problems):
         raise ValueError(
@@ -83,15 +94,17 @@ def load_state_into(model: nn.Module, state: Mapping[str, Any], source: StrPath)
             + "; ".join(filter(None, problems))
             + ". Build the model as it was when the checkpoint was saved."
         )
-    model.load_state_dict(state)
+    return {names[key]: value for key, value in state.items()}
 
 
-def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _without_wrappers(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Drop what ``torch.compile`` and ``DistributedDataParallel`` put into keys."""
-    state = {key.replace("_orig_mod.", ""): value for key, value in state.items()}
-    if all(key.startswith("module.") for key in state) and not any(key.startswith("module.") for key in own):
-        state = {key.removeprefix("module."): value for key, value in state.items()}
-    return state
+    state = {key.replace(_COMPILED, ""): value for key, value in state.items()}
+    stripped = state
+    while stripped.keys() != names.keys() and stripped and all(key.startswith(_PARALLEL) for key in stripped):
+        stripped = {key.removeprefix(_PARALLEL): value for key, value in stripped.items()}
+    fits = stripped.keys() == names.keys() or not any(name.startswith(_PARALLEL) for name in names)
+    return stripped if fits else state
 
 
 def _listed(what: str, keys: Any, most: int = 10) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -188,5 +189,8 @@ def read_state(directory: Path, ranks: Ranks) -> TrainingState:
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a state, without what tied weights share with others."""
-    return safetensors.torch.load_file(directory / MODEL)
+    """Return the weights of a state."""
+    weights = safetensors.torch.load_file(directory / MODEL)
+    with safetensors.safe_open(directory / MODEL, framework="pt") as file:
+        shared = file.metadata() or {}  # weights that are tied to others are stored once
+    return weights | {name: weights[kept] for name, kept in shared.items() if kept in weights}

@@ -307,10 +307,11 @@ class OwnLoader(ShardedLoader):
 
     def __init__(self, source: Iterable[Any], ranks: Ranks, device: torch.device, fill: bool) -> None:
         super().__init__(source, ranks, device, fill)
+        self._no_length: TypeError | None = None
         try:
             length = float(len(source))  # type: ignore[arg-type]
-        except TypeError:
-            length = -1.0
+        except TypeError as error:
+            length, self._no_length = -1.0, error
         self._length = int(ranks.max([length])[0])
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
@@ -338,7 +339,7 @@ class OwnLoader(ShardedLoader):
 
     def _num_steps(self) -> int:
         if self._length < 0:
-            raise TypeError(f"{type(self.source).__name__} has no length.")
+            raise TypeError(f"{type(self.source).__name__} has no length.") from self._no_length
         return self._length
 
 
