@@ -1,6 +1,6 @@
 """A run with everything that has a state: started again with the same command, it goes on where it was.
 
-python resumable.py FOLDER [ACCUMULATION [WORKERS [DELAY]]]
+python resumable.py FOLDER [ACCUMULATION [WORKERS [DELAY [EPOCHS]]]]
 
 The final weights, optimizer, history and the order of the samples are written to FOLDER/final.pt.
 """
@@ -129,8 +129,9 @@ def run(
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    numbers = [float(argument) for argument in sys.argv[2:]]
-    result = run(folder, *(int(n) if i < 2 else n for i, n in enumerate(numbers)))
+    names = ("accumulation", "workers", "delay", "epochs")
+    arguments = dict(zip(names, sys.argv[2:], strict=False))
+    result = run(folder, **{k: float(v) if k == "delay" else int(v) for k, v in arguments.items()})
     if result["main"]:
         torch.save(result, folder / "unfinished.pt")
         (folder / "unfinished.pt").rename(folder / "final.pt")
