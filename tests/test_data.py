@@ -82,9 +82,12 @@ def test_global_batches_cover_the_rest_of_an_epoch(size, batch, start, drop_last
 
 
 @settings(max_examples=40, deadline=None)
-@given(sizes, batches, processes)
-def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_steps(size, batch, world_size):
+@given(sizes, batches, processes, st.integers(1, 5))
+def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_updates(size, batch, world_size, accumulation):
     steps = read(size, batch, world_size)
+    for rank in range(world_size):
+        ends = [step[rank].is_last or (i + 1) % accumulation == 0 for i, step in enumerate(steps)]
+        assert sum(ends) == -(-len(steps) // accumulation)
     assert Counter(sample for step in steps for sample in samples(step)) == Counter(range(size))
     for step in steps:
         assert len(step) == world_size

@@ -94,7 +94,7 @@ def final(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.timeout(1800)
 def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers):
-    """The unchanged command is started again after each kill, until it ends by itself. KILLS=100 is the long version."""
+    """The unchanged command is started again after each kill, until it ends. KILLS=100 is the long version."""
     wanted, kills = int(os.environ.get("KILLS", "6")), 0
     epochs = max(3, wanted // 3)
     whole = run(tmp_path / "whole", workers=workers, epochs=epochs)

@@ -1,0 +1,21 @@
+"""The examples run as their users run them."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import torch
+
+from tests.launching import launch
+
+
+def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tmp_path):
+    done = launch([sys.executable, "examples/digits.py", "--output", str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"Test accuracy: ([\d.]+)% of 360 digits", done.stdout)
+    assert float(accuracy[1]) >= 98
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    best = torch.load(tmp_path / "best_model.pt", weights_only=True)
+    assert best["accuracy"] >= 0.98
+    assert "model_state_dict" in best
