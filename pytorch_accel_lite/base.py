@@ -26,7 +26,7 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
-from pytorch_accel_lite.checkpoint import canonical_state, fit_state, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.checkpoint import canonical_state, fit_state, read_checkpoint, write_checkpoint, write_weights
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
@@ -189,19 +189,20 @@ class TrainerBase:
         self.ranks.barrier()
 
     def load_checkpoint(
-        self, checkpoint_path: StrPath, load_optimizer: bool = True, load_scheduler: bool = True
+        self, checkpoint_path: StrPath, load_optimizer: bool = True, load_scheduler: bool = True, *, strict: bool = True
     ) -> dict[str, Any]:
         """Load weights saved by :meth:`save_checkpoint`, without running code from the file.
 
         :param load_optimizer: load the optimizer's state too, if it was saved
         :param load_scheduler: load the scheduler's state too, if it was saved and there is a scheduler
+        :param strict: ``False`` to load the weights that fit, and to warn of the others
         :return: the whole content of the file
         :raises ValueError: when it does not fit the model; lists missing and unexpected keys
         """
         self.ranks.barrier()
         checkpoint = read_checkpoint(checkpoint_path)
         model = self.get_model(keep_torch_compile=False)
-        weights = fit_state(model, checkpoint["model_state_dict"], checkpoint_path)
+        weights = fit_state(model, checkpoint["model_state_dict"], checkpoint_path, strict)
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if self.optimizer is None:
                 raise ValueError(
@@ -211,8 +212,17 @@ class TrainerBase:
             self.optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-        model.load_state_dict(weights)
+        model.load_state_dict(weights, strict=strict)
         return checkpoint
+
+    def save_model(self, path: StrPath) -> None:
+        """Save the weights only, as safetensors, whole or not at all, once in the job. For use by others.
+
+        To be called on every process.
+
+        :param path: usually ends in ``.safetensors``; missing folders are made
+        """
+        self.ranks.run_together(lambda: write_weights(self.get_model(keep_torch_compile=False), path), only_first=True)
 
     @property
     def clock(self) -> float:

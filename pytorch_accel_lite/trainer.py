@@ -139,9 +139,6 @@ class Trainer(TrainerBase):
         if self.seed is not None:
             set_seed(self.seed, device_specific=True)
         self.data_seed = self._choose_data_seed(state)
-        if reset_run_history:
-            self.run_history.reset()
-        self.progress = Progress()
         self._train_dataloader = self._shard(
             self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs), training=True
         )
@@ -155,6 +152,9 @@ class Trainer(TrainerBase):
             self.scheduler = self.create_scheduler()
             self._check_scheduler()
             self.optimizer.zero_grad()  # what a run that failed within a window may have left
+            self.progress = Progress()
+            if reset_run_history:
+                self.run_history.reset()
             if state is not None:
                 restore(self, state)
             try:
@@ -536,11 +536,9 @@ class Trainer(TrainerBase):
         """
         dataset = self._latest_eval_dataset if dataset is None else dataset
         self._check_eval_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-        epoch = self.run_history.current_epoch
-        if self._preparation is None and self.progress.epochs_completed:  # after a run: it belongs to its last epoch
-            self.run_history._set_epoch(epoch - 1)
         known = {name: len(self.run_history.get_metric_values(name)) for name in self.run_history.get_metric_names()}
-        with self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=True):
+        run = self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=True)
+        with self._in_last_epoch(), run:
             try:
                 self.stop_reason = None
                 try:
@@ -555,12 +553,22 @@ class Trainer(TrainerBase):
             except BaseException as error:
                 self._close_failed_run(error, ended=True)
                 raise
-        self.run_history._set_epoch(epoch)
         return {
             name: self.run_history.get_latest_metric(name)
             for name in self.run_history.get_metric_names()
             if len(self.run_history.get_metric_values(name)) > known.get(name, 0)
         }
+
+    @contextmanager
+    def _in_last_epoch(self) -> Iterator[None]:
+        """After a run, record metrics with its last epoch, not with one that has not been trained."""
+        epoch = self.run_history.current_epoch
+        if self._preparation is None and self.progress.epochs_completed:
+            self.run_history._set_epoch(epoch - 1)
+        try:
+            yield
+        finally:
+            self.run_history._set_epoch(epoch)
 
     def evaluation_run_start(self) -> None:
         """Called when ``evaluate`` starts."""

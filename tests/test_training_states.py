@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from pytorch_accel_lite import TrainerCallback
@@ -96,7 +99,7 @@ def final(folder: Path) -> dict[str, Any]:
 def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers):
     """The unchanged command is started again after each kill, until it ends. KILLS=100 is the long version."""
     wanted, kills = int(os.environ.get("KILLS", "6")), 0
-    epochs = max(3, wanted // 3)
+    epochs = max(3, wanted // 2)
     whole = run(tmp_path / "whole", workers=workers, epochs=epochs)
     generator = torch.Generator().manual_seed(0)
     folder = tmp_path / "killed"
@@ -410,3 +413,109 @@ def test_bad_arguments_are_named(kwargs, message):
 def test_states_can_be_saved_by_the_clock(tmp_path):
     saved = run(tmp_path, save_every_n_steps=None, save_every_n_minutes=1e-9, save_at_end=False)
     assert len(states(tmp_path)) == saved["progress"]["update"]
+
+
+FILE_OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
+
+
+def die_at_file_operation(number: int) -> None:
+    """Let this process be killed by the system right before its n-th operation on files."""
+    count = 0
+
+    def counted(operation: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in FILE_OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    builtins.open = counted(builtins.open)  # type: ignore[assignment]
+
+
+def in_a_fork(action: Any) -> int:
+    """Run something in a copy of this process; return its exit status, or minus the signal that killed it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_path):
+    """Half-written files, syncs, renames, removals: from the first file to the end of the second rotation."""
+    kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3}
+    whole = run(tmp_path / "whole", **kwargs)
+    for number in range(1, 200):
+        folder = tmp_path / f"killed{number}"
+
+        def killed(folder=folder, number=number):
+            die_at_file_operation(number)
+            run(folder, **kwargs)
+
+        status = in_a_fork(killed)
+        assert status in (0, -signal.SIGKILL)
+        assert_same(run(folder, **kwargs), whole)
+        if status == 0:  # the run had fewer operations
+            break
+    assert number > 100
+
+
+def test_a_full_disk_is_reported_and_the_last_state_is_whole(tmp_path):
+    """No file may grow beyond a limit, as on a disk that is full, from the second state on."""
+
+    class FillsDisk(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            if trainer.progress.update == 7:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run(tmp_path, extra=(FillsDisk(),), save_every_n_steps=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in states(tmp_path)] == ["update-000000003", "update-000000006"]
+    assert not list((tmp_path / "states").glob(".*tmp"))
+    whole = run(tmp_path / "whole", save_every_n_steps=3)
+    assert_same(run(tmp_path, save_every_n_steps=3), whole)
+
+
+def test_save_model_writes_weights_that_others_load(tmp_path):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(5, 5)
+            self.second = torch.nn.Linear(5, 5)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Tied()
+    trainer = quiet_trainer(model)
+    trainer.save_model(tmp_path / "new" / "model.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
+    assert equal(loaded, dict(model.state_dict()))
+    trainer.save_training_state(tmp_path / "state")  # a training state has tied weights once
+    other = Tied()
+    quiet_trainer(other).load_training_state(tmp_path / "state")
+    assert equal(other.state_dict(), model.state_dict())
+
+
+def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
+    quiet_trainer(small_model(1)).save_checkpoint(tmp_path / "model.pt")
+    model = small_model(2)
+    model[2] = torch.nn.Linear(8, 3).double()
+    kept = model[2].weight.clone()
+    with pytest.warns(UserWarning, match=r"of another shape: 2\.bias .*, 2\.weight .* The rest is loaded"):
+        quiet_trainer(model).load_checkpoint(tmp_path / "model.pt", load_optimizer=False, strict=False)
+    assert torch.equal(model[0].weight, small_model(1)[0].weight)
+    assert torch.equal(model[2].weight, kept)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
-from pytorch_accel_lite.checkpoint.files import load_plain, storable
+from pytorch_accel_lite.checkpoint.files import durable_file, load_plain, storable
 
 StrPath = str | os.PathLike[str]
 _COMPILED, _PARALLEL = "_orig_mod.", "module."
@@ -25,18 +28,41 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
     """
     # The weights are tensors by name; their mapping carries versions of modules, which a copy would lose.
     content = {k: v if k == "model_state_dict" else storable(v, f"checkpoint[{k!r}]") for k, v in checkpoint.items()}
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(content, file)
-            file.flush()
+    with _replacing(Path(path)) as temporary, durable_file(temporary) as file:
+        torch.save(content, file)
+
+
+def write_weights(model: nn.Module, path: StrPath) -> None:
+    """Write a model's weights as safetensors, whole or not at all.
+
+    :raises OSError: when they cannot be written; the previous file is left as it was
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    storages = set()
+    for name, tensor in canonical_state(model).items():
+        storage = tensor.untyped_storage().data_ptr()
+        # The format has no tied weights: each name gets its own copy, which any reader understands.
+        tensors[name] = tensor.clone() if storage in storages else tensor.contiguous()
+        storages.add(storage)
+    with _replacing(Path(path)) as temporary:
+        safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """Give a temporary file that takes the place of another when the block ends, and is removed when it fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -68,33 +94,37 @@ def canonical_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def fit_state(model: nn.Module, state: Mapping[str, Any], source: StrPath) -> dict[str, Any]:
+def fit_state(model: nn.Module, state: Mapping[str, Any], source: StrPath, strict: bool = True) -> dict[str, Any]:
     """Return weights under the names that the model has for them; nothing is loaded yet.
 
     Prefixes that wrappers left in the names do not matter.
 
+    :param strict: ``False`` to warn of what does not fit, and to return the rest
     :raises ValueError: when they do not fit; lists missing and unexpected keys and differing shapes
     """
     own = model.state_dict()
     names = {key.replace(_COMPILED, ""): key for key in own}
     state = _without_wrappers(state, names)
-    shapes = [
-        f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[names[key]].shape)})"
+    shapes = {
+        key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[names[key]].shape)})"
         for key in names.keys() & state.keys()
         if isinstance(own[names[key]], torch.Tensor) and state[key].shape != own[names[key]].shape
-    ]
+    }
     problems = [
         _listed("missing in the checkpoint", names.keys() - state.keys()),
         _listed("not in the model", state.keys() - names.keys()),
-        _listed("of another shape", shapes),
+        _listed("of another shape", shapes.values()),
     ]
     if any(problems):
-        raise ValueError(
-            f"The checkpoint {os.fspath(source)!r} does not fit the model {type(model).__name__}: "
-            + "; ".join(filter(None, problems))
-            + ". Build the model as it was when the checkpoint was saved."
-        )
-    return {names[key]: value for key, value in state.items()}
+        text = f"The checkpoint {os.fspath(source)!r} does not fit the model {type(model).__name__}: "
+        text += "; ".join(filter(None, problems))
+        if strict:
+            raise ValueError(
+                f"{text}. Build the model as it was when it was saved, or use load_checkpoint(..., strict=False) for "
+                "the weights that fit."
+            )
+        warnings.warn(f"{text}. The rest is loaded.", stacklevel=3)
+    return {names[key]: value for key, value in state.items() if key in names and key not in shapes}
 
 
 def _without_wrappers(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
