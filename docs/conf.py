@@ -10,4 +10,4 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-nitpicky = False
+autodoc_preserve_defaults = True

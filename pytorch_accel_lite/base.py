@@ -52,7 +52,7 @@ StrPath = str | os.PathLike[str]
 
 
 class TrainerBase:
-    """The ground that :class:`~pytorch_accel_lite.trainer.Trainer` stands on; its loop is there."""
+    """The ground that :class:`~pytorch_accel_lite.Trainer` stands on; its loop is there."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class TrainerCallback:
 
     Where both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. Callbacks
     are called in the order of the list they were given in. ``step`` counts batches from 0 within an epoch;
-    :attr:`Trainer.progress <pytorch_accel_lite.trainer.Trainer.progress>` holds all counts. Accept ``**kwargs``
+    ``trainer.progress`` holds all counts. Accept ``**kwargs``
     in every event: arguments may be added.
 
     A callback with ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.

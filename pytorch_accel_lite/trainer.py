@@ -55,7 +55,7 @@ class Trainer(TrainerBase):
     """Trains, evaluates and applies a model on whatever hardware there is.
 
     Behaviour is changed by overriding a step method, or by callbacks; the loop with all its events is in the
-    docstring of :class:`~pytorch_accel_lite.callbacks.TrainerCallback`.
+    docstring of :class:`~pytorch_accel_lite.TrainerCallback`.
 
     :param model: the model to train
     :param loss_func: called as ``loss_func(model_outputs, targets)``, returns a scalar that is a mean over the
@@ -63,13 +63,13 @@ class Trainer(TrainerBase):
     :param optimizer: an optimizer over the model's parameters; ``None`` when only evaluating or predicting
     :param callbacks: callbacks, as instances or classes, called in this order
     :param run_history: where metrics are recorded; by default an
-        :class:`~pytorch_accel_lite.tracking.InMemoryRunHistory`
+        :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
-        by default one is made by :meth:`_create_accelerator`
+        by default one is made by ``_create_accelerator()``
     :param seed: makes each run a function of (code, data, seed): generators are seeded when ``train`` starts and
         the order of the data follows from it; by default no generator is ever seeded
-    :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.tracking.Progress`)
-    :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.run_config.TrainerRunConfig`)
+    :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
+    :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar stop_reason: why the last run was stopped early, ``None`` when it was not
     """
