@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite import TrainerCallback
-from pytorch_accel_lite.callbacks import KeepBest, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import KeepBest, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
@@ -519,3 +519,25 @@ def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
         quiet_trainer(model).load_checkpoint(tmp_path / "model.pt", load_optimizer=False, strict=False)
     assert torch.equal(model[0].weight, small_model(1)[0].weight)
     assert torch.equal(model[2].weight, kept)
+
+
+@pytest.mark.parametrize("greater", [False, True])
+def test_the_best_k_models_are_kept_also_by_a_run_that_was_resumed(tmp_path, greater):
+    class Scores(TrainerCallback):
+        values = (3.0, 1.0, 5.0, float("nan"), 2.0, 4.0)
+
+        def on_eval_epoch_end(self, trainer, **kwargs):
+            trainer.run_history.update_metric("score", self.values[trainer.progress.epoch - 1])
+
+    for epochs in (3, 6):
+        model = small_model()
+        best = SaveBestModelCallback(tmp_path / "best.pt", "score", greater, keep=2, load_saved_checkpoint=False)
+        saving = SaveTrainingStateCallback(tmp_path / "states")
+        trainer = quiet_trainer(model, callbacks=[Scores(), best, saving], seed=0)
+        trainer.train(regression_data(8), epochs, regression_data(4), resume_from="latest")
+    expected = {"best-epoch0003.pt", "best-epoch0006.pt"} if greater else {"best-epoch0002.pt", "best-epoch0005.pt"}
+    assert {path.name for path in tmp_path.glob("best*")} == expected | {"best.pt"}
+    scores = {name: torch.load(tmp_path / name)["score"] for name in expected | {"best.pt"}}
+    assert scores["best.pt"] == (5.0 if greater else 1.0)
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        SaveBestModelCallback(keep=0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -22,6 +24,8 @@ class SaveBestModelCallback(TrainerCallback):
     :param save_optimizer: include the optimizer's state
     :param save_scheduler: include the scheduler's state
     :param load_saved_checkpoint: load the best model at the end of the run
+    :param keep: how many of the best models to keep: for more than one, each is also saved under the number of its
+        epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best
     """
 
     def __init__(
@@ -33,6 +37,8 @@ class SaveBestModelCallback(TrainerCallback):
         save_optimizer: bool = True,
         save_scheduler: bool = True,
         load_saved_checkpoint: bool = True,
+        *,
+        keep: int = 1,
     ) -> None:
         self.save_path = save_path
         self.watch_metric = watch_metric
@@ -41,25 +47,47 @@ class SaveBestModelCallback(TrainerCallback):
         self.save_optimizer = save_optimizer
         self.save_scheduler = save_scheduler
         self.load_saved_checkpoint = load_saved_checkpoint
+        self.keep = check_positive_int("keep", keep)
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
+        self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
+            self._kept = []
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
-        if not self._is_better(metric):
-            return
         epoch = trainer.run_history.current_epoch
+        if self.keep > 1 and not math.isnan(metric):
+            self._keep(trainer, metric, epoch)
+        if self._is_better(metric):
+            self._save(trainer, self.save_path, metric, epoch)
+            self.best_metric, self.best_metric_epoch = metric, epoch
+
+    def _save(self, trainer: Trainer, path: str | os.PathLike[str], metric: float, epoch: int) -> None:
         trainer.save_checkpoint(
-            self.save_path,
+            path,
             checkpoint_kwargs={self.watch_metric: metric, "epoch": epoch},
             save_optimizer=self.save_optimizer,
             save_scheduler=self.save_scheduler,
         )
-        self.best_metric, self.best_metric_epoch = metric, epoch
+
+    def _keep(self, trainer: Trainer, metric: float, epoch: int) -> None:
+        """Save the model under its epoch when it is among the best, and remove the one that no longer is."""
+        ranking = sorted([*self._kept, (metric, epoch)], key=lambda kept: kept[0], reverse=self.greater_is_better)
+        kept, dropped = ranking[: self.keep], ranking[self.keep :]
+        if (metric, epoch) in kept:
+            self._save(trainer, self._path_of(epoch), metric, epoch)
+        self._kept = kept
+        if trainer.accelerator.is_local_main_process:
+            for _, old in dropped:
+                self._path_of(old).unlink(missing_ok=True)
+
+    def _path_of(self, epoch: int) -> Path:
+        path = Path(self.save_path)
+        return path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}")
 
     def _is_better(self, metric: float) -> bool:
         if math.isnan(metric):
@@ -77,10 +105,12 @@ class SaveBestModelCallback(TrainerCallback):
         trainer.load_checkpoint(self.save_path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and its epoch."""
-        return {"best_metric": self.best_metric, "best_metric_epoch": self.best_metric_epoch}
+        """Return the best value and its epoch, and those of all models that are kept."""
+        kept = [list(kept) for kept in self._kept]
+        return {"best_metric": self.best_metric, "best_metric_epoch": self.best_metric_epoch, "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self.best_metric = state["best_metric"]
         self.best_metric_epoch = state["best_metric_epoch"]
+        self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
