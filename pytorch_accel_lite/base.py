@@ -120,6 +120,8 @@ class TrainerBase:
 
     def _call_event(self, event: str, **kwargs: Any) -> None:
         """Fire an event. What ends a run is raised at once on one process, and put to the vote on several."""
+        if not self.callback_handler.listeners(event):
+            return
         try:
             self.callback_handler.call_event(event, self, **kwargs)
         except (StopTrainingError, NonFiniteLossError) as error:

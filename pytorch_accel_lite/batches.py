@@ -34,6 +34,8 @@ def find_batch_size(batch: Any) -> int:
 
     :raises ValueError: when there is none
     """
+    if type(batch) in (tuple, list) and batch and isinstance(batch[0], torch.Tensor) and batch[0].ndim:
+        return batch[0].shape[0]  # the usual case, without a look at abstract types
     for tensor in _tensors(batch):
         if tensor.ndim:
             return tensor.shape[0]
@@ -62,6 +64,8 @@ class ModelCaller:
 
     def call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return the model's outputs, and the targets: what the batch holds besides the inputs (or ``None``)."""
+        if type(batch) in (tuple, list) and len(batch) == 2:
+            return model(batch[0]), batch[1]
         if isinstance(batch, Mapping):
             inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
             if not inputs:
@@ -96,7 +100,7 @@ class ModelCaller:
                     "Pass a loss_func, or feed the model the labels that make it return one."
                 )
             return loss
-        if isinstance(batch, Mapping):
+        if not isinstance(batch, (tuple, list, torch.Tensor)) and isinstance(batch, Mapping):
             targets = self._mapping_targets(targets, batch)
         if targets is None:
             raise ValueError(
@@ -128,6 +132,9 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     :raises TypeError, ValueError: when it is no dict with a ``loss`` that is a scalar (or a dict of scalars) and,
         in training, requires gradients
     """
+    loss = output.get("loss") if type(output) is dict else None
+    if isinstance(loss, torch.Tensor) and loss.ndim == 0 and (loss.requires_grad or not training):
+        return  # the usual case, without a look at abstract types
     if not isinstance(output, Mapping):
         raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
     if "loss" not in output:

@@ -224,11 +224,15 @@ class CallbackHandler:
 
         Any name will do: an event of your own is fired like this and reaches the callbacks that define it.
         """
-        listeners = self._listeners.get(event)
-        if listeners is None:
-            listeners = self._listeners[event] = tuple(self._find_listeners(event))
-        for listener in listeners:
+        for listener in self.listeners(event):
             listener(*args, **kwargs)
+
+    def listeners(self, event: str) -> tuple[Listener, ...]:
+        """Return the bound methods that listen to an event, in order."""
+        found = self._listeners.get(event)
+        if found is None:
+            found = self._listeners[event] = tuple(self._find_listeners(event))
+        return found
 
     def tell_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -460,7 +460,7 @@ class Trainer(TrainerBase):
         if "batch_size" not in output:
             output["batch_size"] = find_batch_size(loaded.batch)
         check_batch_size(output["batch_size"], method)
-        if isinstance(output["loss"], Mapping):
+        if not isinstance(output["loss"], torch.Tensor):
             output["losses"] = output["loss"]
             output["loss"] = total_loss(output["losses"])
         if loaded.num_samples == 0:  # a batch that only keeps this process in step with the others
@@ -468,7 +468,7 @@ class Trainer(TrainerBase):
             return 0
         weight = output.get("num_items_in_batch", output["batch_size"])
         self.loss_trackers["loss"].update(output["loss"], weight)
-        for name, loss in output.get("losses", {}).items():
+        for name, loss in output["losses"].items() if "losses" in output else ():
             self.loss_trackers.setdefault(name, LossTracker()).update(loss, weight)
         return int(output["batch_size"]) if loaded.num_samples is None else loaded.num_samples
 

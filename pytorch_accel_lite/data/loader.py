@@ -87,11 +87,12 @@ class ShardedLoader(ABC):
         :param epoch: with a seed, the order and the randomness in the dataset follow from it
         """
         self._epoch = epoch
-        for step in self._steps(epoch, start):
-            batch = step.batch
-            if self._device.type != "cpu":
-                batch = send_to_device(batch, self._device, non_blocking=True)
-            yield step._replace(batch=batch)
+        steps = self._steps(epoch, start)
+        if self._device.type == "cpu":  # where batches are already
+            yield from steps
+            return
+        for step in steps:
+            yield step._replace(batch=send_to_device(step.batch, self._device, non_blocking=True))
 
     def __iter__(self) -> Iterator[Any]:
         return (step.batch for step in self.steps(self._epoch))
