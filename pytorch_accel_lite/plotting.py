@@ -31,7 +31,7 @@ def plot_curves(
             numbers = [float(value) for value in values]
         except (TypeError, ValueError):
             continue
-        panel, _, label = _panel_of(name)
+        panel, label = _panel_of(name)
         panels.setdefault(panel, {})[label] = (epochs, numbers)
     if not panels:
         raise ValueError("There is nothing to plot: no metric with numbers has been recorded yet.")
@@ -58,11 +58,11 @@ def plot_curves(
     return figure
 
 
-def _panel_of(name: str) -> tuple[str, str, str]:
+def _panel_of(name: str) -> tuple[str, str]:
     """Split a metric's name into its panel and its label there: ``train_loss_epoch`` is ``loss``, ``train``."""
     plain = name.removesuffix("_epoch")
     for label in ("train", "eval"):
         before, found, after = plain.partition(f"{label}_")
         if found and (not before or before.endswith("_")):
-            return f"{before}{after}", found, f"{before}{label}"
-    return plain, "", "eval" if plain == name else plain
+            return f"{before}{after}", f"{before}{label}"
+    return plain, "eval"

@@ -70,4 +70,4 @@ def test_every_event_is_in_the_table_of_events(event):
 
 def test_no_file_names_the_machine_it_was_made_on():
     for page in PAGES:
-        assert "/work/" not in page.read_text()
+        assert str(ROOT) not in page.read_text()
