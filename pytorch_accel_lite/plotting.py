@@ -59,10 +59,10 @@ def plot_curves(
 
 
 def _panel_of(name: str) -> tuple[str, str]:
-    """Split a metric's name into its panel and its label there: ``train_loss_epoch`` is ``loss``, ``train``."""
+    """Split a metric's name into its panel and its label there: ``clean_eval_loss_epoch``: ``loss``, ``clean_eval``."""
     plain = name.removesuffix("_epoch")
     for label in ("train", "eval"):
         before, found, after = plain.partition(f"{label}_")
         if found and (not before or before.endswith("_")):
-            return f"{before}{after}", f"{before}{label}"
+            return after, f"{before}{label}"
     return plain, "eval"

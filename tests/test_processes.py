@@ -175,6 +175,13 @@ def test_datasets_by_name_equal_one_process(ranks, alone):
         assert torch.allclose(torch.cat(result["parts"]), torch.cat(one["parts"]), atol=1e-10, rtol=0)
 
 
+def test_gathering_every_evaluation_batch_gives_the_dataset_in_order(ranks):
+    for result in ranks["gather_in_evaluation"]:
+        assert result.keys() == set(range(ranks.world_size, 25))
+        for size, inputs in result.items():
+            assert torch.equal(inputs, regression_data(size).tensors[0])
+
+
 def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
     first, *others = ranks["batch_norm"]
     assert all(equal(result["weights"], first["weights"]) for result in others)

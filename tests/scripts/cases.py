@@ -447,6 +447,26 @@ def case_named() -> Any:
     return {"weights": weights(model), "history": trainer.run_history.to_dict(), "parts": parts}
 
 
+class GathersEveryBatch(TrainerCallback):
+    """As the ancestor's users do: every rank has as many evaluation batches where there are samples for all."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_eval_step_end(self, trainer, batch, **kwargs):
+        self.seen.append(trainer.gather(batch[0]))
+
+
+def case_gather_in_evaluation() -> Any:
+    results = {}
+    for size in range(world_size(), 25):
+        gathers = GathersEveryBatch()
+        trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[gathers])
+        trainer.evaluate(regression_data(size), per_device_batch_size=3)
+        results[size] = torch.cat(gathers.seen)
+    return results
+
+
 def case_batch_norm() -> Any:
     """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
     torch.manual_seed(0)
