@@ -65,6 +65,7 @@ class TrainerBase:
         accelerator: Accelerator | None = None,
         seed: int | None = None,
     ) -> None:
+        die_with_launcher()
         check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
         self.model = model
         self.loss_func = loss_func
@@ -99,7 +100,6 @@ class TrainerBase:
         self.registered_objects: dict[str, Any] = {}
         self.data_seed = seed
         self.interruption: RunInterruptedError | None = None
-        die_with_launcher()
         self.recorded_losses: dict[str, float] = {}
         lifecycle.register(self)
         self.callback_handler.call_event("on_init_end", self)
@@ -349,6 +349,8 @@ class TrainerBase:
         if self._preparation is not None and self._preparation.can_unwrap:  # within a run
             yield
             return
+        if isinstance(self.loss_func, nn.Module):
+            self.loss_func.to(self.device)
         self._preparation = Preparation(self.accelerator, self.model, self.optimizer, training)
         self.model, self.optimizer = self._preparation.model, self._preparation.optimizer
         try:
