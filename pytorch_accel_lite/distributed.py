@@ -176,17 +176,19 @@ class StopVote:
         if asked:
             self._raise_first()
         if signum and can_save:
+            self._interruption = None
             raise RunInterruptedError(int(signum))
 
     def _raise_first(self) -> None:
         """Raise the error that was asked for first. On other ranks it is made anew: errors may not be picklable."""
-        mine = None
-        if self._request is not None:
-            calls, error = self._request
+        mine, request = None, self._request
+        self._request = None  # it is answered: a later run or evaluation starts without it
+        if request is not None:
+            calls, error = request
             mine = calls, self._ranks.rank, isinstance(error, NonFiniteLossError), str(error)
         _, rank, is_loss, message = min(filter(None, self._ranks.all_gather_object(mine)))
-        if self._request is not None and rank == self._ranks.rank:
-            raise self._request[1]
+        if request is not None and rank == self._ranks.rank:
+            raise request[1]
         raise NonFiniteLossError(message) if is_loss else StopTrainingError(message)
 
 

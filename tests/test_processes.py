@@ -109,6 +109,10 @@ def test_a_stop_asked_for_by_one_rank_stops_all_at_the_same_update(ranks):
     assert all(equal(result["weights"], results[0]["weights"]) for result in results)
 
 
+def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
+    assert all(reasons == ["seen enough", None] for reasons in ranks["stopped_evaluation"])
+
+
 def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
     results = ranks["shuffled_order"]
     n = ranks.world_size

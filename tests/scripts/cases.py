@@ -467,6 +467,24 @@ def case_gather_in_evaluation() -> Any:
     return results
 
 
+class StopsFirstEvaluation(TrainerCallback):
+    stops = 1
+
+    def on_eval_step_end(self, trainer, **kwargs):
+        if self.stops and trainer.accelerator.process_index == 0:
+            self.stops -= 1
+            raise StopTrainingError("seen enough")
+
+
+def case_stopped_evaluation() -> Any:
+    trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[StopsFirstEvaluation])
+    reasons = []
+    for _ in range(2):
+        trainer.evaluate(regression_data(20), per_device_batch_size=2)
+        reasons.append(trainer.stop_reason)
+    return reasons
+
+
 def case_batch_norm() -> Any:
     """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
     torch.manual_seed(0)
