@@ -26,20 +26,22 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
 )
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
-from pytorch_accel_lite.checkpoint import canonical_state, fit_state, read_checkpoint, write_checkpoint, write_weights
+from pytorch_accel_lite.checkpoint import (
+    fit_model_state,
+    gathered,
+    load_optimizer_state,
+    model_state,
+    read_checkpoint,
+    write_checkpoint,
+    write_weights,
+)
+from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
 from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.preparation import Preparation, unwrap
-from pytorch_accel_lite.resuming import (
-    collect_metadata,
-    collect_own,
-    collect_shared,
-    restore,
-    restore_callbacks,
-    restore_own,
-)
+from pytorch_accel_lite.resuming import check_states_are_possible, collect, restore, restore_callbacks, restore_own
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import die_with_launcher
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
@@ -178,13 +180,13 @@ class TrainerBase:
         :param save_scheduler: include the scheduler's state, if there is a scheduler
         :param save_per_node: save once on every machine; ``False``: once in the whole job
         """
-        checkpoint = {"model_state_dict": canonical_state(self.get_model(keep_torch_compile=False))}
+        here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
+        checkpoint = {"model_state_dict": model_state(self.get_model(keep_torch_compile=False), here)}
         if save_optimizer and self.optimizer is not None:
-            checkpoint["optimizer_state_dict"] = self.optimizer.state_dict()
+            checkpoint["optimizer_state_dict"] = gathered(self.optimizer.state_dict(), here)
         if save_scheduler and self.scheduler is not None:
             checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
         checkpoint.update(checkpoint_kwargs or {})
-        here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
         self.ranks.barrier()
         if here:
             write_checkpoint(checkpoint, save_path)
@@ -204,14 +206,14 @@ class TrainerBase:
         self.ranks.barrier()
         checkpoint = read_checkpoint(checkpoint_path)
         model = self.get_model(keep_torch_compile=False)
-        weights = fit_state(model, checkpoint["model_state_dict"], checkpoint_path, strict)
+        weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict)
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if self.optimizer is None:
                 raise ValueError(
                     f"The checkpoint {os.fspath(checkpoint_path)!r} holds an optimizer's state, but the trainer has "
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
-            self.optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+            load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         model.load_state_dict(weights, strict=strict)
@@ -224,7 +226,18 @@ class TrainerBase:
 
         :param path: usually ends in ``.safetensors``; missing folders are made
         """
-        self.ranks.run_together(lambda: write_weights(self.get_model(keep_torch_compile=False), path), only_first=True)
+        weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
+        self.ranks.run_together(lambda: write_weights(weights, path), only_first=True)
+
+    def _summed_losses(self) -> dict[str, tuple[float, float]]:
+        """Return, by name, the sums of the losses so far and of their weights, over all ranks. Reads the device."""
+        mine = {key: (float(t.total_loss), float(t.running_count)) for key, t in self.loss_trackers.items()}
+        summed: dict[str, tuple[float, float]] = {}
+        for sums in self.ranks.all_gather_object(mine):
+            for key, (total, count) in sums.items():
+                before = summed.get(key, (0.0, 0.0))
+                summed[key] = before[0] + total, before[1] + count
+        return summed
 
     @property
     def clock(self) -> float:
@@ -243,7 +256,14 @@ class TrainerBase:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
 
-    def save_training_state(self, directory: StrPath, checkpoint_kwargs: dict[str, Any] | None = None) -> None:
+    def save_training_state(
+        self,
+        directory: StrPath,
+        checkpoint_kwargs: dict[str, Any] | None = None,
+        *,
+        writer: BackgroundWriter | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         """Save all that the run needs to go on, as a directory that is whole or does not exist.
 
         To be called on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``,
@@ -251,7 +271,10 @@ class TrainerBase:
 
         :param directory: the state's name; a state of this name is replaced when the new one is whole
         :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
+        :param writer: copy the state to host memory and let this write it while training goes on
+        :param then: called on every process when the state is whole
         :raises TypeError: when a value cannot be stored without pickle; names the path to it
+        :raises OSError: when it cannot be written
         :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
         """
         if self.gradient_window is not None and self.gradient_window.is_open:
@@ -264,9 +287,21 @@ class TrainerBase:
                 "The order of this epoch does not follow from a seed, so a run could not go on in its middle. Give the "
                 "trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
             )
-        shared = collect_shared(self) | {"extra": dict(checkpoint_kwargs or {})}
-        model = self.get_model(keep_torch_compile=False)
-        write_state(Path(directory), self.ranks, model, shared, collect_own(self), collect_metadata(self))
+        check_states_are_possible(self.accelerator)
+        if writer is not None:
+            writer.wait()  # before what it holds in memory is held twice
+        snapshot = collect(self, dict(checkpoint_kwargs or {}))
+
+        def write(ranks: Ranks = self.ranks) -> None:
+            write_state(Path(directory), ranks, snapshot)
+            if then is not None:
+                then()
+
+        if writer is None:
+            write()
+        else:
+            snapshot = snapshot.to_host()
+            writer.start(lambda: write(writer.ranks))
 
     def load_training_state(self, directory: StrPath) -> dict[str, Any]:
         """Load a training state into the trainer, outside of a run; to go on with a run see ``train(resume_from=)``.

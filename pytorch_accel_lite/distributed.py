@@ -67,18 +67,20 @@ class Ranks:
 
         :param only_first: run it on rank 0 only
         """
-        result, failure, text = None, None, ""
+        result, failure, problem = None, None, None
         if not only_first or self.rank == 0:
             try:
                 result = action()
             except Exception as error:
-                failure, text = error, f"{type(error).__name__}: {error}"
-        outcomes = self.all_gather_object((result, text))
+                failure = error
+                problem = isinstance(error, OSError), f"{type(error).__name__}: {error}"
+        outcomes = self.all_gather_object((result, problem))
         if failure is not None:
             raise failure
         for rank, (_, problem) in enumerate(outcomes):
-            if problem:
-                raise RuntimeError(f"Rank {rank} failed: {problem}")
+            if problem is not None:
+                of_system, text = problem
+                raise (OSError if of_system else RuntimeError)(f"Rank {rank} failed: {text}")
         return [value for value, _ in outcomes[: 1 if only_first else None]]
 
     def broadcast_object(self, make: Callable[[], T]) -> T:

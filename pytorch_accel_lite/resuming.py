@@ -13,14 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.checkpoint import fit_state
-from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state, read_weights
+from pytorch_accel_lite.checkpoint import fit_model_state, gathered, load_optimizer_state, model_state
+from pytorch_accel_lite.checkpoint.training_state import (
+    Snapshot,
+    TrainingState,
+    read_state,
+    read_weights,
+    take_snapshot,
+)
 from pytorch_accel_lite.data.order import mix, seed_generators
 from pytorch_accel_lite.tracking import LossTracker
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.base import TrainerBase
+
+_ENGINES = {
+    DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
+}  # fmt: skip
 
 
 def named_callbacks(trainer: TrainerBase) -> Iterator[tuple[str, Any]]:
@@ -32,11 +44,31 @@ def named_callbacks(trainer: TrainerBase) -> Iterator[tuple[str, Any]]:
         yield kind if seen[kind] == 1 else f"{kind}#{seen[kind]}", callback
 
 
-def collect_shared(trainer: TrainerBase) -> dict[str, Any]:
+def check_states_are_possible(accelerator: Accelerator) -> None:
+    """Raise an error for engines whose weights and optimizer we cannot gather and verify."""
+    kind = accelerator.distributed_type
+    if kind not in _ENGINES or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
+        raise ValueError(
+            f"Training states are not possible with {kind.value}: its weights and optimizer cannot be gathered here. "
+            "Use FSDP with fsdp_version=2, or save with accelerator.save_state() in a callback of yours."
+        )
+
+
+def collect(trainer: TrainerBase, extra: dict[str, Any]) -> Snapshot:
+    """Return all that a training state holds of a trainer; to be called on every process."""
+    shared = _collect_shared(trainer) | {"extra": extra}
+    keep = trainer.accelerator.is_main_process
+    model = model_state(trainer.get_model(keep_torch_compile=False), keep)
+    rank = trainer.ranks.rank
+    return take_snapshot(rank, model if keep else {}, shared, _collect_own(trainer), _collect_metadata(trainer))
+
+
+def _collect_shared(trainer: TrainerBase) -> dict[str, Any]:
     """Return what is the same on all ranks."""
-    scaler = trainer.accelerator.scaler
+    scaler, optimizer = trainer.accelerator.scaler, trainer.optimizer
+    keep = trainer.accelerator.is_main_process
     return {
-        "optimizer": None if trainer.optimizer is None else trainer.optimizer.state_dict(),
+        "optimizer": None if optimizer is None else gathered(optimizer.state_dict(), keep),
         "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
@@ -46,11 +78,12 @@ def collect_shared(trainer: TrainerBase) -> dict[str, Any]:
             if hasattr(callback, "state_dict")
         },
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
+        "losses": trainer._summed_losses(),
         "items_per_batch": None if trainer.gradient_window is None else trainer.gradient_window.items_per_batch,
     }
 
 
-def collect_own(trainer: TrainerBase) -> dict[str, Any]:
+def _collect_own(trainer: TrainerBase) -> dict[str, Any]:
     """Return what is this rank's own: its generators, and its part of the running losses."""
     own = {"losses": {name: tracker.state_dict() for name, tracker in trainer.loss_trackers.items()}}
     return own | {"generators": generator_states()}
@@ -83,7 +116,7 @@ def restore(trainer: TrainerBase, state: TrainingState) -> None:
     """Put back the weights, the optimizer, the scheduler, the counts and the history."""
     shared = state.shared
     model = trainer.get_model(keep_torch_compile=False)
-    weights = fit_state(model, read_weights(state.directory), state.directory)
+    weights = fit_model_state(model, read_weights(state), state.directory)
     for name, owner in (
         ("optimizer", trainer.optimizer),
         ("scheduler", trainer.scheduler),
@@ -91,7 +124,10 @@ def restore(trainer: TrainerBase, state: TrainingState) -> None:
     ):
         if shared[name] is not None and owner is not None:
             try:
-                owner.load_state_dict(shared[name])
+                if name == "optimizer":
+                    load_optimizer_state(owner, shared[name])
+                else:
+                    owner.load_state_dict(shared[name])
             except (ValueError, KeyError) as error:
                 raise ValueError(
                     f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's "
@@ -133,10 +169,13 @@ def restore_callbacks(trainer: TrainerBase, state: TrainingState) -> None:
 def restore_own(trainer: TrainerBase, state: TrainingState) -> None:
     """Put back the running losses and, last before training goes on, the generators of this rank.
 
-    With another number of processes, generators are seeded anew, and the running losses are those of the samples
-    that are still to come.
+    With another number of processes, generators are seeded anew, and rank 0 goes on from the sums of all ranks' losses.
     """
     if state.own is None:
+        for name, (total, count) in state.shared["losses"].items() if trainer.ranks.rank == 0 else ():
+            trainer.loss_trackers.setdefault(name, LossTracker()).load_state_dict(
+                {"total_loss": total, "running_count": count, "loss_value": total / count if count else 0.0}
+            )
         seed_generators(
             mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.accelerator.process_index)
         )
@@ -145,10 +184,6 @@ def restore_own(trainer: TrainerBase, state: TrainingState) -> None:
         tracker = trainer.loss_trackers.setdefault(name, LossTracker())
         tracker.load_state_dict({k: _to(v, trainer.device) for k, v in tracker_state.items()})
     set_generator_states(state.own["generators"])
-
-
-def _has_state(callback: Any) -> bool:
-    return hasattr(callback, "state_dict")
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -181,7 +216,7 @@ def describe(metadata: dict[str, Any]) -> str:
     return f"epoch {progress['epoch']}, update {progress['update']}, {progress['samples']} samples"
 
 
-def collect_metadata(trainer: TrainerBase) -> dict[str, Any]:
+def _collect_metadata(trainer: TrainerBase) -> dict[str, Any]:
     """Return what a state's manifest says of its run, in types of JSON."""
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     return {

@@ -477,15 +477,11 @@ class Trainer(TrainerBase):
 
     def _record_losses(self, name: str) -> None:
         """Record the epoch's mean losses over all ranks under ``name``, in which the loss's own name is put."""
-        sums = {key: (float(t.total_loss), float(t.running_count)) for key, t in self.loss_trackers.items()}
-        by_rank = self.ranks.all_gather_object(sums)
         recorded = {}
-        for key in dict.fromkeys(key for sums in by_rank for key in sums):
-            parts = [sums[key] for sums in by_rank if key in sums]
-            count = sum(part[1] for part in parts)
+        for key, (total, count) in self._summed_losses().items():
             if not count:
                 raise ValueError("eval_dataset gave no batch: it is empty, or exhausted.")
-            recorded[name.format(key)] = sum(part[0] for part in parts) / count
+            recorded[name.format(key)] = total / count
         for metric, value in recorded.items():
             self.run_history.update_metric(metric, value)
         self.recorded_losses = recorded

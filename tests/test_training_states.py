@@ -9,8 +9,10 @@ import pickle
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from accelerate.state import AcceleratorState
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import KeepBest, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
-from tests.launching import ROOT, TORCHRUN, environment, torchrun
-from tests.scripts.resumable import make_model, run
+from tests.launching import ROOT, TORCHRUN, environment, launch, torchrun
+from tests.scripts.resumable import CopyStates, make_model, run
+from tests.soak import soak
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
@@ -47,23 +51,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def states(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "states").iterdir() if path.name.startswith("update-"))
-
-
-class CopyStates(TrainerCallback):
-    """Keeps a copy of every state that is written, also of those that a later one replaces."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def _copy(self, trainer, kind):
-        source = self.folder / "states" / f"update-{trainer.progress.update:09d}"
-        shutil.copytree(source, self.folder / "copies" / f"{trainer.progress.update:03d}-{kind}" / source.name)
-
-    def on_train_step_checkpoint(self, trainer, **kwargs):
-        self._copy(trainer, "step")
-
-    def on_epoch_checkpoint(self, trainer, **kwargs):
-        self._copy(trainer, "epoch")
 
 
 @pytest.mark.parametrize(("accumulation", "workers", "seed"), [(1, 0, 5), (2, 0, None), (3, 2, 5)])
@@ -94,54 +81,49 @@ def final(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "final.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.timeout(1800)
-def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers):
-    """The unchanged command is started again after each kill, until it ends. KILLS=100 is the long version."""
-    wanted, kills = int(os.environ.get("KILLS", "6")), 0
-    epochs = max(3, wanted // 2)
-    whole = run(tmp_path / "whole", workers=workers, epochs=epochs)
-    generator = torch.Generator().manual_seed(0)
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    while not (folder / "final.pt").exists():
-        command = [sys.executable, *script(folder, 1, workers, 0.05 if kills < wanted else 0.0, epochs)]
-        process = subprocess.Popen(
-            command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        before = len(list(folder.glob("states/update-*")))
-        while process.poll() is None and kills < wanted and len(list(folder.glob("states/update-*"))) == before:
-            time.sleep(0.01)
-        if kills < wanted:
-            time.sleep(torch.rand(1, generator=generator).item() * 0.1)
-        if process.poll() is None and kills < wanted:
-            process.kill()
-            kills += 1
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode in (0, -signal.SIGKILL), output
-    assert kills == wanted
-    assert_same(final(folder), whole)
+@pytest.mark.parametrize(("workers", "asynchronous"), [(0, False), (2, False), (0, True)])
+@pytest.mark.timeout(3600)
+def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous):
+    """A short version of tests/soak.py; KILLS=100 makes it long."""
+    found, expected = soak(tmp_path, int(os.environ.get("KILLS", "6")), workers=workers, asynchronous=asynchronous)
+    assert_same(found, expected)
 
 
 @pytest.mark.processes
-def test_two_processes_resume_to_the_same_bits_and_others_to_the_same_samples(tmp_path):
-    done = torchrun(2, *script(tmp_path / "whole", 2))
+@pytest.mark.timeout(3600)
+def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path):
+    found, expected = soak(tmp_path, int(os.environ.get("KILLS", "2")), processes=2)
+    assert found["processes"] == 2
+    assert_same(found, expected)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_from_every_save_point_two_processes_go_on_to_the_same_bits(tmp_path, accumulation):
+    done = torchrun(2, "tests/scripts/every_save_point.py", str(tmp_path), str(accumulation), timeout=280)
     assert done.returncode == 0, done.stderr
-    whole = final(tmp_path / "whole")
-    assert whole["processes"] == 2
-    for index in (1, 4):
-        folder = tmp_path / f"again{index}"
-        (folder / "states").mkdir(parents=True)
-        state = states(tmp_path / "whole")[index]
-        shutil.copytree(state, folder / "states" / state.name)
-        again = torchrun(2, *script(folder, 2))
-        assert again.returncode == 0, again.stderr
-        assert_same(final(folder), whole)
-    # Another batch size makes another number of updates, which a schedule over a fixed number would not survive.
-    elastic = run(folder / "elastic", accumulation=2, resume_from=state, batch=4, schedule=False)
-    epoch = [sample for step in elastic["order"] for sample in step]
-    assert sorted(epoch[: len(epoch) // 3]) == list(range(22))
-    assert sorted(epoch) == sorted(list(range(22)) * 3)
+    runs = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("rank*.pt"))]
+    assert len(runs) == 2
+    for whole, *resumed in runs:  # of each rank: its generators are its own
+        assert len(resumed) == whole["progress"]["update"] + 3
+        for again in resumed:
+            assert again["processes"] == 2
+            assert_same(again, whole)
+
+
+@pytest.mark.processes
+def test_an_epoch_goes_on_with_the_samples_not_yet_seen_on_other_processes_and_batch_sizes(tmp_path):
+    """Drawn sizes, batch sizes and moments: saved by 2 processes, resumed by 1, 2 and 3."""
+    saved = torchrun(2, "tests/scripts/elastic.py", "save", str(tmp_path))
+    assert saved.returncode == 0, saved.stderr
+    for processes in (1, 2, 3):
+        resumed = torchrun(processes, "tests/scripts/elastic.py", "resume", str(tmp_path))
+        assert resumed.returncode == 0, resumed.stderr
+        results = torch.load(tmp_path / f"on{processes}.pt")
+        assert len(results) == 15
+        for size, before, after in results:
+            assert before, "it was saved within the epoch"
+            assert sorted(before + after) == list(range(size))
 
 
 @pytest.mark.processes
@@ -415,6 +397,16 @@ def test_states_can_be_saved_by_the_clock(tmp_path):
     assert len(states(tmp_path)) == saved["progress"]["update"]
 
 
+class DiesAtFileOperation(TrainerCallback):
+    """Once the ranks have met: before that, it is the launcher that ends a rank whose peer does not come."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_init_end(self, trainer, **kwargs):
+        die_at_file_operation(self.number)
+
+
 FILE_OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
 
 
@@ -437,30 +429,45 @@ def die_at_file_operation(number: int) -> None:
     builtins.open = counted(builtins.open)  # type: ignore[assignment]
 
 
-def in_a_fork(action: Any) -> int:
-    """Run something in a copy of this process; return its exit status, or minus the signal that killed it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def in_forks(action: Any, processes: int = 1) -> list[int]:
+    """Run something in copies of this process, as the ranks of a job.
+
+    Returns their exit statuses, or minus the signal that killed them.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(120)  # nothing hangs for ever
+                AcceleratorState._reset_state(reset_partial_state=True)
+                if processes > 1:
+                    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+                    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+                action(rank)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_path, asynchronous):
     """Half-written files, syncs, renames, removals: from the first file to the end of the second rotation."""
-    kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3}
+    kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "asynchronous": asynchronous}
     whole = run(tmp_path / "whole", **kwargs)
     for number in range(1, 200):
         folder = tmp_path / f"killed{number}"
 
-        def killed(folder=folder, number=number):
+        def killed(rank, folder=folder, number=number):
             die_at_file_operation(number)
             run(folder, **kwargs)
 
-        status = in_a_fork(killed)
+        (status,) = in_forks(killed)
         assert status in (0, -signal.SIGKILL)
         assert_same(run(folder, **kwargs), whole)
         if status == 0:  # the run had fewer operations
@@ -468,24 +475,121 @@ def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_pat
     assert number > 100
 
 
-def test_a_full_disk_is_reported_and_the_last_state_is_whole(tmp_path):
-    """No file may grow beyond a limit, as on a disk that is full, from the second state on."""
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tmp_path):
+    """EVERY_OPERATION=1 kills at each one; by default at every seventh."""
+    kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
 
-    class FillsDisk(TrainerCallback):
-        def on_train_step_end(self, trainer, **kwargs):
-            if trainer.progress.update == 7:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    def complete(folder: Path) -> dict[str, Any]:
+        def finish(rank):
+            result = run(folder, **kwargs)
+            torch.save(result, folder / f"rank{rank}.pt")
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        assert in_forks(finish, 2) == [0, 0]
+        return torch.load(folder / "rank0.pt", weights_only=False)
+
+    whole = complete(tmp_path / "whole")
+    assert whole["processes"] == 2
+    kills = 0
+    for number in range(1, 300, 1 if "EVERY_OPERATION" in os.environ else 7):
+        folder = tmp_path / f"killed{number}"
+
+        def killed(rank, folder=folder, number=number):
+            run(folder, extra=(DiesAtFileOperation(number),) if rank == 0 else (TrainerCallback(),), **kwargs)
+
+        status, of_peer = in_forks(killed, 2)
+        assert_same(complete(folder), whole)
+        if status == 0:
+            break
+        assert (status, of_peer) == (-signal.SIGKILL, 1)
+        kills += 1
+    assert kills > 10
+
+
+class FillsDisk(TrainerCallback):
+    """No file may grow beyond a limit, as on a disk that is full, between two updates."""
+
+    def __init__(self, first: int, last: int = 10**9) -> None:
+        self.first, self.last = first, last
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_train_step_end(self, trainer, **kwargs):
+        for thread in threading.enumerate():
+            if thread.name == "training-state-writer":  # what it writes belongs to the update before
+                thread.join()
+        if trainer.progress.update == self.first:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self.before[1]))
+        if trainer.progress.update == self.last:
+            self.free()
+
+    def free(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_ends_the_run_and_the_last_state_is_whole(tmp_path, asynchronous):
+    fills = FillsDisk(7)
     try:
         with pytest.raises(OSError, match="File too large"):
-            run(tmp_path, extra=(FillsDisk(),), save_every_n_steps=3)
+            run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        fills.free()
     assert [path.name for path in states(tmp_path)] == ["update-000000003", "update-000000006"]
     assert not list((tmp_path / "states").glob(".*tmp"))
     whole = run(tmp_path / "whole", save_every_n_steps=3)
     assert_same(run(tmp_path, save_every_n_steps=3), whole)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
+    fills = FillsDisk(5, 7)
+    try:
+        result = run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous, continue_on_error=True)
+    finally:
+        fills.free()
+    assert "could not be saved, and the run goes on. OSError: [Errno 27]" in capsys.readouterr().out
+    names = [path.name for path in states(tmp_path)]
+    assert names[0] == "update-000000003"
+    assert "update-000000006" not in names
+    assert names[-1] == "update-000000012"
+    assert_same(result, run(tmp_path / "whole", resume_from=None))
+
+
+def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
+    """The first sync to the disk waits for a later update: were training to wait for it, neither would come."""
+    later, sync = threading.Event(), os.fsync
+
+    def waiting_sync(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():  # which syncs the best model
+            assert later.wait(60)
+        sync(descriptor)
+
+    class Later(TrainerCallback):
+        def on_train_step_start(self, trainer, **kwargs):
+            if trainer.progress.update == 5:
+                assert not list((tmp_path / "states").glob("update-*"))
+                later.set()
+
+    monkeypatch.setattr(os, "fsync", waiting_sync)
+    result = run(tmp_path, extra=(Later(),), save_every_n_steps=3, asynchronous=True)
+    assert later.is_set()
+    assert [path.name[-2:] for path in states(tmp_path)] == ["03", "06", "09", "12"]
+    assert_same(result, run(tmp_path / "whole", resume_from=None))
+    shutil.rmtree(states(tmp_path)[-1])
+    assert_same(run(tmp_path), result)
+
+
+@pytest.mark.processes
+def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path):
+    command = [*TORCHRUN, "2", "--max-restarts", "3", "--monitor-interval", "0.5", "tests/scripts/killed_ranks.py"]
+    done = launch([*command, str(tmp_path)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert done.returncode == 0, done.stderr
+    assert "Resuming from" in done.stdout
+    assert len(list(tmp_path.glob("killed*"))) == 2
+    whole = torchrun(2, *script(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert_same(final(tmp_path), final(tmp_path / "whole"))
 
 
 def test_save_model_writes_weights_that_others_load(tmp_path):

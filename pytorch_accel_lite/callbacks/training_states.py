@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.resuming import check_states_are_possible
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
@@ -44,6 +47,10 @@ class SaveTrainingStateCallback(TrainerCallback):
     :param save_at_end: save when the run ends, or is stopped early
     :param max_checkpoints: how many of the newest states to keep; ``None``: all
     :param save_on_signal: save and end in order at SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C
+    :param asynchronous: training waits only for a copy in host memory, which is written in the background. What fails
+        there is raised at the next save or at the end of the run.
+    :param continue_on_error: report an ``OSError`` of saving, such as a full disk, and go on; by default it ends the
+        run. The states that are there stay whole in either case.
     :param keep_best: keep the states of the best epochs besides the newest ones
     """
 
@@ -59,6 +66,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         *,
         save_every_n_minutes: float | None = None,
         save_on_signal: bool = True,
+        asynchronous: bool = False,
+        continue_on_error: bool = False,
         keep_best: KeepBest | None = None,
     ) -> None:
         for name, value in (
@@ -77,9 +86,13 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.save_at_end = save_at_end
         self.max_checkpoints = max_checkpoints
         self.save_on_signal = save_on_signal
+        self.asynchronous = asynchronous
+        self.continue_on_error = continue_on_error
         self.keep_best = keep_best
         self._store = StateStore(self.save_dir)
+        self._writer: BackgroundWriter | None = None
         self._best: dict[str, float] = {}
+        self._best_before: dict[str, float] = {}
         self._saved: dict[str, int] | None = None
         self._saved_clock = 0.0
 
@@ -103,7 +116,10 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._lock(trainer)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        check_states_are_possible(trainer.accelerator)
         self._saved, self._saved_clock, self._best = None, 0.0, {}
+        if self.asynchronous:
+            self._writer = BackgroundWriter(trainer.accelerator)
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         every, minutes = self.save_every_n_steps, self.save_every_n_minutes
@@ -126,29 +142,54 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._save(trainer)
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._store.unlock()
+        try:
+            if self._writer is not None:
+                self._attempt(trainer, self._writer.wait)
+        finally:
+            self._writer = None
+            self._store.unlock()
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: do not wait for them
+            self._attempt(trainer, self._writer.wait)
         self._store.unlock()
 
     def _save(self, trainer: Trainer) -> None:
         progress = trainer.progress.state_dict()
         if progress == self._saved:  # this very moment is saved already
             return
+        if self._writer is not None:
+            self._attempt(trainer, self._writer.wait)
         path = self._store.path_for(trainer.progress.update)
         self._note_best(trainer, path.name)
-        trainer.save_training_state(path)
+        best, is_main = set(self._best), trainer.accelerator.is_main_process
+
+        def rotate() -> None:
+            if is_main:
+                self._store.rotate(self.max_checkpoints, best)
+
         self._saved, self._saved_clock = progress, trainer.clock
-        if trainer.accelerator.is_main_process:
-            self._store.rotate(self.max_checkpoints, set(self._best))
+        self._attempt(trainer, lambda: trainer.save_training_state(path, writer=self._writer, then=rotate))
+
+    def _attempt(self, trainer: Trainer, action: Callable[[], None]) -> None:
+        """Do something that may fail for want of space or rights."""
+        try:
+            action()
+        except OSError as error:
+            self._saved, self._best = None, self._best_before
+            if not self.continue_on_error:
+                raise
+            trainer.print(
+                f"The training state could not be saved, and the run goes on. {type(error).__name__}: {error}"
+            )
 
     def _note_best(self, trainer: Trainer, name: str) -> None:
+        self._best_before = self._best
         if self.keep_best is None or trainer.progress.is_mid_epoch:
             return
         value = float(trainer.run_history.get_latest_metric(self.keep_best.metric))
-        if not math.isnan(value):
-            self._best[name] = value
-        ranking = sorted(self._best.items(), key=lambda item: item[1], reverse=self.keep_best.greater_is_better)
+        candidates = self._best if math.isnan(value) else self._best | {name: value}
+        ranking = sorted(candidates.items(), key=lambda item: item[1], reverse=self.keep_best.greater_is_better)
         self._best = dict(ranking[: self.keep_best.n])
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,8 +7,16 @@ import datetime
 import sys
 from pathlib import Path
 
+import torch
+
 from pytorch_accel_lite.checkpoint.files import load_plain
-from pytorch_accel_lite.checkpoint.training_state import TRAINER, DamagedStateError, read_weights, verify_state
+from pytorch_accel_lite.checkpoint.training_state import (
+    TRAINER,
+    DamagedStateError,
+    TrainingState,
+    read_weights,
+    verify_state,
+)
 
 
 def inspect(directory: Path) -> None:
@@ -20,10 +28,10 @@ def inspect(directory: Path) -> None:
     print("versions: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))
     print("progress: " + ", ".join(f"{name} {count}" for name, count in progress.items()))
     print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
-    weights = read_weights(directory)
-    count = sum(tensor.numel() for tensor in weights.values())
-    print(f"weights: {len(weights)} tensors, {count:,} numbers")
     shared = load_plain(directory / TRAINER)
+    weights = read_weights(TrainingState(directory, manifest, shared, None))
+    count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
+    print(f"weights: {len(weights)} tensors, {count:,} numbers")
     held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]
     print(f"also: {', '.join(held)}")
     for title in ("callbacks", "objects", "extra"):

@@ -32,22 +32,48 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
         torch.save(content, file)
 
 
-def write_weights(model: nn.Module, path: StrPath) -> None:
+def write_weights(weights: Mapping[str, torch.Tensor], path: StrPath) -> None:
     """Write a model's weights as safetensors, whole or not at all.
+
+    The format has no tied weights: each name gets its own copy, which any reader understands.
 
     :raises OSError: when they cannot be written; the previous file is left as it was
     """
-    tensors: dict[str, torch.Tensor] = {}
-    storages = set()
-    for name, tensor in canonical_state(model).items():
-        storage = tensor.untyped_storage().data_ptr()
-        # The format has no tied weights: each name gets its own copy, which any reader understands.
-        tensors[name] = tensor.clone() if storage in storages else tensor.contiguous()
-        storages.add(storage)
     with _replacing(Path(path)) as temporary:
-        safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        write_tensors(weights, temporary)
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, tied: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors, synced to the disk.
+
+    :param tied: further names for some of them
+    """
+    separate: dict[str, torch.Tensor] = {}
+    storages = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if storage in storages else tensor.contiguous()
+        storages.add(storage)
+    safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(tied or {}))
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors that are tied under one name each, and the other names with the one that was kept."""
+    kept: dict[Any, str] = {}
+    tied = {}
+    for name, tensor in tensors.items():
+        place = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
+        if kept.setdefault(place, name) != name:
+            tied[name] = kept[place]
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
 @contextmanager

@@ -18,9 +18,10 @@ import accelerate
 import safetensors
 import safetensors.torch
 import torch
-from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from pytorch_accel_lite.checkpoint.files import checksum, durable_file, load_plain, storable, sync_directory
+from pytorch_accel_lite.checkpoint.portable import untie, write_tensors
 from pytorch_accel_lite.distributed import Ranks
 
 FORMAT_VERSION = 1
@@ -54,28 +55,60 @@ def rank_file(rank: int) -> str:
     return f"rank{rank:05d}.pt"
 
 
-def write_state(
-    directory: Path,
-    ranks: Ranks,
-    model: nn.Module,
-    shared: dict[str, Any],
-    own: dict[str, Any],
-    metadata: dict[str, Any],
-) -> None:
+@dataclass
+class Snapshot:
+    """What goes into a training state, on this rank.
+
+    :param weights: the model's tensors by name, tied ones once; only rank 0 writes them
+    :param tied: the names of tied weights, with the names of those that they are
+    :param shared: what is the same on all ranks; only rank 0 writes it
+    :param own: what is this rank's own
+    :param metadata: facts about the run for the manifest, in types of JSON
+    """
+
+    weights: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    metadata: dict[str, Any]
+
+    def to_host(self) -> Snapshot:
+        """Return a copy in host memory, that later updates do not change."""
+        tree = (self.weights, self.shared, self.own)
+        copies = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+        weights, shared, own = copies
+        return Snapshot(weights, self.tied, shared, own, self.metadata)
+
+
+def take_snapshot(
+    rank: int, weights: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], metadata: dict[str, Any]
+) -> Snapshot:
+    """Check that all values can be stored, and keep what this rank is to write. Nothing is copied yet.
+
+    :raises TypeError: when a value cannot be stored without pickle; names the path to it
+    """
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in weights.items() if name not in tensors}  # of get_extra_state()
+    shared, own = storable(shared | {"model_extra": others}, "state"), storable(own, "state")
+    if rank > 0:
+        return Snapshot({}, {}, {}, own, metadata)
+    tensors, tied = untie(tensors)
+    return Snapshot(tensors, tied, shared, own, metadata)
+
+
+def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:
     """Write a training state; all ranks take part, and all raise when one fails.
 
     A state that is already under this name is replaced once the new one is whole.
 
-    :raises TypeError: when a value cannot be stored without pickle; names the path to it
     :raises OSError: when it cannot be written; what was there before is left as it was
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
-    shared, own = storable(shared, "state"), storable(own, "state")
     try:
         ranks.run_together(lambda: _make_empty(temporary), only_first=True)
-        files = ranks.run_together(lambda: _write_files(temporary, ranks.rank, model, shared, own))
+        files = ranks.run_together(lambda: _write_files(temporary, ranks.rank, snapshot))
         entries = {name: entry for rank in files for name, entry in rank.items()}
-        ranks.run_together(lambda: _commit(temporary, directory, entries, metadata), only_first=True)
+        ranks.run_together(lambda: _commit(temporary, directory, entries, snapshot.metadata), only_first=True)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -87,18 +120,14 @@ def _make_empty(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _write_files(
-    temporary: Path, rank: int, model: nn.Module, shared: dict[str, Any], own: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
+def _write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
     with durable_file(temporary / rank_file(rank)) as file:
-        torch.save(own, file)
+        torch.save(snapshot.own, file)
     names = [rank_file(rank)]
     if rank == 0:
         with durable_file(temporary / TRAINER) as file:
-            torch.save(shared, file)
-        safetensors.torch.save_model(model, str(temporary / MODEL))
-        with open(temporary / MODEL, "rb") as file:
-            os.fsync(file.fileno())
+            torch.save(snapshot.shared, file)
+        write_tensors(snapshot.weights, temporary / MODEL, snapshot.tied)
         names += [TRAINER, MODEL]
     return {name: {"size": (temporary / name).stat().st_size, "sha256": checksum(temporary / name)} for name in names}
 
@@ -188,9 +217,10 @@ def read_state(directory: Path, ranks: Ranks) -> TrainingState:
     return TrainingState(directory, metadata, load_plain(directory / TRAINER), own)
 
 
-def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a state."""
-    weights = safetensors.torch.load_file(directory / MODEL)
-    with safetensors.safe_open(directory / MODEL, framework="pt") as file:
-        shared = file.metadata() or {}  # weights that are tied to others are stored once
-    return weights | {name: weights[kept] for name, kept in shared.items() if kept in weights}
+def read_weights(state: TrainingState) -> dict[str, Any]:
+    """Return the model's state that a training state holds, by name."""
+    weights: dict[str, Any] = safetensors.torch.load_file(state.directory / MODEL)
+    with safetensors.safe_open(state.directory / MODEL, framework="pt") as file:
+        tied = file.metadata() or {}
+    tied_weights = {name: weights[kept] for name, kept in tied.items() if kept in weights}
+    return {**weights, **tied_weights, **state.shared["model_extra"]}

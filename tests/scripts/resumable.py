@@ -1,6 +1,6 @@
 """A run with everything that has a state: started again with the same command, it goes on where it was.
 
-python resumable.py FOLDER [ACCUMULATION [WORKERS [DELAY [EPOCHS]]]]
+python resumable.py FOLDER [ACCUMULATION [WORKERS [DELAY [EPOCHS [ASYNCHRONOUS]]]]]
 
 The final weights, optimizer, history and the order of the samples are written to FOLDER/final.pt.
 """
@@ -8,6 +8,7 @@ The final weights, optimizer, history and the order of the samples are written t
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 import time
 from functools import partial
@@ -38,14 +39,34 @@ class OrderCallback(TrainerCallback):
     def __init__(self) -> None:
         self.order: list[list[int]] = []
 
-    def on_train_step_end(self, trainer, batch, **kwargs):
-        self.order.append(trainer.gather(batch[2]).tolist())
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        samples = batch[2] if batch_output["batch_size"] else batch[2][:0]  # of a rank that only keeps step
+        self.order.append(trainer.gather(samples).tolist())
 
     def state_dict(self):
         return {"order": self.order}
 
     def load_state_dict(self, state):
         self.order = state["order"]
+
+
+class CopyStates(TrainerCallback):
+    """Keeps a copy of every state that is written, also of those that a later one replaces."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _copy(self, trainer, kind):
+        if not trainer.accelerator.is_main_process:
+            return
+        source = self.folder / "states" / f"update-{trainer.progress.update:09d}"
+        shutil.copytree(source, self.folder / "copies" / f"{trainer.progress.update:03d}-{kind}" / source.name)
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        self._copy(trainer, "step")
+
+    def on_epoch_checkpoint(self, trainer, **kwargs):
+        self._copy(trainer, "epoch")
 
 
 class SlowTrainer(Trainer):
@@ -129,7 +150,7 @@ def run(
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    names = ("accumulation", "workers", "delay", "epochs")
+    names = ("accumulation", "workers", "delay", "epochs", "asynchronous")
     arguments = dict(zip(names, sys.argv[2:], strict=False))
     result = run(folder, **{k: float(v) if k == "delay" else int(v) for k, v in arguments.items()})
     if result["main"]:

@@ -1,0 +1,66 @@
+"""A run with sharded weights (FSDP2), resumed in its middle: torchrun ... sharded.py FOLDER.
+
+On machines without GPUs Accelerate ignores its FSDP plugin, so it is told that it has several of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from tests.scripts.resumable import CopyStates
+from tests.tasks import equal, regression_data
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
+
+
+def run(folder: Path, sharded: bool, resume_from: Any = None, epochs: int = 2) -> Trainer:
+    model = make_model()
+    accelerator = None
+    if sharded:
+        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    callbacks = [saving, CopyStates(folder)]
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=3)
+    trainer.train(regression_data(22), epochs, regression_data(9), 3, resume_from=resume_from)
+    return trainer
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    trainer = run(folder / "whole", True)
+    assert trainer.accelerator.distributed_type == DistributedType.FSDP
+    assert any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    expected = whole(trainer.model.state_dict())
+    losses = trainer.run_history.to_dict()
+    trainer.save_model(folder / "model.safetensors")
+    trainer.save_checkpoint(folder / "model.pt")
+    for copy in sorted((folder / "whole" / "copies").glob("*/update-*")):
+        again = run(folder / f"again-{copy.parent.name}", True, copy)
+        assert equal(whole(again.model.state_dict()), expected), copy
+        assert again.run_history.to_dict() == losses
+    if trainer.accelerator.is_main_process:
+        torch.save((expected, losses), folder / "expected.pt")
+
+
+if __name__ == "__main__":
+    main()
