@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -206,6 +207,14 @@ def check_launch(accelerator: Accelerator) -> None:
             f"The launcher started WORLD_SIZE={launched} processes, but Accelerate sees "
             f"{accelerator.num_processes}: each rank would train on its own. On machines without a GPU set the "
             "environment variable ACCELERATE_USE_CPU=true, or pass accelerator=Accelerator(cpu=True) to the Trainer."
+        )
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and accelerator.is_main_process:
+        warnings.warn(
+            f"torchrun may restart this job {restarts} time(s), but lets all attempts share one store, where restarted "
+            "processes find the addresses of dead ones and fail or hang. Start it with the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.",
+            stacklevel=4,
         )
     wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:

@@ -336,7 +336,7 @@ class Trainer(TrainerBase):
         self._call_event("on_train_epoch_start")
         self._finish_resuming()
         loader = self._train_dataloader = self._shard(self._train_dataloader, training=True)
-        for loaded in loader.steps(self.progress.epoch, self.progress.samples_in_epoch):
+        for loaded in loader.steps(self.progress.epoch, self.progress.samples_in_epoch, self.progress.step):
             self._run_train_step(loaded)
             if self.is_finished:
                 break

@@ -21,14 +21,22 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
+from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite import TrainerCallback
-from pytorch_accel_lite.callbacks import KeepBest, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    KeepBest,
+    LimitBatchesCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+)
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
 from tests.launching import ROOT, TORCHRUN, environment, launch, torchrun
 from tests.scripts.resumable import CopyStates, make_model, run
+from tests.scripts.sharded import make_model as make_sharded_model
+from tests.scripts.sharded import run as run_sharded
 from tests.soak import soak
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
 
@@ -64,6 +72,55 @@ def test_from_every_save_point_a_run_goes_on_to_the_same_bits(tmp_path, accumula
         torch.manual_seed(99)
         resumed = run(tmp_path / f"again-{copy.parent.name}", resume_from=copy, **kwargs)
         assert_same(resumed, whole)
+
+
+class Lists:
+    """A loader of the user's own, the same in every epoch."""
+
+    def __init__(self, data, size):
+        self.batches = [data[i : i + size] for i in range(0, len(data), size)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class OwnBatches(Trainer):
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        return Lists(self.train_dataset, batch_size)
+
+
+@pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_whatever_feeds_it_a_run_with_dropout_goes_on_to_the_same_bits(tmp_path, kind, limit):
+    """The generators are where they were, also after what came before was read again and dropped."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(data)
+
+    data = regression_data(22)
+    sets = {"in memory": data, "stream": Stream(), "own": data}
+
+    def train(folder, resume_from=None):
+        model = make_model()
+        saving = SaveTrainingStateCallback(folder / "states", 1, 1)
+        callbacks = [saving, CopyStates(folder), *([LimitBatchesCallback(limit)] if limit else [])]
+        kind_of_trainer = OwnBatches if kind == "own" else Trainer
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        trainer = kind_of_trainer(model, torch.nn.MSELoss(), optimizer, callbacks, seed=5)
+        kwargs = {"shuffle": False} if kind == "stream" else None
+        trainer.train(sets[kind], 2, None, 4, train_dataloader_kwargs=kwargs, resume_from=resume_from)
+        assert trainer.progress.update == 2 * (limit or 6)
+        return model.state_dict(), trainer.run_history.to_dict()
+
+    weights, history = train(tmp_path)
+    for copy in sorted((tmp_path / "copies").glob("*/update-*")):
+        again = train(tmp_path / f"again-{copy.parent.name}", copy)
+        assert again[1] == history
+        assert equal(again[0], weights)
 
 
 def test_saving_does_not_change_the_run(tmp_path):
@@ -263,6 +320,22 @@ def test_loading_runs_no_code(tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded as plain tensors"):
         run(tmp_path)
     assert not marker.exists()
+
+
+@pytest.mark.processes
+def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path):
+    done = torchrun(2, "tests/scripts/sharded.py", str(tmp_path), timeout=280)
+    assert done.returncode == 0, done.stderr
+    expected, history = torch.load(tmp_path / "expected.pt")
+    assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected)
+    model = make_sharded_model()
+    trainer = quiet_trainer(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+    trainer.load_checkpoint(tmp_path / "model.pt")  # the optimizer's state too
+    assert equal(model.state_dict(), expected)
+    run_sharded(tmp_path / "unsharded", None, tmp_path / "whole/copies/004-step/update-000000004")
+    resumed = run_sharded(tmp_path / "finished", None, states(tmp_path / "whole")[-1])
+    assert equal(resumed.model.state_dict(), expected)
+    assert resumed.run_history.to_dict() == history
 
 
 def test_what_cannot_be_stored_is_named(tmp_path):
@@ -583,9 +656,12 @@ def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
 @pytest.mark.processes
 def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path):
     command = [*TORCHRUN, "2", "--max-restarts", "3", "--monitor-interval", "0.5", "tests/scripts/killed_ranks.py"]
+    shares = launch([*command[:-1], "tests/scripts/refused.py"])
+    assert "Start it with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shares.stderr
     done = launch([*command, str(tmp_path)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert done.returncode == 0, done.stderr
     assert "Resuming from" in done.stdout
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in done.stderr
     assert len(list(tmp_path.glob("killed*"))) == 2
     whole = torchrun(2, *script(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr

@@ -6,6 +6,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from pytorch_accel_lite.batches import find_batch_size
-from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, mix, take
+from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, keep_generators, mix, take
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.signals import ignore_in_worker
@@ -74,6 +75,7 @@ class ShardedLoader(ABC):
         self._device = device
         self._fill = fill
         self._epoch = 0
+        self._left: int | None = None
 
     @abstractmethod
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]: ...
@@ -81,12 +83,14 @@ class ShardedLoader(ABC):
     @abstractmethod
     def _num_steps(self) -> int: ...
 
-    def steps(self, epoch: int, start: int = 0) -> Iterator[LoadedBatch]:
+    def steps(self, epoch: int, start: int = 0, steps_done: int = 0) -> Iterator[LoadedBatch]:
         """Yield the steps of an epoch, from the position after ``start`` samples of the whole job.
 
         :param epoch: with a seed, the order and the randomness in the dataset follow from it
+        :param steps_done: steps that the epoch has had before, which count for the limit
         """
         self._epoch = epoch
+        self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
         if self._device.type == "cpu":  # where batches are already
             yield from steps
@@ -236,7 +240,7 @@ class MapLoader(ShardedLoader):
         return partial(ignore_in_worker, source.worker_init_fn)
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        self._shares.set_position(epoch, start, self.limit)
+        self._shares.set_position(epoch, start, self._left)
         if self._memory is None and self._inner is None:
             self._inner = self._create_inner(self.source)
         for batch in self._read_memory() if self._inner is None else self._inner:
@@ -246,8 +250,8 @@ class MapLoader(ShardedLoader):
         assert self._memory is not None
         tensors, subset = self._memory
         pin = self.source.pin_memory and self._device.type == "cuda"
-        # As a DataLoader does, so that the stream of random numbers goes on as in a hand-written loop.
-        torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
+        if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
+            torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
         for indices, _ in self._shares.shares():
             chosen = torch.as_tensor(indices)
             if subset is not None:
@@ -278,12 +282,12 @@ class StreamLoader(ShardedLoader):
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         if self._ranks.world_size == 1:
-            for batch, is_last in with_last(islice(_skip(self.source, start), self.limit)):
+            for batch, is_last in with_last(islice(_skip(self.source, start), self._left)):
                 yield LoadedBatch(batch, None, None, is_last)
             return
         batches = _skip(self.source, start) if self._ranks.rank == 0 else iter(())
         groups = iter(lambda: list(islice(batches, self._ranks.world_size)), [])
-        steps = chain(with_last(islice(groups, self.limit)), [None])
+        steps = chain(with_last(islice(groups, self._left)), [None])
         while True:
             step = self._ranks.broadcast_object(lambda: next(steps))
             if step is None:
@@ -316,15 +320,21 @@ class OwnLoader(ShardedLoader):
         self._length = int(ranks.max([length])[0])
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        batches = with_last(islice(_skip(self.source, start), self.limit))
         if self._ranks.world_size == 1 or not self._fill:
-            for batch, is_last in batches:
+            for batch, is_last in with_last(islice(_skip(self.source, start), self._left)):
                 yield LoadedBatch(batch, None, None, is_last)
             return
+        with keep_generators() if start else nullcontext():
+            steps = self._steps_together()
+            while start > 0:
+                start -= next(steps).total_samples or 0
+        yield from steps
+
+    def _steps_together(self) -> Iterator[LoadedBatch]:
+        batches = islice(iter(self.source), self._left)
         batch, ready = None, next(batches, None)
         while True:
-            if ready is not None:
-                batch = ready[0]
+            batch = batch if ready is None else ready
             size = 0 if ready is None else find_batch_size(batch)
             following = None if ready is None else next(batches, None)
             total, running, empty = self._ranks.sum([size, following is not None, batch is None])
@@ -386,7 +396,11 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 def _skip(batches: Iterable[Any], samples: int) -> Iterator[Any]:
-    iterator = iter(batches)
-    while samples > 0:
-        samples -= find_batch_size(next(iterator))
+    """Read and drop what a resumed epoch had before; the generators stay where the resumed run put them."""
+    if not samples:
+        return iter(batches)
+    with keep_generators():
+        iterator = iter(batches)
+        while samples > 0:
+            samples -= find_batch_size(next(iterator))
     return iterator

@@ -26,17 +26,18 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
 
 
-def run(folder: Path, sharded: bool, resume_from: Any = None, epochs: int = 2) -> Trainer:
+def sharding_accelerator() -> Accelerator:
+    PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
+def run(folder: Path, accelerator: Accelerator | None, resume_from: Any = None) -> Trainer:
     model = make_model()
-    accelerator = None
-    if sharded:
-        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
+    saving = SaveTrainingStateCallback(folder / "states", 1, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     callbacks = [saving, CopyStates(folder)]
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=3)
-    trainer.train(regression_data(22), epochs, regression_data(9), 3, resume_from=resume_from)
+    trainer.train(regression_data(22), 2, regression_data(9), 3, resume_from=resume_from)
     return trainer
 
 
@@ -47,7 +48,8 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    trainer = run(folder / "whole", True)
+    accelerator = sharding_accelerator()
+    trainer = run(folder / "whole", accelerator)
     assert trainer.accelerator.distributed_type == DistributedType.FSDP
     assert any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     expected = whole(trainer.model.state_dict())
@@ -55,7 +57,7 @@ def main() -> None:
     trainer.save_model(folder / "model.safetensors")
     trainer.save_checkpoint(folder / "model.pt")
     for copy in sorted((folder / "whole" / "copies").glob("*/update-*")):
-        again = run(folder / f"again-{copy.parent.name}", True, copy)
+        again = run(folder / f"again-{copy.parent.name}", accelerator, copy)
         assert equal(whole(again.model.state_dict()), expected), copy
         assert again.run_history.to_dict() == losses
     if trainer.accelerator.is_main_process:
