@@ -5,17 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
-from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
+from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 from pytorch_accel_lite.utils import check_positive_int, check_range
-
-# Epochs of the run; a run limited by max_num_train_steps has a part of one.
-_EPOCHS: Any = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS / TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
-_UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 
 
 class CosineLrScheduler(PlannedLrScheduler):
@@ -93,8 +87,8 @@ class CosineLrScheduler(PlannedLrScheduler):
     @classmethod
     def create_scheduler_fn(
         cls,
-        total_num_epochs: float = _EPOCHS,
-        num_update_steps_per_epoch: int = _UPDATES_PER_EPOCH,
+        total_num_epochs: float = RUN_EPOCHS,
+        num_update_steps_per_epoch: int = UPDATES_PER_EPOCH,
         k_decay: float = 1.0,
         lr_min: float = 1e-6,
         min_lr_ratio: float | None = None,

@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 
+from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
+
+UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+# Epochs of the run; one that is limited by max_num_train_steps may have a part of an epoch.
+RUN_EPOCHS: Any = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS / UPDATES_PER_EPOCH
+
 
 class SchedulerBase(ABC):
     """Sets a field of the optimizer's parameter groups to a function of the number of updates, which it is told.

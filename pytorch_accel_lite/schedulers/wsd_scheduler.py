@@ -10,12 +10,8 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
-from pytorch_accel_lite.schedulers.cosine_scheduler import _EPOCHS
-from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
+from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 from pytorch_accel_lite.utils import check_positive_int, check_range
-
-_UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH
 
 #: The shapes of the decay: the fraction of the base rate at t, which goes from 0 to 1, for a smallest fraction.
 DECAYS: dict[str, Callable[[float, float], float]] = {
@@ -211,8 +207,8 @@ class WSDLrScheduler(PlannedLrScheduler):
     @classmethod
     def create_scheduler_fn(
         cls,
-        total_num_epochs: float = _EPOCHS,
-        num_update_steps_per_epoch: int = _UPDATES_PER_EPOCH,
+        total_num_epochs: float = RUN_EPOCHS,
+        num_update_steps_per_epoch: int = UPDATES_PER_EPOCH,
         num_warmup_epochs: float | None = None,
         decay_phase_ratio: float = 0.1,
         lr_min: float = 1e-6,
