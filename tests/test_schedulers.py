@@ -206,6 +206,12 @@ def test_every_period_is_stable_then_decays_and_the_next_begins_at_the_base_rate
     assert runs == [("warmup", 4), ("stable", 1), *decays, ("finished", 2)]
 
 
+@pytest.mark.parametrize(("total", "ratio", "expected"), [(100, 0.29, 29), (17, 0.3, 5), (4, 0.1, 1), (8, 1.0, 8)])
+def test_a_decay_has_the_whole_updates_of_its_share_and_at_least_one(total, ratio, expected):
+    scheduler = WSDLrScheduler(make_optimizer(), total_steps=total, decay_phase_ratio=ratio)
+    assert scheduler.get_decay_info()[0]["decay_steps"] == expected
+
+
 def test_checkpoints_are_at_halves_and_the_last_at_the_end():
     assert estimate_checkpoint_steps(100, 2) == [50, 100]
     assert estimate_checkpoint_steps(17, 3) == [4, 8, 17]
