@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import numbers
 import os
 from collections.abc import Iterable
@@ -67,3 +68,21 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest of the known words, or nothing when none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_range(
+    name: str, value: object, least: float = 0, most: float = math.inf, above: float | None = None
+) -> float:
+    """Return ``value`` as a float when it is a number within limits, else raise an error naming the argument.
+
+    :param above: a limit that the number must exceed, instead of ``least``
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
+    number = float(value)
+    large_enough = number >= least if above is None else number > above
+    if not (large_enough and number <= most and math.isfinite(number)):
+        limits = f"at least {least}" if above is None else f"greater than {above}"
+        limits += f" and at most {most}" if math.isfinite(most) else ""
+        raise ValueError(f"{name}={value!r} must be {limits}.")
+    return number

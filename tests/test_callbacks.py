@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     TerminateOnNaNCallback,
 )
+from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.small import Stream, listener, make_data, make_model, make_trainer, same, train, weights
 
 SHIPPED = [
@@ -40,6 +42,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "StepBasedEvaluationCallback": {"evaluate_every_n_steps": 2},
 }
 
+
+# Arguments of train() that runs with a shipped callback need.
+RUN: dict[str, dict[str, Any]] = {
+    "WSDCheckpointCallback": {"create_scheduler_fn": partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)}
+}
 
 # Arguments with which a run leaves a trace in the callback's state, where the defaults leave none.
 STATEFUL: dict[str, dict[str, Any]] = {}
@@ -96,13 +103,13 @@ def test_the_callbacks_that_the_contract_is_about_are_found():
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict(callback_class, here):
     data = make_data(6)
-    callback = build(callback_class)
+    callback, needs = build(callback_class), RUN.get(callback_class.__name__, {})
     trainer = make_trainer([callback])
     start = weights(trainer.model)
-    train(trainer, epochs=2, train_dataset=data, eval_dataset=data)
+    train(trainer, epochs=2, train_dataset=data, eval_dataset=data, **needs)
     assert trainer.progress.update == 6 or "Limit" in callback_class.__name__
     assert not same(weights(trainer.model), start)
-    train(trainer, epochs=2, train_dataset=data, eval_dataset=data)
+    train(trainer, epochs=2, train_dataset=data, eval_dataset=data, **needs)
     assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
     assert math.isfinite(trainer.evaluate(data)["evaluation_loss"])
     assert trainer.predict(data).shape == (6, 1)
@@ -119,12 +126,14 @@ def test_a_shipped_callback_serves_evaluate_and_predict_before_any_run(callback_
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):
     trainer = make_trainer([build(callback_class)])
-    train(trainer, epochs=2, train_dataset=Stream(6), eval_dataset=Stream(3), train_dataloader_kwargs={})
+    data = {"train_dataset": Stream(6), "eval_dataset": Stream(3), "train_dataloader_kwargs": {}}
+    train(trainer, epochs=2, **data, **RUN.get(callback_class.__name__, {}))
     assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_comes_through_a_run_that_fails_or_stops_and_serves_the_next(callback_class, here):
+    arguments = {"eval_dataset": True, **RUN.get(callback_class.__name__, {})}
     pending: list[BaseException] = [KeyboardInterrupt(), StopTrainingError("enough"), ValueError("broken")]
 
     def fail(trainer: Trainer, **kwargs: Any) -> None:
@@ -136,12 +145,12 @@ def test_a_shipped_callback_comes_through_a_run_that_fails_or_stops_and_serves_t
         trainer = make_trainer([listener(**{event: fail}), build(callback_class)])
         for error in reversed(errors):
             if isinstance(error, StopTrainingError):
-                train(trainer, eval_dataset=True)
+                train(trainer, **arguments)
                 assert trainer.stop_reason == "enough"
             else:
                 with pytest.raises(type(error)):
-                    train(trainer, eval_dataset=True)
-        train(trainer, eval_dataset=True)
+                    train(trainer, **arguments)
+        train(trainer, **arguments)
         assert trainer.progress.epochs_completed == 1
         pending.extend(errors)
 
@@ -171,19 +180,20 @@ def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class
         pytest.skip("the order of the data follows from a seed then, as documented")
     seen: list[Any] = []
     keep = listener(on_train_step_end=lambda t, **_: seen.append(weights(t.model)))
-    shuffled = {"shuffle": True}
+    arguments = {"train_dataloader_kwargs": {"shuffle": True}, **RUN.get(callback_class.__name__, {})}
     torch.manual_seed(0)
-    train(make_trainer([keep, build(callback_class)], seed=seed), eval_dataset=True, train_dataloader_kwargs=shuffled)
+    train(make_trainer([keep, build(callback_class)], seed=seed), eval_dataset=True, **arguments)
     with_callback, seen[:] = list(seen), []
     torch.manual_seed(0)
-    train(make_trainer([keep], seed=seed), eval_dataset=True, train_dataloader_kwargs=shuffled)
+    train(make_trainer([keep], seed=seed), eval_dataset=True, **arguments)
     assert len(seen) == 3
     assert all(map(same, with_callback, seen))
 
 
 def test_all_shipped_callbacks_work_together(here):
     trainer = make_trainer([build(c) for c in SHIPPED])
-    train(trainer, epochs=2, eval_dataset=True)
+    needs = {name: value for arguments in RUN.values() for name, value in arguments.items()}
+    train(trainer, epochs=2, eval_dataset=True, **needs)
     trainer.evaluate()
     assert trainer.progress.epochs_completed >= 1
 

@@ -13,7 +13,7 @@ import pytest
 import pytorch_accel_lite
 from tests.small import ROOT, run_python
 
-MODULES = ["", ".trainer", ".callbacks", ".tracking", ".run_config", ".utils", ".checkpoint", ".data"]
+MODULES = ["", ".trainer", ".callbacks", ".tracking", ".run_config", ".utils", ".checkpoint", ".data", ".schedulers"]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -25,7 +25,7 @@ def test_all_public_names_exist(module):
         assert getattr(imported, name) is not None
 
 
-@pytest.mark.parametrize("module", ["", ".trainer", ".callbacks"])
+@pytest.mark.parametrize("module", ["", ".trainer", ".callbacks", ".schedulers"])
 def test_these_modules_say_what_is_public(module):
     assert importlib.import_module(f"pytorch_accel_lite{module}").__all__
 
@@ -43,9 +43,14 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
     TrainerCallback,
+    WSDCheckpointCallback,
     get_default_callbacks,
 )
 from pytorch_accel_lite.run_config import TrainerRunConfig
+from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
+from pytorch_accel_lite.schedulers.cosine_scheduler import CosineLrScheduler
+from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase, StatefulSchedulerBase
+from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler, estimate_checkpoint_steps
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from pytorch_accel_lite.trainer import (
     DEFAULT_CALLBACKS,
@@ -115,7 +120,7 @@ before_levels = levels()
 
 import pytorch_accel_lite
 import pytorch_accel_lite.callbacks, pytorch_accel_lite.run_config, pytorch_accel_lite.tracking
-import pytorch_accel_lite.trainer, pytorch_accel_lite.utils
+import pytorch_accel_lite.schedulers, pytorch_accel_lite.trainer, pytorch_accel_lite.utils
 
 seen["modules"] = sorted(set(sys.modules) - modules)
 seen["after importing"] = [old == new for old, new in zip(before, states(), strict=True)]

@@ -36,8 +36,10 @@ from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     SaveBestModelCallback,
     TerminateOnNaNCallback,
+    WSDCheckpointCallback,
 )
 from pytorch_accel_lite.data import NamedDatasets, OwnShard
+from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.launching import Failed
 from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
 
@@ -500,6 +502,25 @@ def case_limits() -> Any:
     data = regression_data(30)
     trainer.train(data, 2, data, per_device_batch_size=_global_batch(6), train_dataloader_kwargs=IN_ORDER)
     return {"weights": weights(model), "samples": trainer.progress.samples, "updates": trainer.progress.update}
+
+
+def case_wsd() -> Any:
+    """A run with a decay, one that goes on from before it, and the same in one go: 8, 4 + 8 and 12 updates."""
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = Path(sys.argv[1] if world_size() > 1 else own_folder) / "wsd"  # one that the ranks share
+
+        def run(name: str, epochs: int, ratio: float, initial: Path | None = None) -> Any:
+            model = small_model()
+            trainer = quiet_trainer(model, callbacks=[WSDCheckpointCallback(folder / name, initial_checkpoint=initial)])
+            create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=ratio)
+            batch = {"per_device_batch_size": _global_batch(6), "train_dataloader_kwargs": IN_ORDER}
+            trainer.train(regression_data(24), epochs, create_scheduler_fn=create, **batch)
+            return weights(model)
+
+        run("first", 2, 0.5)
+        continued = run("second", 2, 0.5, folder / "first" / "checkpoint_4_wsd_pre_decay.pt")
+        names = sorted(path.name for path in (folder / "first").iterdir())
+        return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}
 
 
 def main() -> None:

@@ -1,0 +1,98 @@
+"""Saving the model before and after each decay of a warm-up, stable, decay schedule."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.events import TrainerCallback
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+_PRE, _POST = "pre_decay", "post_decay"
+
+
+class WSDCheckpointCallback(TrainerCallback):
+    """Saves portable checkpoints around each decay of a :class:`~pytorch_accel_lite.schedulers.WSDLrScheduler`.
+
+    After n updates of the schedule: ``checkpoint_n_wsd_pre_decay.pt`` right before a decay, with the states of the
+    optimizer and the scheduler, to go on from (WSD); ``checkpoint_n_wsd_post_decay.pt`` right after it, to use, or to
+    go on from (WSD-S). A run that ends within a decay saves its last model as the latter.
+
+    :param save_dir: where the checkpoints go
+    :param save_optimizer: include the optimizer's state in the checkpoints after a decay
+    :param save_scheduler: include the scheduler's state in the checkpoints after a decay
+    :param initial_checkpoint: a checkpoint to begin with: its weights, its optimizer's state and its base learning
+        rates, if it holds them; the schedule and all counts begin at 0. A run that resumes from a training state does
+        not load it.
+    :raises ValueError: at the start of a run without a ``WSDLrScheduler``, or that would write over
+        ``initial_checkpoint``
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] = "checkpoints",
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        initial_checkpoint: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.save_dir = Path(save_dir)
+        self.save_optimizer = save_optimizer
+        self.save_scheduler = save_scheduler
+        self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
+        self._kinds: set[tuple[int, str]] = set()  # the counts of updates at which something is saved
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not hasattr(trainer.scheduler, "get_decay_info"):
+            raise ValueError(
+                f"WSDCheckpointCallback needs a WSDLrScheduler, not {trainer.scheduler!r}: pass "
+                "create_scheduler_fn=WSDLrScheduler.create_scheduler_fn() to train()."
+            )
+        periods = trainer.scheduler.get_decay_info()
+        self._kinds = {(period["pre_decay_step"], _PRE) for period in periods}
+        self._kinds |= {(period["period_end"], _POST) for period in periods}
+        if self.initial_checkpoint is not None and not trainer.progress.update:
+            self._load(trainer, self.initial_checkpoint)
+        self._save_due(trainer)  # what a run was killed before saving, when it resumes from a state of this moment
+
+    def _load(self, trainer: Trainer, path: Path) -> None:
+        if path.is_dir():
+            raise ValueError(
+                f"initial_checkpoint={str(path)!r} is a directory. Give a file that WSDCheckpointCallback wrote; to "
+                "go on from a training state, pass it to train(resume_from=...)."
+            )
+        if path.resolve() in {self._path(*kind).resolve() for kind in self._kinds}:
+            raise ValueError(
+                f"initial_checkpoint={str(path)!r} would be written over by this run. Choose another save_dir than "
+                f"{str(self.save_dir)!r}."
+            )
+        checkpoint = trainer.load_checkpoint(path, load_scheduler=False)
+        trainer.scheduler.continue_from(checkpoint.get("scheduler_state_dict"))
+        trainer.print(f"Beginning with the weights of {os.fspath(path)!r}")
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._save_due(trainer)
+
+    def _save_due(self, trainer: Trainer) -> None:
+        num_updates = trainer.scheduler.num_updates
+        for kind in (_POST, _PRE):
+            if (num_updates, kind) in self._kinds:
+                self._save(trainer, kind)
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        info = trainer.scheduler.get_current_phase_info()
+        if trainer.is_finished and info["phase"] == "decay" and trainer.scheduler.num_updates > info["pre_decay_step"]:
+            self._save(trainer, _POST)
+
+    def _save(self, trainer: Trainer, kind: str) -> None:
+        trainer.save_checkpoint(
+            self._path(trainer.scheduler.num_updates, kind),
+            checkpoint_kwargs={"step": trainer.scheduler.num_updates, "checkpoint_type": f"wsd_{kind}"},
+            save_optimizer=self.save_optimizer or kind == _PRE,
+            save_scheduler=self.save_scheduler or kind == _PRE,
+        )
+
+    def _path(self, num_updates: int, kind: str) -> Path:
+        return self.save_dir / f"checkpoint_{num_updates}_wsd_{kind}.pt"

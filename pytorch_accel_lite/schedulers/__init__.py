@@ -1,0 +1,9 @@
+"""Schedules that torch lacks, stepped once an update; see ``docs/schedulers.md``."""
+
+from __future__ import annotations
+
+from pytorch_accel_lite.schedulers.cosine_scheduler import CosineLrScheduler
+from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase, StatefulSchedulerBase
+from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
+
+__all__ = ["CosineLrScheduler", "SchedulerBase", "StatefulSchedulerBase", "WSDLrScheduler"]

@@ -1,0 +1,115 @@
+"""Cosine annealing over the whole run, with warm-up and cool-down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
+from pytorch_accel_lite.utils import check_positive_int, check_range
+
+
+class CosineLrScheduler(PlannedLrScheduler):
+    """Cosine annealing without restarts: warm-up, half a cosine, cool-down; stepped once an update.
+
+    With W updates of warm-up, C of cool-down and A = total - W - C between them, the learning rate after n updates is
+
+    * in the warm-up, ``start + (base - start) * n / W``;
+    * then ``min + (base - min) * (1 + cos(pi * ((n - W) / A) ** k_decay)) / 2``;
+    * in the cool-down and ever after, ``min``.
+
+    Sources: Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_; for ``k_decay`` Zhang and Li,
+    `k-decay <https://arxiv.org/abs/2004.05909>`_. The rates are those of timm's ``CosineLRScheduler`` with
+    ``warmup_prefix=True``.
+
+    :param optimizer: its parameter groups say from which rate each is annealed
+    :param total_num_epochs: epochs of the schedule, warm-up and cool-down included; may have a fraction
+    :param num_update_steps_per_epoch: updates in an epoch
+    :param k_decay: more than 1 keeps the rate high for longer, less than 1 lowers it sooner
+    :param lr_min: the rate at the end, of every group
+    :param min_lr_ratio: the rate at the end as a fraction of each group's own, instead of ``lr_min``
+    :param num_warmup_epochs: epochs in which the rate grows; may have a fraction
+    :param warmup_starting_lr: the rate of the first update, when there is a warm-up
+    :param warmup_starting_lr_ratio: the same as a fraction of each group's own, instead of ``warmup_starting_lr``
+    :param num_cooldown_epochs: epochs at the smallest rate at the end; may have a fraction
+    :raises TypeError, ValueError: for the first argument that is out of its range
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_epochs: float,
+        num_update_steps_per_epoch: int,
+        k_decay: float = 1.0,
+        lr_min: float = 1e-6,
+        min_lr_ratio: float | None = None,
+        num_warmup_epochs: float = 0,
+        warmup_starting_lr: float = 1e-6,
+        warmup_starting_lr_ratio: float | None = None,
+        num_cooldown_epochs: float = 0,
+    ) -> None:
+        super().__init__(optimizer)
+        per_epoch = check_positive_int("num_update_steps_per_epoch", num_update_steps_per_epoch)
+        total = round(check_range("total_num_epochs", total_num_epochs, above=0) * per_epoch)
+        self.num_warmup_steps = round(check_range("num_warmup_epochs", num_warmup_epochs) * per_epoch)
+        cooldown = round(check_range("num_cooldown_epochs", num_cooldown_epochs) * per_epoch)
+        self.num_annealing_steps = total - self.num_warmup_steps - cooldown
+        if self.num_annealing_steps < 1:
+            raise ValueError(
+                f"num_warmup_epochs={num_warmup_epochs!r} and num_cooldown_epochs={num_cooldown_epochs!r} leave "
+                f"nothing of total_num_epochs={total_num_epochs!r} for the annealing. Make them shorter."
+            )
+        self.k_decay = check_range("k_decay", k_decay, above=0)
+        self.lr_min = check_range("lr_min", lr_min)
+        self.min_lr_ratio = None if min_lr_ratio is None else check_range("min_lr_ratio", min_lr_ratio, most=1)
+        self.warmup_starting_lr = check_range("warmup_starting_lr", warmup_starting_lr)
+        self.warmup_starting_lr_ratio = warmup_starting_lr_ratio
+        if warmup_starting_lr_ratio is not None:
+            check_range("warmup_starting_lr_ratio", warmup_starting_lr_ratio, most=1)
+        self.step_update(0)
+
+    def get_updated_values(self, num_updates: int) -> list[float]:
+        """Return the learning rate of each group after a number of updates."""
+        return [self._rate(base, num_updates) for base in self.base_lr_values]
+
+    def _rate(self, base: float, num_updates: int) -> float:
+        if num_updates < self.num_warmup_steps:
+            ratio = self.warmup_starting_lr_ratio
+            start = self.warmup_starting_lr if ratio is None else ratio * base
+            return start + (base - start) * num_updates / self.num_warmup_steps
+        low = self.lr_min if self.min_lr_ratio is None else self.min_lr_ratio * base
+        done = min(1.0, (num_updates - self.num_warmup_steps) / self.num_annealing_steps)
+        return low + (base - low) * (1 + math.cos(math.pi * done**self.k_decay)) / 2
+
+    @classmethod
+    def create_scheduler_fn(
+        cls,
+        total_num_epochs: float = RUN_EPOCHS,
+        num_update_steps_per_epoch: int = UPDATES_PER_EPOCH,
+        k_decay: float = 1.0,
+        lr_min: float = 1e-6,
+        min_lr_ratio: float | None = None,
+        num_warmup_epochs: float = 0,
+        warmup_starting_lr: float = 1e-6,
+        warmup_starting_lr_ratio: float | None = None,
+        num_cooldown_epochs: float = 0,
+    ) -> Callable[[torch.optim.Optimizer], CosineLrScheduler]:
+        """Return what ``Trainer.train(create_scheduler_fn=...)`` wants; the length is that of the run by default.
+
+        The arguments are those of the constructor; any may be, or hold, placeholders.
+        """
+        return partial(
+            cls,
+            total_num_epochs=total_num_epochs,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            k_decay=k_decay,
+            lr_min=lr_min,
+            min_lr_ratio=min_lr_ratio,
+            num_warmup_epochs=num_warmup_epochs,
+            warmup_starting_lr=warmup_starting_lr,
+            warmup_starting_lr_ratio=warmup_starting_lr_ratio,
+            num_cooldown_epochs=num_cooldown_epochs,
+        )

@@ -1,0 +1,142 @@
+"""Base classes: a schedule is a function from the number of updates to the values of the parameter groups."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
+
+UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+# Epochs of the run; one that is limited by max_num_train_steps may have a part of an epoch.
+RUN_EPOCHS: Any = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS / UPDATES_PER_EPOCH
+
+
+class SchedulerBase(ABC):
+    """Sets a field of the optimizer's parameter groups to a function of the number of updates, which it is told.
+
+    Override :meth:`get_updated_values`. The values that the groups had at first are in ``base_lr_values``; they are
+    kept in the groups too, as ``initial_lr``, so that a second scheduler begins from the same values.
+
+    :param optimizer: the optimizer whose parameter groups are scheduled
+    :param param_group_field: the field of the groups that is set
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, param_group_field: str = "lr") -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer.")
+        self.optimizer = optimizer
+        self.param_group_field = param_group_field
+        for group in optimizer.param_groups:
+            if param_group_field not in group:
+                raise ValueError(
+                    f"param_group_field={param_group_field!r} is not in the optimizer's parameter groups, which have "
+                    f"{sorted(group.keys() - {'params'})}."
+                )
+            group.setdefault(f"initial_{param_group_field}", _plain(group[param_group_field]))
+        self.base_lr_values = [_plain(group[f"initial_{param_group_field}"]) for group in optimizer.param_groups]
+
+    @abstractmethod
+    def get_updated_values(self, num_updates: int) -> Iterable[float] | float | None:
+        """Return the value after a number of updates, with which the next update is made.
+
+        :param num_updates: updates made so far
+        :return: one value for all parameter groups, one for each, or ``None`` to leave them as they are
+        """
+
+    def step_update(self, num_updates: int) -> None:
+        """Set the parameter groups to the values after a number of updates.
+
+        :param num_updates: updates made so far
+        """
+        values = self.get_updated_values(num_updates)
+        if values is None:
+            return
+        groups = self.optimizer.param_groups
+        values = list(values) if isinstance(values, Iterable) else [values] * len(groups)
+        if len(values) != len(groups):
+            raise ValueError(
+                f"{type(self).__name__}.get_updated_values returned {len(values)} values for {len(groups)} parameter "
+                "groups. Return one for each, or a single number."
+            )
+        for group, value in zip(groups, values, strict=True):
+            if isinstance(group[self.param_group_field], torch.Tensor):
+                group[self.param_group_field].fill_(value)  # compiled optimizers hold on to the tensor
+            else:
+                group[self.param_group_field] = value
+
+    def get_last_lr(self) -> list[float]:
+        """Return the current value of each parameter group."""
+        return [_plain(group[self.param_group_field]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all attributes but the optimizer. Override it when some are not plain values."""
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        vars(self).update(state_dict)
+
+
+class StatefulSchedulerBase(SchedulerBase):
+    """A :class:`SchedulerBase` that counts the updates itself: call :meth:`step` after each, as the trainer does.
+
+    The first update is made with the values that the optimizer has. Where these are not the schedule's own, end the
+    constructor of your class with ``self.step_update(0)``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, param_group_field: str = "lr") -> None:
+        super().__init__(optimizer, param_group_field)
+        self._num_updates = 0
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates counted so far."""
+        return self._num_updates
+
+    def step(self) -> None:
+        """Count an update, and set the parameter groups to the values for the next."""
+        self._num_updates += 1
+        self.step_update(self._num_updates)
+
+
+class PlannedLrScheduler(StatefulSchedulerBase):
+    """A schedule of learning rates that its arguments fix: its state is how far it has come, and from which rates.
+
+    The arguments are not in the state, so a run that is resumed with more epochs follows the longer schedule.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates and the initial learning rate of each group."""
+        return {"num_updates": self._num_updates, "base_lr_values": list(self.base_lr_values)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, and set the learning rates accordingly.
+
+        :raises ValueError: when the state does not say how far it had come, or has another number of groups
+        """
+        if "num_updates" not in state_dict:
+            raise ValueError(
+                f"The state for {type(self).__name__} holds no num_updates, only {sorted(state_dict)}, so it cannot "
+                "tell how far the schedule had come."
+            )
+        self._go_to(state_dict["num_updates"], state_dict.get("base_lr_values", self.base_lr_values))
+
+    def _go_to(self, num_updates: int, base_lr_values: list[float]) -> None:
+        if len(base_lr_values) != len(self.base_lr_values):
+            raise ValueError(
+                f"The state for {type(self).__name__} is of {len(base_lr_values)} parameter groups; the optimizer has "
+                f"{len(self.base_lr_values)}."
+            )
+        self._num_updates, self.base_lr_values = num_updates, list(base_lr_values)
+        for group, value in zip(self.optimizer.param_groups, base_lr_values, strict=True):
+            group["initial_lr"] = value
+        self.step_update(num_updates)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of torch or numpy as one of Python, which any state can hold."""
+    return value.item() if hasattr(value, "item") else value

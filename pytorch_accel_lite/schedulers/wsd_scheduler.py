@@ -1,0 +1,278 @@
+"""Warm-up, stable, decay: a constant rate that is lowered quickly wherever a finished model is wanted."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
+from pytorch_accel_lite.utils import check_positive_int, check_range
+
+#: The shapes of the decay: the fraction of the base rate at t, which goes from 0 to 1, for a smallest fraction.
+DECAYS: dict[str, Callable[[float, float], float]] = {
+    "inverse": lambda t, low: 1 / (1 + t * (1 / low - 1)),
+    "sqrt": lambda t, low: low + (1 - low) * (1 - math.sqrt(t)),
+    "linear": lambda t, low: low + (1 - low) * (1 - t),
+    "cosine": lambda t, low: low + (1 - low) * (1 + math.cos(math.pi * t)) / 2,
+}
+
+
+def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int = 3) -> list[int]:
+    """Return the ends of the decays: the last at the end, each of the others at half of the next.
+
+    :param total_steps: updates of the whole schedule
+    :param num_checkpoints: how many decays there are
+    :raises ValueError: when there is no room for so many
+    """
+    check_positive_int("total_steps", total_steps)
+    check_positive_int("num_checkpoints", num_checkpoints)
+    if total_steps < 2**num_checkpoints:
+        raise ValueError(
+            f"num_checkpoints={num_checkpoints!r} is too many for total_steps={total_steps!r}: each comes at half of "
+            f"the next, so it takes at least {2**num_checkpoints} updates."
+        )
+    return [total_steps // 2**halvings for halvings in reversed(range(num_checkpoints))]
+
+
+class WSDLrScheduler(PlannedLrScheduler):
+    """Warm-up, stable, decay (WSD): the learning rate is constant, and lowered quickly before each checkpoint.
+
+    The schedule is made of periods, each of which ends at a checkpoint: a stable phase at the base rate, then a decay
+    over the last ``decay_phase_ratio`` of the period. The first period begins with the warm-up. After a checkpoint that
+    is not the last, training goes on from the decayed weights at the base rate at once (WSD-S). To go on from before a
+    decay instead (WSD), or with another run, see :class:`~pytorch_accel_lite.callbacks.WSDCheckpointCallback`.
+
+    Sources: Hu et al., `MiniCPM <https://arxiv.org/abs/2404.06395>`_ (WSD); Wen et al., `Understanding
+    Warmup-Stable-Decay Learning Rates <https://arxiv.org/abs/2410.05192>`_ (WSD-S, the inverse-proportional decay);
+    Hägele et al., `Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations
+    <https://arxiv.org/abs/2405.18392>`_ (1 - sqrt).
+
+    :param optimizer: its parameter groups have the base rates
+    :param num_epochs: epochs of the schedule, with ``num_update_steps_per_epoch``; or else give ``total_steps``
+    :param num_update_steps_per_epoch: updates in an epoch
+    :param total_steps: updates of the whole schedule; takes precedence over ``num_epochs``
+    :param num_warmup_steps: updates in which the rate grows linearly; ``None``: a tenth of all, within the first stable
+        phase. There is no warm-up when the run is a continuation.
+    :param decay_phase_ratio: how much of each period is decay, more than 0, at most 1
+    :param lr_min: where the decay ends, as a fraction of the base rate
+    :param warmup_starting_lr: the rate of the first update, when there is a warm-up
+    :param use_inverse_sqrt_decay: when ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
+    :param num_checkpoints: periods of the schedule; see :func:`estimate_checkpoint_steps` for where they end
+    :param is_continuation_from_checkpoint: the weights have been trained before: there is no warm-up, and
+        :meth:`load_state_dict` takes only the base rates from the state of the run before
+    :param decay: the shape of the decay, a key of :data:`DECAYS`
+    :param checkpoint_steps: where the periods end, instead of ``num_checkpoints``: rising counts of updates; the last
+        is the end of the schedule
+    :raises TypeError, ValueError: for the first argument that is out of its range
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        num_epochs: float | None = None,
+        num_update_steps_per_epoch: int | None = None,
+        total_steps: int | None = None,
+        num_warmup_steps: int | None = 0,
+        decay_phase_ratio: float = 0.1,
+        lr_min: float = 1e-6,
+        warmup_starting_lr: float = 1e-6,
+        use_inverse_sqrt_decay: bool = True,
+        num_checkpoints: int = 1,
+        is_continuation_from_checkpoint: bool = False,
+        *,
+        decay: str | None = None,
+        checkpoint_steps: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        self.decay = _choose_decay(decay, use_inverse_sqrt_decay)
+        self.lr_min = check_range("lr_min", lr_min, most=1)
+        if self.decay == "inverse" and not self.lr_min:
+            raise ValueError(
+                f"lr_min={lr_min!r}: the inverse decay never ends at 0. Choose lr_min=0.1, say, or a decay."
+            )
+        self.decay_phase_ratio = check_range("decay_phase_ratio", decay_phase_ratio, above=0, most=1)
+        self.warmup_starting_lr = check_range("warmup_starting_lr", warmup_starting_lr)
+        self.is_continuation_from_checkpoint = is_continuation_from_checkpoint
+        if checkpoint_steps is None:
+            total_steps = _count_updates(num_epochs, num_update_steps_per_epoch, total_steps)
+            ends = estimate_checkpoint_steps(total_steps, num_checkpoints)
+        else:
+            ends = _check_checkpoint_steps(checkpoint_steps, total_steps, num_checkpoints)
+        self._ends = ends
+        self._periods = [self._plan_period(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self.num_warmup_steps = 0 if is_continuation_from_checkpoint else self._count_warmup(num_warmup_steps)
+        self.step_update(0)
+
+    def _plan_period(self, start: int, end: int) -> dict[str, int]:
+        # The small number is for products like 0.29 * 100, which fall short of the whole number.
+        decay_steps = max(1, int(self.decay_phase_ratio * (end - start) + 1e-9))
+        return {
+            "period_start": start,
+            "period_end": end,
+            "decay_steps": decay_steps,
+            "pre_decay_step": end - decay_steps,
+        }
+
+    def _count_warmup(self, num_warmup_steps: int | None) -> int:
+        most = self._periods[0]["pre_decay_step"]
+        if num_warmup_steps is None:
+            return min(self.total_steps // 10, most)
+        if num_warmup_steps:
+            check_positive_int("num_warmup_steps", num_warmup_steps)
+        if num_warmup_steps > most:
+            raise ValueError(
+                f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which begins after {most} "
+                "updates. Shorten the warm-up or the decay, or use fewer checkpoints."
+            )
+        return int(num_warmup_steps)
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the whole schedule."""
+        return self._ends[-1]
+
+    def get_updated_values(self, num_updates: int) -> list[float]:
+        """Return the learning rate of each group after a number of updates."""
+        if num_updates < self.num_warmup_steps:
+            start, done = self.warmup_starting_lr, num_updates / self.num_warmup_steps
+            return [start + (base - start) * done for base in self.base_lr_values]
+        period = self._period_at(num_updates)
+        done = (num_updates - period["pre_decay_step"]) / period["decay_steps"]
+        fraction = DECAYS[self.decay](min(done, 1.0), self.lr_min) if done > 0 else 1.0
+        return [base * fraction for base in self.base_lr_values]
+
+    def _period_at(self, num_updates: int) -> dict[str, int]:
+        return self._periods[min(bisect_right(self._ends, num_updates), len(self._ends) - 1)]
+
+    def get_checkpoint_steps(self) -> list[int]:
+        """Return the counts of updates at which the periods end."""
+        return list(self._ends)
+
+    def get_decay_info(self) -> list[dict[str, int]]:
+        """Return for each period its start, its end, the updates of its decay, and the count at which that begins.
+
+        :return: dicts with ``period_start``, ``period_end``, ``decay_steps`` and ``pre_decay_step``
+        """
+        return [dict(period) for period in self._periods]
+
+    def get_phase_info(self, num_updates: int) -> dict[str, Any]:
+        """Return where the schedule is after a number of updates.
+
+        :return: the period as in :meth:`get_decay_info`, and ``phase``, that of the next update: ``"warmup"``,
+            ``"stable"``, ``"decay"``, or ``"finished"`` after the last
+        """
+        period = self._period_at(num_updates)
+        if num_updates >= self.total_steps:
+            phase = "finished"
+        elif num_updates < self.num_warmup_steps:
+            phase = "warmup"
+        else:
+            phase = "stable" if num_updates < period["pre_decay_step"] else "decay"
+        return {**period, "phase": phase}
+
+    def get_current_phase_info(self) -> dict[str, Any]:
+        """Return :meth:`get_phase_info` of the current count of updates."""
+        return self.get_phase_info(self.num_updates)
+
+    def get_current_step(self) -> int:
+        """Return the number of updates counted so far."""
+        return self.num_updates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, the initial rates, and whether the run is a continuation."""
+        return super().state_dict() | {"is_continuation_from_checkpoint": self.is_continuation_from_checkpoint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, and set the learning rates accordingly.
+
+        A continuation that is given the state of a run that was none begins: see :meth:`continue_from`.
+        """
+        if self.is_continuation_from_checkpoint and not state_dict.get("is_continuation_from_checkpoint", False):
+            self.continue_from(state_dict)
+        else:
+            super().load_state_dict(state_dict)
+
+    def continue_from(self, state_dict: dict[str, Any] | None) -> None:
+        """Begin this schedule with the base rates of another run, and set the learning rates accordingly.
+
+        :param state_dict: the state of the other run's scheduler; ``None`` to keep the optimizer's own base rates
+        """
+        self._go_to(0, (state_dict or {}).get("base_lr_values", self.base_lr_values))
+
+    @classmethod
+    def create_scheduler_fn(
+        cls,
+        total_num_epochs: float = RUN_EPOCHS,
+        num_update_steps_per_epoch: int = UPDATES_PER_EPOCH,
+        num_warmup_epochs: float | None = None,
+        decay_phase_ratio: float = 0.1,
+        lr_min: float = 1e-6,
+        warmup_starting_lr: float = 1e-6,
+        use_inverse_sqrt_decay: bool = True,
+        num_checkpoints: int = 1,
+        is_continuation_from_checkpoint: bool = False,
+        *,
+        decay: str | None = None,
+    ) -> Callable[[torch.optim.Optimizer], WSDLrScheduler]:
+        """Return what ``Trainer.train(create_scheduler_fn=...)`` wants; the length is that of the run by default.
+
+        The arguments are those of the constructor; any may be, or hold, placeholders.
+
+        :param num_warmup_epochs: epochs in which the rate grows, may have a fraction; ``None``: a tenth of the run
+        """
+        warmup: Any = None if num_warmup_epochs is None else round(num_warmup_epochs * num_update_steps_per_epoch)
+        return partial(
+            cls,
+            num_epochs=total_num_epochs,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            num_warmup_steps=warmup,
+            decay_phase_ratio=decay_phase_ratio,
+            lr_min=lr_min,
+            warmup_starting_lr=warmup_starting_lr,
+            use_inverse_sqrt_decay=use_inverse_sqrt_decay,
+            num_checkpoints=num_checkpoints,
+            is_continuation_from_checkpoint=is_continuation_from_checkpoint,
+            decay=decay,
+        )
+
+
+def _choose_decay(decay: str | None, use_inverse_sqrt_decay: bool) -> str:
+    if decay is None:
+        return "sqrt" if use_inverse_sqrt_decay else "inverse"
+    if decay not in DECAYS:
+        raise ValueError(f"decay={decay!r} is not known. Choose one of {', '.join(map(repr, DECAYS))}.")
+    if not use_inverse_sqrt_decay and decay != "inverse":
+        raise ValueError(
+            f"use_inverse_sqrt_decay=False asks for decay='inverse', not for decay={decay!r}. Leave it out."
+        )
+    return decay
+
+
+def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps: int | None) -> int:
+    if total_steps is not None:
+        return check_positive_int("total_steps", total_steps)
+    if num_epochs is None or per_epoch is None:
+        raise ValueError(
+            f"total_steps=None, num_epochs={num_epochs!r} and num_update_steps_per_epoch={per_epoch!r} do not say how "
+            "long the schedule is. Give total_steps, or both of the others."
+        )
+    per_epoch = check_positive_int("num_update_steps_per_epoch", per_epoch)
+    return round(check_range("num_epochs", num_epochs, above=0) * per_epoch)
+
+
+def _check_checkpoint_steps(steps: Sequence[int], total_steps: int | None, num_checkpoints: int) -> list[int]:
+    steps = [check_positive_int(f"checkpoint_steps[{i}]", step) for i, step in enumerate(steps)]
+    if not steps or any(second - first < 2 for first, second in zip([0, *steps], steps, strict=False)):
+        raise ValueError(f"checkpoint_steps={steps!r} must rise, by at least 2 updates each: one stable, one of decay.")
+    if num_checkpoints != 1:
+        raise ValueError(f"num_checkpoints={num_checkpoints!r} and checkpoint_steps={steps!r}: give one of them.")
+    if total_steps not in (None, steps[-1]):
+        raise ValueError(
+            f"total_steps={total_steps!r}: the last of checkpoint_steps={steps!r} is the end. Leave it out."
+        )
+    return steps

@@ -1,0 +1,571 @@
+"""The schedules that are shipped: their rates, their states, and runs that go on from before or after a decay."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, WSDCheckpointCallback
+from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
+from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
+from tests.small import Stream, make_data, make_model, run_python, same, weights
+from tests.tasks import largest_difference
+
+P = TrainerPlaceholderValues
+
+
+def make_optimizer(*rates: float, **kwargs: Any) -> torch.optim.Optimizer:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.1, 0.3)]
+    return torch.optim.SGD(groups, **kwargs)
+
+
+def rates(scheduler: SchedulerBase, updates: int = 50) -> list[Any]:
+    return [scheduler.get_updated_values(n) for n in range(updates)]
+
+
+class Noting(TrainerCallback):
+    """Notes the rate that each update is made with, and the weights after it, by the number of updates made."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_optimizer_step_start(self, trainer, **kwargs):
+        self.rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    def on_train_step_end(self, trainer, **kwargs):
+        self.weights[trainer.progress.update] = weights(trainer.get_model())
+
+
+def run(factory: Any, *callbacks: Any, epochs: int | None = 4, seed: int | None = 5, **kwargs: Any) -> Any:
+    """Train for epochs of 3 updates; data are in order, the optimizer has a state."""
+    model, noting = make_model(), Noting()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trainer: Any = Trainer(model, nn.MSELoss(), optimizer, callbacks=[noting, *callbacks], seed=seed)
+    trainer.noting = noting
+    kwargs = {"train_dataset": make_data(6), "train_dataloader_kwargs": {"shuffle": False}} | kwargs
+    trainer.train(num_epochs=epochs, per_device_batch_size=2, create_scheduler_fn=factory, **kwargs)
+    return trainer
+
+
+# ------------------------------------------------------------------------------------------- the rates
+
+WSD_CASES: list[dict[str, Any]] = [
+    {"total_steps": 20, "decay_phase_ratio": 0.5, "lr_min": 0.1},
+    {"total_steps": 17, "decay_phase_ratio": 0.3, "lr_min": 0.1, "use_inverse_sqrt_decay": False},
+    {"total_steps": 40, "decay_phase_ratio": 0.2, "num_checkpoints": 3, "num_warmup_steps": 4},
+    {"num_epochs": 4, "num_update_steps_per_epoch": 7, "num_warmup_steps": 3, "warmup_starting_lr": 0.01},
+    {"total_steps": 40, "num_warmup_steps": 4, "is_continuation_from_checkpoint": True},
+    {"total_steps": 10, "decay_phase_ratio": 1.0, "use_inverse_sqrt_decay": False},
+]
+COSINE_CASES: list[dict[str, Any]] = [
+    {},
+    {"k_decay": 2.0, "lr_min": 0.01},
+    {"num_cooldown_epochs": 1, "min_lr_ratio": 0.1},
+    {"num_warmup_epochs": 1},
+    {"num_warmup_epochs": 1, "warmup_starting_lr": 0.01, "num_cooldown_epochs": 1},
+]
+COSINE = {"total_num_epochs": 4, "num_update_steps_per_epoch": 5}
+
+ANCESTOR = """
+import json, sys
+import torch
+from pytorch_accelerated.schedulers import CosineLrScheduler, WSDLrScheduler
+
+wsd, cosine = json.loads(sys.argv[1])
+
+def make_optimizer():
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.3)])
+
+def look(scheduler):
+    values = [scheduler.get_updated_values(n) for n in range(50)]
+    for _ in range(3):
+        scheduler.step()
+    return {"values": values, "state": scheduler.state_dict()}
+
+found = {"wsd": [], "cosine": [look(CosineLrScheduler(make_optimizer(), 4, 5, **kwargs)) for kwargs in cosine]}
+for kwargs in wsd:
+    scheduler = WSDLrScheduler(make_optimizer(), **kwargs)
+    info = {"steps": scheduler.get_checkpoint_steps(), "decays": scheduler.get_decay_info()}
+    found["wsd"].append(look(scheduler) | info)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def ancestors() -> dict[str, Any]:
+    pytest.importorskip("importlib.metadata").version("pytorch-accelerated")
+    return json.loads(run_python(ANCESTOR, json.dumps([WSD_CASES, COSINE_CASES])).splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", range(len(WSD_CASES)))
+def test_wsd_has_the_periods_and_rates_of_the_ancestor(ancestors, case):
+    theirs = ancestors["wsd"][case]
+    scheduler = WSDLrScheduler(make_optimizer(), **WSD_CASES[case])
+    assert scheduler.get_checkpoint_steps() == theirs["steps"]
+    assert scheduler.get_decay_info() == theirs["decays"]
+    for own, other in zip(rates(scheduler), theirs["values"], strict=True):
+        assert own == pytest.approx(other, rel=1e-12)
+
+
+@pytest.mark.parametrize("case", range(len(COSINE_CASES)))
+def test_cosine_has_the_rates_of_the_ancestor_until_it_breaks_off(ancestors, case):
+    """With a warm-up, the ancestor drops to the smallest rate too early, by the length of the warm-up."""
+    warmup, cooldown = (5 * COSINE_CASES[case].get(f"num_{part}_epochs", 0) for part in ("warmup", "cooldown"))
+    last = 20 - cooldown - warmup if warmup else 50
+    own = rates(CosineLrScheduler(make_optimizer(), **COSINE, **COSINE_CASES[case]))
+    for mine, other in zip(own[:last], ancestors["cosine"][case]["values"][:last], strict=True):
+        assert mine == pytest.approx(other, rel=1e-12)
+    assert len(own[:last]) >= 10
+
+
+def test_states_of_the_ancestor_are_read(ancestors):
+    scheduler = CosineLrScheduler(make_optimizer(), **COSINE)
+    scheduler.load_state_dict(ancestors["cosine"][0]["state"])
+    assert scheduler.num_updates == ancestors["cosine"][0]["state"]["num_updates"]
+    assert scheduler.get_last_lr() == scheduler.get_updated_values(scheduler.num_updates)
+    state = ancestors["wsd"][0]["state"]
+    with pytest.raises(ValueError, match="holds no num_updates"):
+        WSDLrScheduler(make_optimizer(), total_steps=20).load_state_dict(state)
+    continued = WSDLrScheduler(make_optimizer(1.0, 2.0), total_steps=20, is_continuation_from_checkpoint=True)
+    continued.load_state_dict(state)
+    assert continued.get_last_lr() == [0.1, 0.3]
+
+
+@pytest.mark.parametrize(("warmup", "cooldown", "k_decay"), [*itertools.product([0, 2], [0, 1], [0.5, 1.0, 2.0])])
+def test_cosine_has_the_rates_of_timm(warmup, cooldown, k_decay):
+    timm = pytest.importorskip("timm.scheduler")
+    theirs, ours = make_optimizer(), make_optimizer()
+    other = timm.CosineLRScheduler(
+        theirs,
+        t_initial=5 * (6 - warmup - cooldown),
+        lr_min=1e-3,
+        warmup_t=5 * warmup,
+        warmup_lr_init=1e-4,
+        warmup_prefix=True,
+        k_decay=k_decay,
+        t_in_epochs=False,
+    )
+    own = CosineLrScheduler(
+        ours, 6, 5, k_decay, 1e-3, num_warmup_epochs=warmup, warmup_starting_lr=1e-4, num_cooldown_epochs=cooldown
+    )
+    for update in range(1, 40):
+        assert own.get_last_lr() == pytest.approx([group["lr"] for group in theirs.param_groups], rel=1e-12)
+        own.step()
+        other.step_update(update)
+
+
+def test_the_rates_of_the_ends_may_be_fractions_of_each_groups_own():
+    options = {"num_warmup_epochs": 1, "min_lr_ratio": 0.1, "warmup_starting_lr_ratio": 0.01}
+    found = rates(CosineLrScheduler(make_optimizer(), **COSINE, **options))
+    assert found[0] == pytest.approx([0.001, 0.003])
+    assert found[1] == pytest.approx([0.001 + 0.099 / 5, 0.003 + 0.297 / 5])
+    assert found[5] == pytest.approx([0.1, 0.3])
+    assert found[20] == found[-1] == pytest.approx([0.01, 0.03])
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        # At a quarter, a half and three quarters of the decay, for a base rate of 1 that ends at 0.2.
+        ("inverse", [1 / 2, 1 / 3, 1 / 4]),
+        ("sqrt", [0.6, 1 - 0.8 * math.sqrt(0.5), 1 - 0.8 * math.sqrt(0.75)]),
+        ("linear", [0.8, 0.6, 0.4]),
+        ("cosine", [0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5)]),
+    ],
+)
+def test_the_shapes_of_the_decay(decay, expected):
+    scheduler = WSDLrScheduler(make_optimizer(1.0), total_steps=8, decay_phase_ratio=0.5, lr_min=0.2, decay=decay)
+    found = [values[0] for values in rates(scheduler, 12)]
+    assert found == pytest.approx([1.0] * 5 + expected + [0.2] * 4)
+
+
+def test_every_period_is_stable_then_decays_and_the_next_begins_at_the_base_rate():
+    scheduler = WSDLrScheduler(
+        make_optimizer(1.0), checkpoint_steps=[10, 16, 40], num_warmup_steps=4, decay_phase_ratio=0.5, decay="linear"
+    )
+    assert scheduler.get_checkpoint_steps() == [10, 16, 40]
+    assert [period["pre_decay_step"] for period in scheduler.get_decay_info()] == [5, 13, 28]
+    found = [values[0] for values in rates(scheduler, 41)]
+    for n in (4, 5, 10, 13, 16, 28):
+        assert found[n] == 1.0
+    for start, end in ((0, 4), (5, 10), (13, 16), (28, 41)):
+        assert len(set(found[start:end])) == end - start
+    phases = [scheduler.get_phase_info(n)["phase"] for n in range(42)]
+    runs = [(phase, len(list(group))) for phase, group in itertools.groupby(phases)]
+    decays = [("decay", 5), ("stable", 3), ("decay", 3), ("stable", 12), ("decay", 12)]
+    assert runs == [("warmup", 4), ("stable", 1), *decays, ("finished", 2)]
+
+
+@pytest.mark.parametrize(("total", "ratio", "expected"), [(100, 0.29, 29), (17, 0.3, 5), (4, 0.1, 1), (8, 1.0, 8)])
+def test_a_decay_has_the_whole_updates_of_its_share_and_at_least_one(total, ratio, expected):
+    scheduler = WSDLrScheduler(make_optimizer(), total_steps=total, decay_phase_ratio=ratio)
+    assert scheduler.get_decay_info()[0]["decay_steps"] == expected
+
+
+def test_checkpoints_are_at_halves_and_the_last_at_the_end():
+    assert estimate_checkpoint_steps(100, 2) == [50, 100]
+    assert estimate_checkpoint_steps(17, 3) == [4, 8, 17]
+    for number in range(1, 7):
+        steps = estimate_checkpoint_steps(2**number, number)
+        assert len(set(steps)) == number
+        assert steps[-1] == 2**number
+
+
+# ------------------------------------------------------------------------------------ in the trainer
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, num_cooldown_epochs=0.5),
+        WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, num_checkpoints=2, decay_phase_ratio=0.5),
+        WSDLrScheduler.create_scheduler_fn(lr_min=0.1, decay="inverse", decay_phase_ratio=0.4),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_update_n_is_made_with_the_rate_after_n_updates(create, accumulation):
+    trainer = run(create, epochs=6, gradient_accumulation_steps=accumulation)
+    assert len(trainer.noting.rates) == (18, 12)[accumulation - 1]
+    assert trainer.noting.rates == [values[0] for values in rates(trainer.scheduler, len(trainer.noting.rates))]
+    assert trainer.scheduler.get_last_lr() == [trainer.optimizer.param_groups[0]["lr"]]
+    assert max(trainer.noting.rates) == 0.1
+    assert len(set(trainer.noting.rates)) > 4
+
+
+@pytest.mark.parametrize("scheduler_class", [CosineLrScheduler, WSDLrScheduler])
+def test_the_schedule_ends_with_a_run_that_is_limited_to_some_updates(scheduler_class):
+    trainer = run(scheduler_class.create_scheduler_fn(lr_min=0.01), epochs=None, max_num_train_steps=11)
+    smallest = 0.01 if scheduler_class is CosineLrScheduler else 0.01 * 0.1
+    assert trainer.scheduler.get_last_lr() == pytest.approx([smallest])
+    assert trainer.scheduler.get_updated_values(10)[0] > smallest
+
+
+def test_a_run_over_data_without_length_gives_the_number_of_updates():
+    create = partial(WSDLrScheduler, total_steps=P.MAX_NUM_TRAIN_STEPS, num_warmup_steps=None)
+    data = {"train_dataset": Stream(6), "train_dataloader_kwargs": {}}
+    trainer = run(create, epochs=None, max_num_train_steps=20, seed=None, **data)
+    assert trainer.scheduler.num_warmup_steps == 2
+    assert trainer.scheduler.get_current_phase_info()["phase"] == "finished"
+    assert trainer.scheduler.get_current_step() == 20
+
+
+def test_a_second_run_with_the_same_optimizer_begins_from_the_same_rates():
+    trainer = run(CosineLrScheduler.create_scheduler_fn())
+    assert trainer.optimizer.param_groups[0]["lr"] < 1e-4
+    trainer.train(make_data(6), 4, create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0))
+    assert trainer.scheduler.base_lr_values == [0.1]
+
+
+# ------------------------------------------------------------------------------------ the base classes
+
+
+class Halving(StatefulSchedulerBase):
+    def get_updated_values(self, num_updates):
+        return [value / 2**num_updates for value in self.base_lr_values]
+
+
+def test_a_schedule_of_the_users_is_stepped_by_the_trainer_and_kept_in_states(tmp_path):
+    trainer = run(Halving, epochs=1)
+    assert trainer.noting.rates == [0.1, 0.05, 0.025]
+    trainer.save_training_state(tmp_path / "state")
+    scheduler = Halving(make_optimizer(1.0))
+    scheduler.load_state_dict(trainer.scheduler.state_dict())
+    scheduler.step()
+    assert scheduler.num_updates == 4
+    assert scheduler.get_last_lr() == [0.1 / 16]
+
+
+def test_values_may_be_one_for_all_one_each_or_none():
+    class Chosen(SchedulerBase):
+        values: Any = None
+
+        def get_updated_values(self, num_updates):
+            return self.values
+
+    optimizer = make_optimizer(momentum=0.9)
+    scheduler = Chosen(optimizer, "momentum")
+    for values, expected in ((None, [0.9, 0.9]), (0.5, [0.5, 0.5]), ((0.1, 0.2), [0.1, 0.2])):
+        scheduler.values = values
+        scheduler.step_update(3)
+        assert scheduler.get_last_lr() == expected
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3]
+    assert optimizer.param_groups[0]["initial_momentum"] == 0.9
+    scheduler.values = [1.0]
+    with pytest.raises(ValueError, match="returned 1 values for 2 parameter groups"):
+        scheduler.step_update(3)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=rate, capturable=True)
+    scheduler = CosineLrScheduler(optimizer, 1, 10)
+    for _ in range(5):
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.25, rel=1e-5)
+    assert type(scheduler.get_last_lr()[0]) is type(scheduler.base_lr_values[0]) is float
+
+
+# ------------------------------------------------------------------------------------------ states
+
+
+@pytest.mark.parametrize("create", [partial(CosineLrScheduler, **COSINE), partial(WSDLrScheduler, total_steps=20)])
+def test_a_state_is_plain_and_small(create):
+    scheduler = create(make_optimizer())
+    scheduler.step()
+    state = scheduler.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert {"num_updates": 1, "base_lr_values": [0.1, 0.3]}.items() <= state.items()
+    state["base_lr_values"].append(1.0)
+    assert scheduler.base_lr_values == [0.1, 0.3]
+    with pytest.raises(ValueError, match="is of 3 parameter groups; the optimizer has 2"):
+        scheduler.load_state_dict(state)
+
+
+def saved_run(folder: Path, factory: Any, *callbacks: Any, resume_from: Any = None, **kwargs: Any) -> Any:
+    """A run that saves a training state after each update, in ``folder/states``."""
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_at_end=False)
+    return run(factory, saving, *callbacks, resume_from=resume_from, **kwargs)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*")}
+
+
+THREE_DECAYS = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, num_checkpoints=3, decay_phase_ratio=0.67)
+
+
+@pytest.mark.parametrize("continuation", [False, True])
+def test_from_every_state_also_within_a_decay_a_run_goes_on_to_the_same_bits(tmp_path, continuation):
+    create = THREE_DECAYS
+    initial = None
+    if continuation:
+        run(THREE_DECAYS, WSDCheckpointCallback(tmp_path / "first"))
+        initial = tmp_path / "first" / "checkpoint_12_wsd_post_decay.pt"
+        create = partial(THREE_DECAYS, is_continuation_from_checkpoint=True)
+
+    def checkpoints(name):
+        return WSDCheckpointCallback(tmp_path / name, initial_checkpoint=initial)
+
+    whole = saved_run(tmp_path, create, checkpoints("whole"))
+    phases = {whole.scheduler.get_phase_info(n)["phase"] for n in range(1, 12)}
+    assert phases == {"stable", "decay"}
+    for n in range(1, 13):
+        state = tmp_path / "states" / f"update-{n:09d}"
+        resumed = saved_run(tmp_path / f"from{n}", create, checkpoints(f"again{n}"), resume_from=state)
+        assert resumed.noting.rates == whole.noting.rates[n:]
+        assert same(weights(resumed.model), weights(whole.model))
+        assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
+        due = {name for name in files(tmp_path / "whole") if int(name.split("_")[1]) >= n}
+        assert files(tmp_path / f"again{n}") == due  # also what it was killed before saving, after this very update
+
+
+def test_a_state_from_before_the_decay_goes_on_to_a_longer_run(tmp_path):
+    """WSD with a training state: the same bits as if the longer run had been wanted from the start."""
+    create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=0.5)
+    short = saved_run(tmp_path, create, epochs=4)
+    assert short.noting.rates[-1] < 0.05
+    longer = saved_run(tmp_path, create, epochs=8, resume_from=tmp_path / "states" / "update-000000006")
+    from_the_start = run(create, epochs=8)
+    assert longer.noting.rates == from_the_start.noting.rates[6:]
+    assert same(weights(longer.model), weights(from_the_start.model))
+
+
+# ------------------------------------------------------------------------- checkpoints around decays
+
+
+def test_checkpoints_hold_the_model_before_and_after_each_decay(tmp_path):
+    trainer = run(THREE_DECAYS, WSDCheckpointCallback(tmp_path, save_optimizer=False, save_scheduler=False))
+    pre, post = [1, 4, 8], [3, 6, 12]
+    assert [period["pre_decay_step"] for period in trainer.scheduler.get_decay_info()] == pre
+    names = {f"checkpoint_{n}_wsd_pre_decay.pt": n for n in pre} | {
+        f"checkpoint_{n}_wsd_post_decay.pt": n for n in post
+    }
+    assert files(tmp_path) == set(names)
+    for name, n in names.items():
+        checkpoint = torch.load(tmp_path / name, weights_only=True)
+        assert same(checkpoint["model_state_dict"], trainer.noting.weights[n])
+        assert checkpoint["step"] == n
+        kept = {"optimizer_state_dict", "scheduler_state_dict"} & checkpoint.keys()
+        assert len(kept) == (2 if "pre" in name else 0)
+
+
+QUARTER = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, decay_phase_ratio=0.25)
+CONTINUED = partial(QUARTER, is_continuation_from_checkpoint=True)
+
+
+def test_going_on_from_before_the_decay_is_a_longer_stable_phase(tmp_path):
+    run(QUARTER, WSDCheckpointCallback(tmp_path / "first"))
+    initial = tmp_path / "first" / "checkpoint_9_wsd_pre_decay.pt"
+    trainer = run(CONTINUED, WSDCheckpointCallback(tmp_path / "second", initial_checkpoint=initial))
+    one_go = run(WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, decay_phase_ratio=1 / 7), epochs=7)
+    assert one_go.scheduler.get_decay_info()[0]["pre_decay_step"] == 9 + 9
+    assert trainer.noting.rates == one_go.noting.rates[9:]
+    assert same(weights(trainer.model), weights(one_go.model))
+    assert "checkpoint_9_wsd_pre_decay.pt" in files(tmp_path / "second")
+
+
+def test_going_on_from_after_the_decay_keeps_its_weights_and_takes_the_stable_rate(tmp_path):
+    first = run(QUARTER, WSDCheckpointCallback(tmp_path / "first"))
+    assert first.optimizer.param_groups[0]["lr"] < 1e-6
+    initial = tmp_path / "first" / "checkpoint_12_wsd_post_decay.pt"
+    trainer = run(CONTINUED, WSDCheckpointCallback(tmp_path / "second", initial_checkpoint=initial), epochs=2)
+    # What one run with two decays does. Adam's moments go on too, and its count of steps.
+    within = partial(WSDLrScheduler, checkpoint_steps=[12, 18], num_warmup_steps=3, decay_phase_ratio=0.25)
+    one_go = run(within, epochs=6)
+    assert trainer.noting.rates == one_go.noting.rates[12:]
+    assert trainer.noting.rates[:5] == [0.1] * 5
+    assert same(weights(trainer.model), weights(one_go.model))
+
+
+def test_without_the_states_only_weights_are_taken_over_and_the_rates_are_the_optimizers(tmp_path):
+    first = run(QUARTER, WSDCheckpointCallback(tmp_path / "first", save_optimizer=False, save_scheduler=False))
+    initial = tmp_path / "first" / "checkpoint_12_wsd_post_decay.pt"
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            seen.append((weights(trainer.model), dict(trainer.optimizer.state_dict()["state"])))
+
+    callback = WSDCheckpointCallback(tmp_path / "second", initial_checkpoint=initial)
+    trainer = run(CONTINUED, callback, Looks())
+    assert same(seen[0][0], weights(first.model))
+    assert not seen[0][1]
+    assert trainer.noting.rates[0] == 0.1
+
+
+def test_a_continuation_of_a_continuation_begins_at_0_too(tmp_path):
+    run(QUARTER, WSDCheckpointCallback(tmp_path / "0"))
+    for number in (1, 2):
+        initial = tmp_path / f"{number - 1}" / "checkpoint_9_wsd_pre_decay.pt"
+        trainer = run(CONTINUED, WSDCheckpointCallback(tmp_path / f"{number}", initial_checkpoint=initial))
+        assert trainer.noting.rates[:9] == [0.1] * 9
+        assert trainer.scheduler.num_updates == 12
+
+
+def test_a_run_that_ends_within_a_decay_saves_its_last_model(tmp_path):
+    create = partial(WSDLrScheduler, total_steps=20, decay_phase_ratio=0.5)
+    trainer = run(create, WSDCheckpointCallback(tmp_path))
+    assert files(tmp_path) == {"checkpoint_10_wsd_pre_decay.pt", "checkpoint_12_wsd_post_decay.pt"}
+    saved = torch.load(tmp_path / "checkpoint_12_wsd_post_decay.pt", weights_only=True)["model_state_dict"]
+    assert same(saved, weights(trainer.model))
+
+
+def test_a_run_that_is_stopped_within_a_decay_does_not_call_its_model_finished(tmp_path):
+    class Stops(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            if trainer.progress.update == 11:
+                raise StopTrainingError("enough")
+
+    run(QUARTER, WSDCheckpointCallback(tmp_path), Stops())
+    assert files(tmp_path) == {"checkpoint_9_wsd_pre_decay.pt"}
+
+
+def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
+    with pytest.raises(ValueError, match="needs a WSDLrScheduler, not None: pass create_scheduler_fn=WSDLrScheduler"):
+        run(None, WSDCheckpointCallback(tmp_path))
+    run(QUARTER, WSDCheckpointCallback(tmp_path))
+    for name, error, message in (
+        ("checkpoint_9_wsd_pre_decay.pt", ValueError, "would be written over by this run. Choose another save_dir"),
+        ("", ValueError, r"is a directory. .* pass it to train\(resume_from=...\)"),
+        ("missing.pt", FileNotFoundError, "There is no checkpoint at"),
+    ):
+        with pytest.raises(error, match=message):
+            run(CONTINUED, WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / name))
+
+
+def test_checkpoints_are_saved_and_continued_on_several_processes(ranks):
+    for found in ranks["wsd"]:
+        assert found["files"] == ["checkpoint_4_wsd_pre_decay.pt", "checkpoint_8_wsd_post_decay.pt"]
+        # Not to the bit: the first step of a job sums gradients in another order than the later ones.
+        assert largest_difference(found["continued"], found["in one go"]) < 1e-12
+        assert same(found["continued"], ranks["wsd"][0]["continued"])
+
+
+# ----------------------------------------------------------------------------------------- bad input
+
+WSD = partial(WSDLrScheduler, total_steps=20)
+COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=5)
+
+
+@pytest.mark.parametrize(
+    ("create", "kwargs", "error", "message"),
+    [
+        (
+            WSDLrScheduler,
+            {},
+            ValueError,
+            "total_steps=None, num_epochs=None and num_update_steps_per_epoch=None do not",
+        ),
+        (WSDLrScheduler, {"num_epochs": 3}, ValueError, "Give total_steps, or both of the others"),
+        (
+            WSDLrScheduler,
+            {"num_epochs": 0, "num_update_steps_per_epoch": 5},
+            ValueError,
+            "num_epochs=0 must be greater",
+        ),
+        (WSD, {"total_steps": 0}, ValueError, "total_steps=0 must be at least 1"),
+        (WSD, {"total_steps": P.MAX_NUM_TRAIN_STEPS}, TypeError, r"total_steps=\S+MAX_NUM_TRAIN_STEPS must be a whole"),
+        (WSD, {"num_checkpoints": 0}, ValueError, "num_checkpoints=0 must be at least 1"),
+        (WSD, {"num_checkpoints": 5}, ValueError, "num_checkpoints=5 is too many for total_steps=20: .* least 32"),
+        (WSD, {"decay_phase_ratio": 0}, ValueError, "decay_phase_ratio=0 must be greater than 0 and at most 1"),
+        (WSD, {"decay_phase_ratio": 1.1}, ValueError, r"decay_phase_ratio=1\.1 must be greater than 0 and at most 1"),
+        (WSD, {"decay_phase_ratio": "all"}, TypeError, "decay_phase_ratio='all' must be a number, not str"),
+        (WSD, {"lr_min": -0.1}, ValueError, r"lr_min=-0\.1 must be at least 0 and at most 1"),
+        (WSD, {"lr_min": math.nan}, ValueError, "lr_min=nan must be at least 0"),
+        (WSD, {"lr_min": 0, "decay": "inverse"}, ValueError, "lr_min=0: the inverse decay never ends at 0"),
+        (WSD, {"warmup_starting_lr": -1}, ValueError, "warmup_starting_lr=-1 must be at least 0"),
+        (WSD, {"num_warmup_steps": 19}, ValueError, "num_warmup_steps=19 reaches into the first decay, .* after 18"),
+        (WSD, {"num_warmup_steps": -1}, ValueError, "num_warmup_steps=-1 must be at least 1"),
+        (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be a whole number"),
+        (
+            WSD,
+            {"decay": "square"},
+            ValueError,
+            "decay='square' is not known. Choose one of 'inverse', 'sqrt', 'linear'",
+        ),
+        (WSD, {"decay": "linear", "use_inverse_sqrt_decay": False}, ValueError, "asks for decay='inverse', not for"),
+        (WSD, {"checkpoint_steps": [10]}, ValueError, "total_steps=20: the last of checkpoint_steps="),
+        (WSD, {"checkpoint_steps": []}, ValueError, r"checkpoint_steps=\[\] must rise"),
+        (WSD, {"checkpoint_steps": [8, 9]}, ValueError, r"checkpoint_steps=\[8, 9\] must rise, by at least 2"),
+        (WSD, {"checkpoint_steps": [8, 0]}, ValueError, r"checkpoint_steps\[1\]=0 must be at least 1"),
+        (WSD, {"checkpoint_steps": [8, 20], "num_checkpoints": 2}, ValueError, "give one of them"),
+        (COS, {"total_num_epochs": 0}, ValueError, "total_num_epochs=0 must be greater than 0"),
+        (COS, {"total_num_epochs": None}, TypeError, "total_num_epochs=None must be a number"),
+        (COS, {"num_update_steps_per_epoch": 1.5}, TypeError, r"num_update_steps_per_epoch=1\.5 must be a whole"),
+        (COS, {"num_warmup_epochs": 4}, ValueError, "num_warmup_epochs=4 and num_cooldown_epochs=0 leave nothing"),
+        (COS, {"num_warmup_epochs": -1}, ValueError, "num_warmup_epochs=-1 must be at least 0"),
+        (COS, {"num_cooldown_epochs": -1}, ValueError, "num_cooldown_epochs=-1 must be at least 0"),
+        (COS, {"k_decay": 0}, ValueError, "k_decay=0 must be greater than 0"),
+        (COS, {"lr_min": math.inf}, ValueError, "lr_min=inf must be at least 0"),
+        (COS, {"min_lr_ratio": 2}, ValueError, "min_lr_ratio=2 must be at least 0 and at most 1"),
+        (COS, {"warmup_starting_lr": "low"}, TypeError, "warmup_starting_lr='low' must be a number"),
+        (COS, {"warmup_starting_lr_ratio": -1}, ValueError, "warmup_starting_lr_ratio=-1 must be at least 0"),
+    ],
+)
+def test_bad_arguments_are_named(create, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        create(make_optimizer(), **kwargs)
+
+
+def test_an_optimizer_that_does_not_fit_is_explained():
+    with pytest.raises(TypeError, match="must be an instance of torch"):
+        CosineLrScheduler(nn.Linear(1, 1), 1, 1)
+    with pytest.raises(ValueError, match=r"param_group_field='betas' is not in the optimizer's .* 'momentum'"):
+        Halving(make_optimizer(), "betas")
+
+
+def test_all_shapes_go_from_the_base_rate_to_the_smallest():
+    for shape in DECAYS.values():
+        assert shape(0.0, 0.05) == 1.0
+        assert shape(1.0, 0.05) == pytest.approx(0.05)
