@@ -26,7 +26,7 @@ class GradientWindow:
 
     def __init__(self, ranks: Ranks, steps: int, batch_size: int) -> None:
         self._ranks = ranks
-        self._steps = steps
+        self.steps = steps
         self._batch_size = batch_size
         self._nominal: Count = 0
         self._true: Count = 0
@@ -42,7 +42,7 @@ class GradientWindow:
         :param items: what the loss is a mean over, when these are not samples
         """
         self._open = True
-        if self._steps == 1 and self._ranks.world_size == 1:
+        if self.steps == 1 and self._ranks.world_size == 1:
             return loss
         local: Count = num_samples
         nominal: float = self._batch_size
@@ -52,8 +52,8 @@ class GradientWindow:
             local = _as_weight(items) if num_samples else 0
             nominal = self._nominal_items(local)
             self._true = self._true + local
-        self._nominal = nominal * self._steps * self._ranks.world_size
-        return loss * (local / (nominal * self._steps))
+        self._nominal = nominal * self.steps * self._ranks.world_size
+        return loss * (local / (nominal * self.steps))
 
     @property
     def is_open(self) -> bool:
@@ -82,6 +82,16 @@ class GradientWindow:
         for gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient.mul_(factor)
+
+
+def clear_gradients(optimizer: Any) -> None:
+    """Clear the gradients as ``optimizer.zero_grad()`` does, which takes 20 times as long unless it is overridden."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _as_weight(count: Count) -> Count:

@@ -210,11 +210,18 @@ class InMemoryRunHistory(RunHistory):
         return plot_curves(curves, path)
 
 
+def host_number(scalar: torch.Tensor) -> float:
+    """Read a scalar in host memory, past torch's dispatch, which would cost more than what is done with it."""
+    array = scalar.float().numpy() if scalar.dtype == torch.bfloat16 else scalar.numpy()
+    return float(array)
+
+
 class LossTracker:
     """A running mean, weighted by batch size, whose sums stay on the device until they are read.
 
     :ivar loss_value: the last value given to :meth:`update`
-    :ivar total_loss: the weighted sum so far: a number, or a float64 tensor (float32 where there is no float64)
+    :ivar total_loss: the weighted sum so far: a number, or, on a device, a float64 tensor there (float32 where there is
+        no float64)
     :ivar running_count: the sum of the weights so far
     """
 
@@ -233,19 +240,27 @@ class LossTracker:
         :param loss_batch_value: the mean over the batch, a number or a tensor with one element
         :param batch_size: the weight, a number or a tensor with one element
         """
+        if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
+            batch_size = host_number(batch_size.detach())
         if isinstance(loss_batch_value, torch.Tensor):
             loss_batch_value = loss_batch_value.detach()
-            if not isinstance(self.total_loss, torch.Tensor):
-                dtype = torch.float32 if loss_batch_value.device.type == "mps" else torch.float64
-                self.total_loss = torch.full((), self.total_loss, dtype=dtype, device=loss_batch_value.device)
-            if isinstance(batch_size, torch.Tensor):
-                self.total_loss.add_(loss_batch_value.to(self.total_loss.dtype) * batch_size)
-            else:
-                self.total_loss.add_(loss_batch_value, alpha=batch_size)
+            if loss_batch_value.is_cpu and not isinstance(self.total_loss, torch.Tensor):
+                loss_batch_value = host_number(loss_batch_value)
+        if isinstance(loss_batch_value, torch.Tensor):
+            self._add_on_device(loss_batch_value, batch_size)
         else:
-            self.total_loss += loss_batch_value * batch_size
+            self.total_loss = self.total_loss + loss_batch_value * batch_size
         self.loss_value = loss_batch_value
         self.running_count = self.running_count + batch_size
+
+    def _add_on_device(self, loss: torch.Tensor, batch_size: Any) -> None:
+        if not isinstance(self.total_loss, torch.Tensor):
+            dtype = torch.float32 if loss.device.type == "mps" else torch.float64
+            self.total_loss = torch.full((), self.total_loss, dtype=dtype, device=loss.device)
+        if isinstance(batch_size, torch.Tensor):
+            self.total_loss.add_(loss.to(self.total_loss.dtype) * batch_size)
+        else:
+            self.total_loss.add_(loss, alpha=batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums."""

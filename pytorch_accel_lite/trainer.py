@@ -18,7 +18,7 @@ from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, StopTrainingError
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
-from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.gradients import GradientWindow, clear_gradients
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -47,8 +47,8 @@ _OF_A_RUN = (
     "_eval_loaders", "_eval_dl_kwargs", "loss_trackers", "_update_limit",
 )  # fmt: skip
 
-
 StrPath = str | os.PathLike[str]
+_NOTHING = nullcontext()
 
 
 class Trainer(TrainerBase):
@@ -151,7 +151,7 @@ class Trainer(TrainerBase):
             )
             self.scheduler = self.create_scheduler()
             self._check_scheduler()
-            self.optimizer.zero_grad()  # what a run that failed within a window may have left
+            clear_gradients(self.optimizer)  # what a run that failed within a window may have left
             self.progress = Progress()
             if reset_run_history:
                 self.run_history.reset()
@@ -269,7 +269,7 @@ class Trainer(TrainerBase):
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
-        self.optimizer.zero_grad()
+        clear_gradients(self.optimizer)
 
     def train_epoch_end(self) -> None:
         """Called when an epoch of training ends, before its losses are recorded."""
@@ -350,7 +350,9 @@ class Trainer(TrainerBase):
 
     def _run_train_step(self, loaded: LoadedBatch) -> None:
         batch, step = loaded.batch, self.progress.step
-        ends_window = loaded.is_last or (step + 1) % self._config.gradient_accumulation_steps == 0
+        window = self.gradient_window
+        assert window is not None
+        ends_window = loaded.is_last or (step + 1) % window.steps == 0
         self._call_event("on_train_step_start")
         with self._gradient_sync(ends_window):
             output = self.calculate_train_batch_loss(batch)
@@ -497,11 +499,12 @@ class Trainer(TrainerBase):
 
     def _gradient_sync(self, ends_window: bool) -> AbstractContextManager[Any]:
         """Within a window, gradients stay on their rank; they are averaged once, at its end."""
-        if self._config.gradient_accumulation_steps == 1:
-            return nullcontext()
+        assert self.gradient_window is not None
+        if self.gradient_window.steps == 1:
+            return _NOTHING
         self.accelerator.sync_gradients = ends_window
         if ends_window or self.ranks.world_size == 1:
-            return nullcontext()
+            return _NOTHING
         return self.accelerator.no_sync(self.model)  # type: ignore[no-any-return]
 
     def _optimized_parameters(self) -> Iterator[nn.Parameter]:

@@ -343,7 +343,7 @@ def test_a_running_mean_of_tensors_is_summed_in_float64(dtype, weight):
         tracker.update(torch.tensor(value, dtype=dtype), weight)
     expected = sum(float(torch.tensor(value, dtype=dtype)) for value in (0.1, 0.2, 0.7)) / 3
     assert tracker.average == pytest.approx(expected, rel=1e-14)
-    assert tracker.total_loss.dtype == torch.float64
+    assert isinstance(tracker.total_loss, float)  # in host memory a number; on a device a tensor
     assert isinstance(tracker.average, float)
 
 
@@ -376,8 +376,8 @@ def test_a_running_mean_keeps_no_graph_and_does_not_change_the_loss():
     tracker = LossTracker()
     tracker.update(loss, 5)
     tracker.update(loss, 5)
-    assert not tracker.total_loss.requires_grad
-    assert not tracker.loss_value.requires_grad
+    assert tracker.total_loss == 20.0
+    assert tracker.loss_value == 2.0
     assert loss.requires_grad
     assert loss.item() == 2.0
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -40,12 +41,14 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._clear()
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        latest = trainer.loss_trackers["loss"].loss_value
+        if isinstance(latest, float) and math.isfinite(latest):
+            return  # it lies in host memory, and was read there already
         loss = kwargs["batch_output"]["loss"].detach()
         named = {name: value.detach() for name, value in kwargs["batch_output"].get("losses", {}).items()}
         step = kwargs["step"]
-        if loss.device.type == "cpu":
-            if not math.isfinite(_value(loss)):
-                self._terminate(trainer, step, loss, named)
+        if isinstance(latest, float):
+            self._terminate(trainer, step, loss, named)
             return
         self._recent.append((step, loss, named))
         if step % self.LOOK_EVERY == 0:
@@ -59,7 +62,7 @@ class TerminateOnNaNCallback(TrainerCallback):
             copied, arrived = self._copy
             if not arrived.query():  # type: ignore[no-untyped-call]
                 return
-            if not math.isfinite(_value(copied)):
+            if not math.isfinite(host_number(copied)):
                 self._search(trainer)
         # A sum over the latest steps: one number that is not finite makes it so.
         total = torch.stack([recent for _, recent, _ in self._recent]).float().sum()
@@ -103,12 +106,6 @@ class TerminateOnNaNCallback(TrainerCallback):
 
 
 _ADVICE = "Lower the learning rate, clip the gradients, or look at the data of this step."
-
-
-def _value(scalar: torch.Tensor) -> float:
-    """Read a scalar in host memory, past torch's dispatch, which would cost more than the check."""
-    numpy = scalar.float().numpy() if scalar.dtype == torch.bfloat16 else scalar.numpy()
-    return float(numpy)
 
 
 class EarlyStoppingCallback(TrainerCallback):

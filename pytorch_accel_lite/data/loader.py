@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, keep_generators, mix, take
@@ -252,12 +260,21 @@ class MapLoader(ShardedLoader):
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
-        for indices, _ in self._shares.shares():
-            chosen = torch.as_tensor(indices)
+        shares = (indices for indices, _ in self._shares.shares())
+        while group := list(islice(shares, self._indices_ahead)):
+            chosen = torch.as_tensor(list(chain.from_iterable(group)))
             if subset is not None:
                 chosen = subset[chosen]
-            batch = [tensor[chosen] for tensor in tensors]
-            yield [tensor.pin_memory() for tensor in batch] if pin else batch
+            # Each batch is read on its own: parts of a larger tensor lie otherwise in memory, and sum up otherwise.
+            for indices in chosen.split([len(indices) for indices in group]):  # type: ignore[no-untyped-call]
+                batch = [tensor.index_select(0, indices) for tensor in tensors]
+                yield [tensor.pin_memory() for tensor in batch] if pin else batch
+
+    @property
+    def _indices_ahead(self) -> int:
+        """How many batches' indices to make a tensor of at once: one, unless their order is fixed in advance."""
+        fixed = self._seed is not None or type(self._shares.sampler) in (RandomSampler, SequentialSampler)
+        return 64 if fixed else 1
 
     def stop_workers(self) -> None:  # noqa: D102
         iterator: Any = getattr(self._inner, "_iterator", None)
