@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := $(BIN)/.extras
 
-.PHONY: help demo test check format docs clean
+.PHONY: help demo test check format bench docs clean
 
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
 	@echo "make test    run all tests"
 	@echo "make check   linter, formatter in check mode, type checker"
 	@echo "make format  apply the formatter and the linter's fixes"
+	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
 	@echo "make docs    build the documentation, warnings are errors"
 
 $(BIN)/python:
@@ -34,6 +35,9 @@ check: $(EXTRAS)-test
 format: $(EXTRAS)-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: $(EXTRAS)-bench
+	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(EXTRAS)-test
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

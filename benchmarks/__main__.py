@@ -1,0 +1,72 @@
+"""Measure trainers side by side: python -m benchmarks [--workloads loop tensors] [--rounds 5] [--quick].
+
+Every contender runs in a process of its own, in interleaved rounds; what is shown are medians of ratios to the
+hand-written loop of the same round, with the smallest and the largest. That loop takes part twice: the spread of its
+second copy, the control, says how far the other figures can be trusted. CPU time is what to look at on a machine that
+others use too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import report
+from benchmarks.contenders import CONTENDERS
+from benchmarks.others import OTHERS
+
+REFERENCE = "by hand"
+TITLES = {
+    "loop": "The cost of the loop: a tiny MLP, ready batches of 32, 2,000 updates",
+    "tensors": "The same from a TensorDataset, shuffled",
+    "convnet": "A small convolutional network, ready batches of 32 images of 16 x 16",
+    "transformer": "A transformer of 10 million parameters on text, batches of 8 x 64 bytes",
+}
+
+
+def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
+    """Run a module in a process of its own and return the JSON of its last line; ``None`` when it lacks a package."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
+    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return None if "missing" in result else result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=[*TITLES, *OTHERS], default=[*TITLES, *OTHERS])
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything works")
+    arguments = parser.parse_args()
+    mode = "quick" if arguments.quick else "full"
+    names = dict.fromkeys([REFERENCE, *arguments.contenders])
+    for workload in arguments.workloads:
+        if workload in OTHERS:
+            other = OTHERS[workload]
+            if workload == "gpu" and not torch.cuda.is_available():
+                continue
+            results = report.interleave(
+                other.measures(arguments.quick, run_worker), 1 if workload == "memory" else arguments.rounds
+            )
+            report.write(arguments.output, workload, other.title, results, other.reference, other.unit)
+            continue
+        measures = {name: partial(run_worker, "benchmarks.worker", name, workload, mode) for name in names}
+        results = report.interleave(measures, arguments.rounds)
+        report.write(arguments.output, workload, TITLES[workload], results, REFERENCE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""Workloads that are no plain training loop: evaluation, two processes, start-up, saving, memory, a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.tasks import Task, make_task
+
+Run = Callable[..., dict[str, float] | None]
+Measures = dict[str, Callable[[], dict[str, float] | None]]
+
+
+@dataclass(frozen=True)
+class Other:
+    """A workload: its title, what its ratios are to, and its contenders, each measured by one call."""
+
+    title: str
+    reference: str
+    measures: Callable[[bool, Run], Measures]
+    unit: str = ""  # of figures that are no ratios
+
+
+def timed(action: Callable[[], Any]) -> dict[str, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+
+
+def in_process(kind: str, names: list[str], quick: bool, run: Run) -> Measures:
+    """Let each contender of this module run in a process of its own."""
+    return {name: partial(run, "benchmarks.others", kind, name, "quick" if quick else "full") for name in names}
+
+
+# ------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluation_by_hand(task: Task) -> Callable[[], Any]:
+    model, loss_func = task.make_model().eval(), task.loss_func
+    loader = DataLoader(task.dataset, task.batch_size)
+
+    def evaluate() -> float:
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for inputs, targets in loader:
+                total += loss_func(model(inputs), targets) * len(targets)
+        return float(total) / len(task.dataset)  # type: ignore[arg-type]
+
+    return evaluate
+
+
+def evaluation_ours(task: Task) -> Callable[[], Any]:
+    from pytorch_accel_lite import Trainer, get_default_callbacks
+
+    trainer = Trainer(task.make_model(), task.loss_func, None, get_default_callbacks(progress_bar=False))
+    kwargs = {"num_workers": 0}
+    return lambda: trainer.evaluate(task.dataset, task.batch_size, dataloader_kwargs=kwargs)
+
+
+def evaluation_ancestor(task: Task) -> Callable[[], Any]:
+    from pytorch_accelerated import Trainer
+    from pytorch_accelerated.callbacks import get_default_callbacks
+
+    model = task.make_model()
+    trainer = Trainer(model, task.loss_func, None, get_default_callbacks(progress_bar=False))
+    kwargs = {"num_workers": 0, "pin_memory": False}
+    return lambda: trainer.evaluate(task.dataset, task.batch_size, dataloader_kwargs=kwargs)
+
+
+EVALUATIONS = {
+    "by hand": evaluation_by_hand,
+    "by hand again (control)": evaluation_by_hand,
+    "ours": evaluation_ours,
+    "pytorch-accelerated": evaluation_ancestor,
+}
+
+
+# ---------------------------------------------------------------------------------------- two processes
+
+
+def two_processes(name: str, quick: bool, run: Run) -> dict[str, float] | None:
+    """Train on 2 processes and return what the first took."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    arguments = ["benchmarks.others", "rank", name, "quick" if quick else "full"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    result: dict[str, float] = json.loads(lines[-1])
+    return result
+
+
+def ddp_by_hand(task: Task) -> Callable[[], Any]:
+    torch.distributed.init_process_group("gloo")
+    model, loss_func = DistributedDataParallel(task.make_model()), task.loss_func
+    optimizer = task.make_optimizer(model)
+    loader = DataLoader(task.dataset, task.batch_size, sampler=DistributedSampler(task.dataset))
+
+    def train() -> None:
+        for inputs, targets in loader:
+            loss_func(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def ddp_ours(task: Task) -> Callable[[], Any]:
+    from pytorch_accel_lite import Trainer, get_default_callbacks
+
+    model = task.make_model()
+    trainer = Trainer(model, task.loss_func, task.make_optimizer(model), get_default_callbacks(progress_bar=False))
+    return lambda: trainer.train(task.dataset, 1, None, task.batch_size, train_dataloader_kwargs={"num_workers": 0})
+
+
+def ddp_ancestor(task: Task) -> Callable[[], Any]:
+    from pytorch_accelerated import Trainer
+    from pytorch_accelerated.callbacks import get_default_callbacks
+
+    model = task.make_model()
+    trainer = Trainer(model, task.loss_func, task.make_optimizer(model), get_default_callbacks(progress_bar=False))
+    kwargs = {"num_workers": 0, "pin_memory": False}
+    return lambda: trainer.train(task.dataset, 1, None, task.batch_size, train_dataloader_kwargs=kwargs)
+
+
+DDP = {
+    "DDP by hand": ddp_by_hand,
+    "DDP by hand again (control)": ddp_by_hand,
+    "ours": ddp_ours,
+    "pytorch-accelerated": ddp_ancestor,
+}
+
+
+# --------------------------------------------------------------------------------------------- start-up
+
+IMPORTS = {
+    "accelerate": "import accelerate",
+    "accelerate again (control)": "import accelerate",
+    "ours": "import pytorch_accel_lite",
+    "torch": "import torch",
+    "pytorch-accelerated": "import pytorch_accelerated.trainer",
+    "Lightning": "import lightning",
+    "transformers.Trainer": "from transformers import Trainer",
+    "Ignite": "import ignite.engine",
+    "fastai": "import fastai.learner",
+    "skorch": "import skorch",
+    "Keras": "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras",
+}
+
+
+def time_import(statement: str) -> dict[str, float] | None:
+    code = (
+        f"import time; w, c = time.perf_counter(), time.process_time()\n{statement}\n"
+        "print(time.process_time() - c, time.perf_counter() - w)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None
+    cpu, wall = map(float, done.stdout.split()[-2:])
+    return {"cpu": cpu, "wall": wall}
+
+
+# ----------------------------------------------------------------------------------------------- saving
+
+
+def saving(quick: bool, run: Run) -> Measures:
+    """Compare states of the transformer and its AdamW with ``torch.save`` of the same tensors."""
+    from pytorch_accel_lite import Trainer
+    from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+
+    task, keep = make_task("transformer", True), tempfile.TemporaryDirectory()
+    folder = Path(keep.name)
+    model = task.make_model()
+    trainer = Trainer(model, task.loss_func, task.make_optimizer(model), callbacks=(), seed=0)
+    trainer.train(task.dataset, 1, None, task.batch_size)
+    writer = BackgroundWriter(trainer.accelerator)
+
+    def save(synced: bool, keep: Any = keep) -> None:  # the folder lives as long as this function
+        with open(folder / "plain.pt", "wb") as file:
+            torch.save({"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def pause() -> dict[str, float]:
+        result = timed(lambda: trainer.save_training_state(folder / "background", writer=writer))
+        writer.wait()
+        return result
+
+    def load() -> None:
+        content = torch.load(folder / "plain.pt", weights_only=True)
+        model.load_state_dict(content["model"])
+        trainer.optimizer.load_state_dict(content["optimizer"])
+
+    return {
+        "torch.save, synced to the disk": lambda: timed(lambda: save(True)),
+        "again (control)": lambda: timed(lambda: save(True)),
+        "torch.save, not synced": lambda: timed(lambda: save(False)),
+        "training state": lambda: timed(lambda: trainer.save_training_state(folder / "state")),
+        "training state, asynchronous: the pause": pause,
+        "torch.load": lambda: timed(load),
+        "load_training_state, verified": lambda: timed(lambda: trainer.load_training_state(folder / "state")),
+    }
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_growth(name: str, quick: bool) -> dict[str, float]:
+    """Return the growth of resident memory, in MiB, between a tenth and the end of 100,000 updates."""
+    steps, task = 1000 if quick else 100_000, make_task("loop", True)
+    batches, model = task.batches(), task.make_model()
+    optimizer, loss_func = task.make_optimizer(model), task.loss_func
+    marks: list[int] = []
+
+    def endless() -> Any:
+        for step in range(steps):
+            if step in (steps // 10, steps - 1):
+                marks.append(resident_bytes())
+            yield batches[step % len(batches)]
+
+    if name == "ours":
+        from pytorch_accel_lite import Trainer, get_default_callbacks
+
+        class Fed(Trainer):
+            def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
+                return endless()
+
+        trainer = Fed(model, loss_func, optimizer, get_default_callbacks(progress_bar=False))
+        trainer.train(task.dataset, 1)
+    else:
+        for inputs, targets in endless():
+            loss_func(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"growth": (marks[1] - marks[0]) / 2**20}
+
+
+# -------------------------------------------------------------------------------------------------- GPU
+
+
+def gpu(name: str, quick: bool) -> dict[str, float]:
+    """Train a convnet of ResNet-50's size in bf16 on a GPU; count the synchronisations of its steps."""
+    import warnings
+
+    from accelerate import Accelerator
+    from timm import create_model
+
+    from pytorch_accel_lite import Trainer, get_default_callbacks
+
+    steps = 5 if quick else 50
+    batches = [(torch.randn(64, 3, 224, 224), torch.randint(1000, (64,)))] * steps
+    model, loss_func = create_model("resnet50"), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    class Fed(Trainer):
+        def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
+            return batches
+
+    def by_hand() -> None:
+        model.cuda().train()
+        for inputs, targets in batches:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = loss_func(model(inputs.cuda(non_blocking=True)), targets.cuda(non_blocking=True))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def ours() -> None:
+        accelerator = Accelerator(mixed_precision="bf16")
+        trainer = Fed(model, loss_func, optimizer, get_default_callbacks(progress_bar=False), accelerator=accelerator)
+        trainer.train(make_task("loop", True).dataset, 1)
+
+    train = ours if name == "ours" else by_hand
+    train()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        result = timed(lambda: (train(), torch.cuda.synchronize()))
+        torch.cuda.set_sync_debug_mode("default")
+    return {name: value / steps for name, value in result.items()} | {"synchronisations": len(caught) / steps}
+
+
+OTHERS = {
+    "evaluation": Other(
+        "Evaluation of the MLP on a TensorDataset",
+        "by hand",
+        lambda quick, run: in_process("evaluation", list(EVALUATIONS), quick, run),
+    ),
+    "processes": Other(
+        "Training of the MLP on 2 processes, from a TensorDataset, to DistributedDataParallel by hand",
+        "DDP by hand",
+        lambda quick, run: {name: partial(two_processes, name, quick, run) for name in DDP},
+    ),
+    "startup": Other(
+        "The time of importing",
+        "accelerate",
+        lambda quick, run: {name: partial(time_import, statement) for name, statement in IMPORTS.items()},
+    ),
+    "saving": Other("Saving and loading 10 million parameters with AdamW", "torch.save, synced to the disk", saving),
+    "memory": Other(
+        "Growth of resident memory between update 10,000 and update 100,000 of the MLP",
+        "by hand",
+        lambda quick, run: in_process("memory", ["by hand", "ours"], quick, run),
+        unit="MiB",
+    ),
+    "gpu": Other(
+        "ResNet-50 in bf16 on a GPU",
+        "by hand",
+        lambda quick, run: in_process("gpu", ["by hand", "by hand again (control)", "ours"], quick, run),
+    ),
+}
+
+
+def main() -> None:
+    kind, name, mode = sys.argv[1:]
+    quick = mode == "quick"
+    torch.set_num_threads(1)
+    if kind == "memory":
+        print(json.dumps(memory_growth(name, quick)))
+    elif kind == "gpu":
+        print(json.dumps(gpu(name, quick)))
+    elif kind == "evaluation":
+        evaluate = EVALUATIONS[name](make_task("tensors", quick))
+        evaluate()
+        print("\n" + json.dumps(timed(evaluate)))
+    else:
+        task = make_task("tensors", quick)
+        result = timed(DDP[name](task))
+        if os.environ["RANK"] == "0":
+            print("\n" + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Ratios to a reference, and tables of them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+Rounds = dict[str, list[dict[str, float]]]
+PACKAGES = (
+    "torch", "accelerate", "pytorch-accelerated", "lightning", "transformers", "pytorch-ignite", "fastai", "skorch",
+    "keras", "timm",
+)  # fmt: skip
+
+
+def interleave(measure: Mapping[str, Callable[[], dict[str, float] | None]], rounds: int) -> Rounds:
+    """Measure all contenders in turn, so many times over; one that gives ``None`` is left out."""
+    results: Rounds = {name: [] for name in measure}
+    for number in range(rounds):
+        for name, call in measure.items():
+            if number and not results[name]:
+                continue
+            result = call()
+            if result is not None:
+                results[name].append(result)
+    return results
+
+
+def ratios(results: Rounds, reference: str, quantity: str) -> dict[str, list[float]]:
+    """Return, for each round, what each took relative to the reference in the same round."""
+    base = [values[quantity] for values in results[reference]]
+    return {
+        name: [values[quantity] / before for values, before in zip(rounds, base, strict=False)]
+        for name, rounds in results.items()
+    }
+
+
+def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "wall")) -> str:
+    """Return a Markdown table: the median of the ratios, and their smallest and largest."""
+    head = " | ".join(f"{quantity} time" for quantity in quantities)
+    lines = [f"| | {head} |", "|---|" + "---|" * len(quantities)]
+    by_quantity = [ratios(results, reference, quantity) for quantity in quantities]
+    for name in results:
+        if not results[name]:
+            lines.append(f"| {name} |" + " not installed |" * len(quantities))
+            continue
+        cells = [
+            f"{statistics.median(found[name]):.2f} ({min(found[name]):.2f} to {max(found[name]):.2f})"
+            for found in by_quantity
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    first = statistics.median(values[quantities[0]] for values in results[reference])
+    return "\n".join(lines) + f"\n\n1.00 is {first * 1e6:,.0f} microseconds."
+
+
+def plain_table(results: Rounds, unit: str) -> str:
+    """Return a Markdown table of medians as they were measured."""
+    names = list(dict.fromkeys(name for rounds in results.values() for values in rounds for name in values))
+    lines = [f"| | {' | '.join(names)} ({unit}) |", "|---|" + "---|" * len(names)]
+    for contender, rounds in results.items():
+        cells = [f"{statistics.median(values[name] for values in rounds):.1f}" for name in names]
+        lines.append(f"| {contender} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures depend on."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"python": platform.python_version(), "machine": platform.machine(), "cpu": _cpu_name(), **versions}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def write(folder: Path, workload: str, title: str, results: Rounds, reference: str, unit: str = "") -> None:
+    """Write a workload's figures as Markdown and JSON, and print them.
+
+    :param unit: show the figures as they are, in this unit, instead of as ratios to the reference
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rounds = max(map(len, results.values()))
+    body = plain_table(results, unit) if unit else table(results, reference)
+    text = f"### {title}\n\n{body} {rounds} round{'s' * (rounds > 1)}.\n"
+    (folder / f"{workload}.md").write_text(text)
+    content = {"machine": machine(), "reference": reference, "rounds": results}
+    (folder / f"{workload}.json").write_text(json.dumps(content, indent=1))
+    print(text, flush=True)

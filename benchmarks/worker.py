@@ -1,0 +1,57 @@
+"""One contender on one workload, in a process of its own: prints what it took as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks.contenders import CONTENDERS, is_missing
+from benchmarks.tasks import make_task
+
+
+def count_updates() -> list[int]:
+    """Count the steps of all optimizers from now on, at no cost that differs between contenders."""
+    counts = [0]
+
+    def count(*_: object) -> None:
+        counts[0] += 1
+
+    register_optimizer_step_post_hook(count)
+    return counts
+
+
+def measure(contender: str, workload: str, quick: bool) -> dict[str, object]:
+    torch.set_num_threads(1)
+    task = make_task(workload, quick)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            train = CONTENDERS[contender](task, Path(folder))
+        except ModuleNotFoundError as error:
+            if is_missing(error):
+                return {"missing": error.name}
+            raise
+        warm_up()
+        counts = count_updates()
+        wall, cpu = time.perf_counter(), time.process_time()
+        train()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    if counts[0] != task.steps:
+        raise RuntimeError(f"{contender} made {counts[0]} updates instead of {task.steps}.")
+    return {"cpu": cpu / task.steps, "wall": wall / task.steps}
+
+
+def warm_up() -> None:
+    """Let torch load what it loads at the first use."""
+    task = make_task("loop", quick=True)
+    CONTENDERS["by hand"](task, Path())()
+
+
+if __name__ == "__main__":
+    name, workload, mode = sys.argv[1:]
+    print("\n" + json.dumps(measure(name, workload, mode == "quick")))

@@ -1,0 +1,46 @@
+"""The benchmarks run, and compare what they say they compare. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launching import ROOT, environment
+
+
+@pytest.mark.parametrize("workload", ["loop", "evaluation", "memory"])
+def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload):
+    contenders = ["by hand again (control)", "ours, default without bar"] if workload == "loop" else []
+    chosen = ["--contenders", *contenders] if contenders else []
+    command = [sys.executable, "-m", "benchmarks", "--workloads", workload, "--quick", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, *chosen, "--output", str(tmp_path)],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / f"{workload}.json").read_text())
+    rows = (tmp_path / f"{workload}.md").read_text().splitlines()
+    for name, rounds in figures["rounds"].items():
+        assert len(rounds) == 1
+        assert any(row.startswith(f"| {name} |") for row in rows)
+    assert {"by hand", *contenders} <= figures["rounds"].keys()
+    assert figures["machine"]["torch"]
+
+
+def test_a_contender_that_makes_other_updates_is_refused():
+    code = (
+        "import benchmarks.worker as w; from benchmarks.contenders import CONTENDERS\n"
+        "CONTENDERS['lazy'] = lambda task, folder: lambda: None\n"
+        "w.measure('lazy', 'loop', True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "lazy made 0 updates instead of 20" in done.stderr
