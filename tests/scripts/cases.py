@@ -543,27 +543,19 @@ def case_gradual_unfreezing() -> Any:
     return results
 
 
-class Runs:
-    """Counts the calls of a decorated function on each process."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-
-    def write(self, name: str) -> list[str]:
-        """Leave a file, and return those that were there before."""
-        before = sorted(file.name for file in self.folder.iterdir())
-        (self.folder / name).touch()
-        return before
-
-
 def case_process_helpers() -> Any:
     trainer = quiet_trainer(small_model())
-    folder = trainer.broadcast_object(tempfile.mkdtemp())
-    runs = Runs(folder)
+    folder = Path(trainer.broadcast_object(tempfile.mkdtemp()))
+
+    def leave_a_file(name: str) -> list[str]:
+        before = sorted(file.name for file in folder.iterdir())
+        (folder / name).touch()
+        return before
+
     results = {
         "local only": local_process_zero_only(lambda value: value)(rank() + 5),
         "world only": world_process_zero_only(lambda value: value)(rank() + 5),
-        "first": local_process_zero_first(runs.write)(f"rank{rank()}"),
+        "first": local_process_zero_first(leave_a_file)(f"rank{rank()}"),
         "broadcast": trainer.broadcast_object({"rank": rank()}),
         "gathered": trainer.all_gather_object(("rank", rank())),
         "numbers": {
@@ -572,7 +564,7 @@ def case_process_helpers() -> Any:
         },
     }
     trainer.barrier()
-    results["after the barrier"] = len(list(runs.folder.iterdir()))
+    results["after the barrier"] = len(list(folder.iterdir()))
     trainer.barrier()
     return results
 
