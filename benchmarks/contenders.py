@@ -1,7 +1,7 @@
 """The same training by hand and with each trainer, as its own documentation recommends for a CPU.
 
-A contender is a function that is given a task and a folder to write to. It imports what it needs, and returns a function
-that trains: that is what is measured. A package that is not installed shows as such in the table.
+A contender is a function that is given a task and a folder to write to. It imports what it needs, and returns a
+function that trains: that is what is measured. A package that is not installed shows as such in the table.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """A small, exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
 
+from accelerate import notebook_launcher
+
 from pytorch_accel_lite.callbacks import (
     CallbackHandler,
     NonFiniteLossError,
@@ -27,4 +29,5 @@ __all__ = [
     "TrainerRunConfig",
     "TrainerWithTimmScheduler",
     "get_default_callbacks",
+    "notebook_launcher",
 ]

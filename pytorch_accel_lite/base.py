@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 StrPath = str | os.PathLike[str]
+T = TypeVar("T")
 
 
 class TrainerBase:
@@ -327,6 +328,29 @@ class TrainerBase:
             )
         return unwrap(self.model, keep_torch_compile)
 
+    @property
+    def can_rewrap_model(self) -> bool:
+        """Whether :meth:`rewrap_model` works: not with sharded weights, nor when Accelerate compiled the wrapper."""
+        return self._preparation is None or self._preparation.can_rewrap(self.model)
+
+    def rewrap_model(self) -> None:
+        """Tell ``DistributedDataParallel`` that other parameters are trained now. To be called on every process.
+
+        Call it after freezing or unfreezing in the middle of a run, between updates, as in ``on_train_epoch_start``:
+        otherwise gradients of unfrozen parameters would not be averaged. With one process it does nothing.
+
+        :raises RuntimeError: when the weights are sharded, or Accelerate has compiled the wrapper
+        """
+        if self._preparation is None:
+            return
+        if not self.can_rewrap_model:
+            raise RuntimeError(
+                "The parameters that are trained cannot change in the middle of this run: the model is sharded "
+                f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
+                "Freeze before the run, or compile the model yourself with torch.compile."
+            )
+        self.model = self._preparation.rewrap(self.model)
+
     # ---------------------------------------------------------------------------- processes and devices
 
     @property
@@ -357,6 +381,40 @@ class TrainerBase:
         :param padding_value: accepted for the ancestor's users and not needed: nothing of the padding is left
         """
         return self.ranks.gather(tensor)
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        self.ranks.barrier()
+
+    def broadcast_object(self, obj: T) -> T:
+        """Return what the first process gave, on every process. To be called on every process.
+
+        :param obj: anything that can be pickled; that of the other processes is not looked at
+        """
+        return self.ranks.broadcast_object(lambda: obj)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return what each process gave, in the order of their ranks. To be called on every process.
+
+        :param obj: anything that can be pickled
+        """
+        return self.ranks.all_gather_object(obj)
+
+    def tensor_to_numeric(self, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
+        """Return a tensor of one element as a Python number.
+
+        :param tensor: of one element
+        :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must all call it then; ``None``:
+            this process's own
+        """
+        if reduce not in (None, "sum", "mean", "max"):
+            raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean' or 'max'.")
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
+            raise ValueError(f"tensor={tensor!r} must be a tensor of one element. Reduce it first, by its mean() say.")
+        values = [tensor.item()] if reduce is None else self.all_gather_object(tensor.item())
+        if reduce == "max":
+            return max(values)
+        return sum(values) / len(values) if reduce == "mean" else sum(values)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once on every machine."""

@@ -42,6 +42,7 @@ class Preparation:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
+        self._accelerator = accelerator
         self._given = model, optimizer
         self._forward = vars(model).get("forward")
         # Its lists of what was prepared. free_memory() would empty them of what others prepared too, and collect
@@ -55,6 +56,36 @@ class Preparation:
             self.model, self.optimizer = accelerator.prepare_model(model, evaluation_mode=True), optimizer
         if self.is_plain:
             self.optimizer = optimizer
+
+    def can_rewrap(self, model: nn.Module) -> bool:
+        """Whether :meth:`rewrap` can be used on the prepared model: not with sharded weights, nor once compiled."""
+        inner = getattr(model, "_orig_mod", None)
+        return self.can_unwrap and not isinstance(inner, DistributedDataParallel)
+
+    def rewrap(self, model: nn.Module) -> nn.Module:
+        """Return the model in a new ``DistributedDataParallel``, if it is in one.
+
+        The wrapper averages the gradients of the parameters that were trained when it was made, and no others.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            return model
+        handler = self._accelerator.ddp_handler
+        for name in ("reducer", "logger"):  # takes the old one's hooks off the parameters
+            delattr(model, name)
+        wrapped = DistributedDataParallel(
+            model.module,
+            device_ids=model.device_ids,
+            output_device=model.output_device,
+            **({} if handler is None else handler.to_kwargs()),
+        )
+        if handler is not None:
+            handler.register_comm_hook(wrapped)
+        vars(wrapped)["_is_accelerate_prepared"] = True
+        models = self._accelerator._models
+        models[:] = [wrapped if held is model else held for held in models]
+        if self.model is model:
+            self.model = wrapped
+        return wrapped
 
     def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
         """Return the model, which a callback may have replaced, and the optimizer as the user knows them.

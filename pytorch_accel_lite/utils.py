@@ -1,4 +1,4 @@
-"""Small helpers that every room may import: argument checks, optional imports, suggestions."""
+"""Small helpers that every room may import: argument checks, optional imports, processes, slices, suggestions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import importlib
 import math
 import numbers
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import wraps
+from itertools import islice
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from accelerate import PartialState
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
 
@@ -33,6 +42,75 @@ class LimitBatches:
             del os.environ[LIMIT_BATCHES_VARIABLE]
         else:
             os.environ[LIMIT_BATCHES_VARIABLE] = self._before
+
+
+class DataLoaderSlice:
+    """The first batches of a dataloader; each iteration starts from its beginning.
+
+    :param dl: a dataloader, or any other iterable
+    :param slice_size: how many batches
+    """
+
+    def __init__(self, dl: Iterable[Any], slice_size: int) -> None:
+        self.dl = dl
+        self.slice_size = check_positive_int("slice_size", slice_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dl), self.slice_size)
+
+    def __len__(self) -> int:
+        """At most ``slice_size``: a dataloader with a length may have fewer batches."""
+        return min(self.slice_size, len(self.dl)) if isinstance(self.dl, Sized) else self.slice_size
+
+
+def local_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
+    """Decorate a function that only one process of each machine is to run; the others get ``None`` at once."""
+
+    @wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return func(*args, **kwargs) if PartialState().is_local_main_process else None
+
+    return wrapper
+
+
+def world_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
+    """Decorate a function that only one process of the whole job is to run; the others get ``None`` at once."""
+
+    @wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return func(*args, **kwargs) if PartialState().is_main_process else None
+
+    return wrapper
+
+
+def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that all processes run, one of each machine before the others: a download, say.
+
+    To be called on every process.
+    """
+
+    @wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        state = PartialState()
+        if not state.is_local_main_process:
+            state.wait_for_everyone()
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            state.wait_for_everyone()
+
+    return wrapper
+
+
+def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
+    """Return a tensor without the entries of its first dimension that consist of padding.
+
+    :param padded_tensor: a tensor; of one with several dimensions, rows are removed that are all padding
+    :param pad_value: what was padded with; may be NaN
+    """
+    is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
+    return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]
 
 
 def check_positive_int(name: str, value: object) -> int:

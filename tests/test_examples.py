@@ -19,3 +19,11 @@ def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tm
     best = torch.load(tmp_path / "best_model.pt", weights_only=True)
     assert best["accuracy"] >= 0.98
     assert "model_state_dict" in best
+
+
+def test_unfreezing_goes_on_where_the_head_alone_ends():
+    done = launch([sys.executable, "examples/finetuning.py"])
+    assert done.returncode == 0, done.stderr
+    accuracy = dict(re.findall(r"^([\w ]+): ([\d.]+)% of \d+ digits", done.stdout, re.MULTILINE))
+    assert float(accuracy["Pretraining"]) >= 97
+    assert float(accuracy["Gradual unfreezing"]) > float(accuracy["Head alone"]) >= 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from tests.launching import TORCHRUN, launch, torchrun
 from tests.scripts import cases
-from tests.tasks import equal, largest_difference, regression_data
+from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model, weights
 
 pytestmark = pytest.mark.processes
 
@@ -219,6 +220,32 @@ def test_only_the_first_process_prints(ranks):
     assert ranks.output.count("Loading the best model") == 1
     assert len({result["best"] for result in ranks["callbacks"]}) == 1
     assert all(equal(result["weights"], ranks["callbacks"][0]["weights"]) for result in ranks["callbacks"])
+
+
+def test_process_helpers(ranks):
+    n = ranks.world_size
+    everyone = [f"rank{rank}" for rank in range(n)]
+    for rank, result in enumerate(ranks["process_helpers"]):
+        assert result["local only"] == result["world only"] == (None if rank else 5)
+        assert result["first"] == [] if rank == 0 else "rank0" in result["first"]
+        assert result["broadcast"] == {"rank": 0}
+        assert result["gathered"] == [("rank", other) for other in range(n)]
+        assert result["numbers"] == {None: rank + 1, "sum": sum(range(n + 1)), "mean": (n + 1) / 2, "max": n}
+        assert result["after the barrier"] == len(everyone)
+
+
+def test_training_in_a_notebook_on_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    done = launch([sys.executable, "tests/scripts/notebook.py", str(tmp_path), port], timeout=60)
+    assert done.returncode == 0, done.stderr
+    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    assert [result["processes"] for result in results] == [2, 2]
+    model = small_model()
+    kwargs = {"per_device_batch_size": 6, "train_dataloader_kwargs": {"shuffle": False}}
+    quiet_trainer(model).train(regression_data(30), 2, **kwargs)
+    assert all(largest_difference(result["weights"], weights(model)) < 1e-10 for result in results)
 
 
 def test_a_failing_rank_ends_the_job_with_its_traceback():

@@ -8,6 +8,7 @@ from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalS
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.events import (
     CallbackHandler,
@@ -21,6 +22,7 @@ __all__ = [
     "DEFAULT_CALLBACKS",
     "CallbackHandler",
     "EarlyStoppingCallback",
+    "GradualUnfreezingCallback",
     "KeepBest",
     "LimitBatchesCallback",
     "LimitEvalStepsCallback",

@@ -33,13 +33,16 @@ from pytorch_accel_lite import (
 )
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
+    GradualUnfreezingCallback,
     LimitBatchesCallback,
     SaveBestModelCallback,
     TerminateOnNaNCallback,
     WSDCheckpointCallback,
 )
 from pytorch_accel_lite.data import NamedDatasets, OwnShard
+from pytorch_accel_lite.finetuning import ModelFreezer
 from pytorch_accel_lite.schedulers import WSDLrScheduler
+from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from tests.launching import Failed
 from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
 
@@ -521,6 +524,70 @@ def case_wsd() -> Any:
         continued = run("second", 2, 0.5, folder / "first" / "checkpoint_4_wsd_pre_decay.pt")
         names = sorted(path.name for path in (folder / "first").iterdir())
         return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}
+
+
+def model_to_unfreeze() -> nn.Module:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    torch.set_rng_state(state)
+    return model.double()
+
+
+def case_gradual_unfreezing() -> Any:
+    """Weights after each number of epochs, for an optimizer over the head; also by hand with rewrap_model()."""
+    results = {}
+
+    class UnfreezesByHand(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            if trainer.progress.epoch == 2:
+                ModelFreezer(trainer.get_model()).unfreeze()
+                trainer.rewrap_model()
+
+    for how in ("callback", "accumulation", "by hand"):
+        for epochs in (1, 2, 4):
+            model = model_to_unfreeze()
+            optimizer = torch.optim.AdamW((model if how == "by hand" else model[-1]).parameters(), lr=0.01)
+            if how == "by hand":
+                ModelFreezer(model).freeze()
+            callbacks = [UnfreezesByHand() if how == "by hand" else GradualUnfreezingCallback()]
+            quiet_trainer(model, None, optimizer, callbacks=callbacks).train(
+                regression_data(37),
+                epochs,
+                regression_data(11),
+                per_device_batch_size=_global_batch(6),
+                gradient_accumulation_steps=2 if how == "accumulation" else 1,
+                train_dataloader_kwargs=IN_ORDER,
+                gradient_clip_norm=1.0,
+            )
+            results[how, epochs] = weights(model)
+    return results
+
+
+def case_process_helpers() -> Any:
+    trainer = quiet_trainer(small_model())
+    folder = Path(trainer.broadcast_object(tempfile.mkdtemp()))
+
+    def leave_a_file(name: str) -> list[str]:
+        before = sorted(file.name for file in folder.iterdir())
+        (folder / name).touch()
+        return before
+
+    results = {
+        "local only": local_process_zero_only(lambda value: value)(rank() + 5),
+        "world only": world_process_zero_only(lambda value: value)(rank() + 5),
+        "first": local_process_zero_first(leave_a_file)(f"rank{rank()}"),
+        "broadcast": trainer.broadcast_object({"rank": rank()}),
+        "gathered": trainer.all_gather_object(("rank", rank())),
+        "numbers": {
+            reduce: trainer.tensor_to_numeric(torch.tensor([rank() + 1]), reduce)
+            for reduce in (None, "sum", "mean", "max")
+        },
+    }
+    trainer.barrier()
+    results["after the barrier"] = len(list(folder.iterdir()))
+    trainer.barrier()
+    return results
 
 
 def main() -> None:

@@ -1,0 +1,92 @@
+"""Unfreezing a pretrained model from its head downwards while a run goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
+from pytorch_accel_lite.utils import check_positive_int, check_positive_number
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class GradualUnfreezingCallback(TrainerCallback):
+    """Trains the last layer group alone at first, and unfreezes one more, from the head downwards, every n epochs.
+
+    From Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018, arXiv:1801.06146).
+    Layer groups are those of :class:`~pytorch_accel_lite.finetuning.ModelFreezer`; groups without parameters do not
+    count. Frozen groups are kept in evaluation mode. In the end all are unfrozen, whatever was frozen before.
+
+    Parameters that the optimizer does not have yet are added to it before the scheduler is made, a parameter group for
+    each layer group, so every scheduler knows all of them; the optimizer passes over those that are frozen. A scheduler
+    that sets learning rates itself, such as ``OneCycleLR``, needs a list of them for the groups to differ.
+
+    :param every_n_epochs: epochs from one unfreezing to the next
+    :param lr_decay: the groups that are added have the learning rate of the group after them times this factor; those
+        which the optimizer already has keep their own
+    :param freeze_batch_norms: batch norms of frozen groups keep their weights and statistics; ``False``: they are
+        trained from the beginning
+    """
+
+    def __init__(self, every_n_epochs: int = 1, lr_decay: float = 1 / 2.6, freeze_batch_norms: bool = True) -> None:
+        self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
+        self.lr_decay = check_positive_number("lr_decay", lr_decay)
+        self.freeze_batch_norms = freeze_batch_norms
+        self._is_running = False
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.train_dataloader is None or self._is_running:  # of an evaluation
+            return
+        model = trainer.get_model(keep_torch_compile=False)
+        self._add_to_optimizer(trainer.optimizer, [group for group in parameters_by_group(model) if group])
+        self._unfreeze(model, 1)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._is_running = True
+        if not trainer.can_rewrap_model:
+            raise RuntimeError(
+                "GradualUnfreezingCallback cannot change which parameters are trained: the model is sharded "
+                f"({trainer.accelerator.distributed_type.value}) or was compiled by Accelerate with its wrapper. "
+                "Freeze before the run with ModelFreezer, or compile the model yourself with torch.compile."
+            )
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._is_running = False
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._is_running = False
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        # A function of the epoch alone, so a resumed run needs no state to be where it was.
+        wanted = 1 + (trainer.progress.epoch - 1) // self.every_n_epochs
+        if self._unfreeze(trainer.get_model(keep_torch_compile=False), wanted):
+            trainer.rewrap_model()
+
+    def _unfreeze(self, model: nn.Module, wanted: int) -> bool:
+        """Freeze all but the last groups with parameters; return whether something else is trained than before."""
+        before = [parameter.requires_grad for parameter in model.parameters()]
+        indices = [index for index, group in enumerate(parameters_by_group(model)) if group]
+        freezer = ModelFreezer(model, self.freeze_batch_norms)
+        first = indices[-wanted] if wanted < len(indices) else 0
+        if first > 0:
+            freezer.freeze(0, first - 1, set_modules_as_eval=True)
+        freezer.unfreeze(first, -1)
+        return before != [parameter.requires_grad for parameter in model.parameters()]
+
+    def _add_to_optimizer(self, optimizer: Any, groups: list[list[nn.Parameter]]) -> None:
+        owners = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        head = next((owners[parameter] for parameter in groups[-1] if parameter in owners), None)
+        if head is None:
+            raise ValueError(
+                "GradualUnfreezingCallback trains the model's last layer group first, but the optimizer has no "
+                "parameter of it. Make the optimizer over that group or over all parameters of the model."
+            )
+        lr = head.get("initial_lr", head["lr"])  # a scheduler of an earlier run may have changed the latter
+        for distance, group in enumerate(reversed(groups)):
+            missing = [parameter for parameter in group if parameter not in owners]
+            if missing:
+                optimizer.add_param_group({"params": missing, "lr": lr * self.lr_decay**distance})

@@ -1,0 +1,207 @@
+"""Fine-tuning: freezing the layers of a pretrained model, and smaller learning rates far from its head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pytorch_accel_lite.utils import check_positive_number
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class LayerGroup(NamedTuple):
+    """A module that is an attribute of the model.
+
+    :param layer_group_idx: its index, counted from the first group and from the last
+    :param module: the module
+    :param is_frozen: whether nothing of it that can be frozen is trained
+    """
+
+    layer_group_idx: tuple[int, int]
+    module: nn.Module
+    is_frozen: bool
+
+
+class Layer(NamedTuple):
+    """A module that has no modules of its own.
+
+    :param layer_group_idx: the index of its layer group, counted from the first group and from the last
+    :param module: the module
+    :param is_frozen: whether it has parameters, and none of them is trained
+    """
+
+    layer_group_idx: tuple[int, int]
+    module: nn.Module
+    is_frozen: bool
+
+
+class ModelFreezer:
+    """Freezes and unfreezes the layer groups of a model, which are the modules that are its attributes.
+
+    Parameters that the model itself owns (a class token, say) go with the first group, a parameter that several groups
+    share with the first of them. Freeze before the trainer's run starts; in the middle of a run on several processes,
+    call ``trainer.rewrap_model()`` afterwards.
+
+    :param model: the model, not wrapped
+    :param freeze_batch_norms: freeze batch norms too; otherwise they are trained in frozen groups as well
+    """
+
+    def __init__(self, model: nn.Module, freeze_batch_norms: bool = False) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r} must be a torch.nn.Module, not {type(model).__name__}.")
+        self.model = model
+        self.freeze_batch_norms = freeze_batch_norms
+
+    def get_layer_groups(self) -> list[LayerGroup]:
+        """Return the layer groups, from the input to the head."""
+        groups = list(self.model.children())
+        parameters = self._parameters_of_groups()
+        return [
+            LayerGroup((index, index - len(groups)), module, _is_frozen(parameters[index]))
+            for index, module in enumerate(groups)
+        ]
+
+    def get_layers(self) -> list[Layer]:
+        """Return the modules without modules of their own, in the order of the groups."""
+        return [
+            Layer(group.layer_group_idx, module, _is_frozen(list(module.parameters())))
+            for group in self.get_layer_groups()
+            for module in group.module.modules()
+            if not any(True for _ in module.children())
+        ]
+
+    def get_trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are not frozen."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
+        """Freeze the layer groups between two indices, both included; by default all but the last.
+
+        :param from_index: the first group; negative ones count from the last group
+        :param to_index: the last group
+        :param set_modules_as_eval: keep what is frozen in evaluation mode, also when the model is set to training mode:
+            no dropout, and batch norms that are frozen keep their statistics
+        :raises IndexError: when there is no such group
+        """
+        parameters = self._parameters_of_groups()
+        for index, group in self._between(from_index, to_index):
+            for parameter in parameters[index]:
+                parameter.requires_grad = False
+                parameter.grad = None  # else an optimizer would go on using it
+            if set_modules_as_eval:
+                for module in self._freezable_modules(group):
+                    _keep_in_eval(module)
+
+    def unfreeze(
+        self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
+    ) -> dict[int, dict[str, list[nn.Parameter]]]:
+        """Unfreeze the layer groups between two indices, both included and in any order; by default all.
+
+        :param from_index: the one end; negative ones count from the last group
+        :param to_index: the other end
+        :param set_modules_as_training: set the modules to training mode
+        :return: by the index of each group that was frozen, ``{"params": [...]}``: what has been unfrozen, in the form
+            that ``optimizer.add_param_group`` takes
+        :raises IndexError: when there is no such group
+        """
+        parameters = self._parameters_of_groups()
+        unfrozen = {}
+        for index, group in self._between(from_index, to_index):
+            frozen = [parameter for parameter in parameters[index] if not parameter.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad = True
+            if frozen:
+                unfrozen[index] = {"params": frozen}
+            for module in group.modules():
+                _release_from_eval(module)
+            if set_modules_as_training:
+                group.train()
+        return unfrozen
+
+    def _between(self, from_index: int, to_index: int) -> list[tuple[int, nn.Module]]:
+        groups = list(enumerate(self.model.children()))
+        if not groups:
+            raise ValueError(
+                f"{type(self.model).__name__} has no layer groups: no module is an attribute of it. Set "
+                "requires_grad of its parameters yourself."
+            )
+        ends = []
+        for name, index in (("from_index", from_index), ("to_index", to_index)):
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise TypeError(f"{name}={index!r} must be a whole number, not {type(index).__name__}.")
+            if not -len(groups) <= index < len(groups):
+                raise IndexError(
+                    f"{name}={index} is no layer group: {type(self.model).__name__} has {len(groups)}, from 0 to "
+                    f"{len(groups) - 1} or from {-len(groups)} to -1."
+                )
+            ends.append(index % len(groups))
+        return groups[min(ends) : max(ends) + 1]
+
+    def _freezable_modules(self, group: nn.Module) -> Iterator[nn.Module]:
+        return (m for m in group.modules() if self.freeze_batch_norms or not isinstance(m, _BATCH_NORMS))
+
+    def _parameters_of_groups(self) -> list[list[nn.Parameter]]:
+        """Return what can be frozen of each group."""
+        spared: set[nn.Parameter] = set()
+        if not self.freeze_batch_norms:
+            norms = [module for module in self.model.modules() if isinstance(module, _BATCH_NORMS)]
+            spared = {parameter for norm in norms for parameter in norm.parameters()}
+        return [[p for p in parameters if p not in spared] for parameters in parameters_by_group(self.model)]
+
+
+def _is_frozen(parameters: list[nn.Parameter]) -> bool:
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def _stay_in_eval(module: nn.Module, inputs: Any) -> None:
+    """Undo, before each forward pass, what ``model.train()`` did. A function of this module, so that models pickle."""
+    module.training = False
+
+
+def _keep_in_eval(module: nn.Module) -> None:
+    module.training = False
+    if _stay_in_eval not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_stay_in_eval)
+
+
+def _release_from_eval(module: nn.Module) -> None:
+    """Remove the hook by what it calls: a copied model has it too, but no handle to it."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _stay_in_eval]:
+        del module._forward_pre_hooks[key]
+
+
+def parameters_by_group(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the parameters of each layer group, each parameter once.
+
+    What the model itself owns is in the first group; what several groups share is in the first of them.
+    """
+    groups = [list(module.parameters()) for module in model.children()] or [[]]
+    groups[0] = [*model.parameters(recurse=False), *groups[0]]
+    owners: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group:
+            owners.setdefault(parameter, index)
+    return [[parameter for parameter in group if owners[parameter] == index] for index, group in enumerate(groups)]
+
+
+def layer_group_parameters(model: nn.Module, lr: float, decay: float = 1 / 2.6) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
+
+    Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"
+    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. A layer group is a module that is an attribute of
+    the model; those without parameters do not count. Give the result to the optimizer:
+    ``AdamW(layer_group_parameters(...))``.
+
+    :param model: the model, not wrapped
+    :param lr: the learning rate of the last group, the head
+    :param decay: each group has the learning rate of the one after it times this factor
+    """
+    check_positive_number("lr", lr)
+    check_positive_number("decay", decay)
+    groups = [parameters for parameters in parameters_by_group(model) if parameters]
+    return [
+        {"params": parameters, "lr": lr * decay ** (len(groups) - 1 - index)} for index, parameters in enumerate(groups)
+    ]

@@ -1,0 +1,24 @@
+"""Training through notebook_launcher, as in a cell of a notebook. python notebook.py FOLDER PORT."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from pytorch_accel_lite import notebook_launcher
+
+
+def training(folder: str) -> None:
+    from tests.tasks import quiet_trainer, regression_data, small_model, weights
+
+    torch.set_num_threads(1)
+    model = small_model()
+    trainer = quiet_trainer(model)
+    trainer.train(regression_data(30), 2, per_device_batch_size=3, train_dataloader_kwargs={"shuffle": False})
+    result = {"weights": weights(model), "processes": trainer.accelerator.num_processes}
+    torch.save(result, f"{folder}/rank{trainer.accelerator.process_index}.pt")
+
+
+if __name__ == "__main__":
+    notebook_launcher(training, (sys.argv[1],), num_processes=2, use_port=sys.argv[2])

@@ -1,0 +1,80 @@
+"""The small helpers of utils, and those of the trainer, on one process; several: tests/test_processes.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.utils import (
+    DataLoaderSlice,
+    local_process_zero_first,
+    local_process_zero_only,
+    remove_padding,
+    world_process_zero_only,
+)
+from tests.small import Stream, make_trainer, train
+
+
+@pytest.mark.parametrize(
+    ("padded", "value", "expected"),
+    [
+        ([1, -1, 2, -1], -1, [1, 2]),
+        ([[1, 0], [0, 0], [0, 3]], 0, [[1, 0], [0, 3]]),
+        ([[[0.0], [0.0]], [[1.0], [0.0]]], 0, [[[1.0], [0.0]]]),
+        ([1.0, float("nan")], float("nan"), [1.0]),
+        ([1, 2], 0, [1, 2]),
+    ],
+)
+def test_padding_is_removed(padded, value, expected):
+    assert torch.equal(remove_padding(torch.tensor(padded), value), torch.tensor(expected))
+
+
+def test_a_slice_of_a_dataloader_starts_anew_each_time():
+    loader = DataLoader(range(10), batch_size=2)
+    first = DataLoaderSlice(loader, 3)
+    assert len(first) == 3
+    assert [batch.tolist() for batch in first] == [batch.tolist() for batch in first] == [[0, 1], [2, 3], [4, 5]]
+    assert len(DataLoaderSlice(loader, 9)) == len(list(DataLoaderSlice(loader, 9))) == 5
+    assert len(DataLoaderSlice(iter([1]), 2)) == 2
+    with pytest.raises(ValueError, match="slice_size=0"):
+        DataLoaderSlice(loader, 0)
+
+
+@pytest.mark.parametrize("dataset", [None, Stream(6)])
+def test_a_trainer_trains_on_a_slice(dataset):
+    class Sliced(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return DataLoaderSlice(super().create_train_dataloader(batch_size, train_dl_kwargs), 2)
+
+    kwargs = {} if dataset is None else {"train_dataset": dataset, "train_dataloader_kwargs": {}}
+    trainer = train(make_trainer(trainer_class=Sliced), 2, **kwargs)
+    assert (trainer.progress.update, trainer.progress.samples) == (4, 8)
+
+
+@pytest.mark.parametrize("decorator", [local_process_zero_first, local_process_zero_only, world_process_zero_only])
+def test_alone_a_decorated_function_is_the_function(decorator):
+    @decorator
+    def divide(a, b=1):
+        """Divide."""
+        return a / b
+
+    assert divide(6, b=2) == 3
+    assert divide.__doc__ == "Divide."
+    with pytest.raises(ZeroDivisionError):
+        divide(1, b=0)
+
+
+def test_helpers_of_the_trainer_alone():
+    trainer = make_trainer()
+    trainer.barrier()
+    assert trainer.broadcast_object("x") == "x"
+    assert trainer.all_gather_object("x") == ["x"]
+    for reduce in (None, "sum", "mean", "max"):
+        assert trainer.tensor_to_numeric(torch.tensor([[3]]), reduce) == 3
+    assert isinstance(trainer.tensor_to_numeric(torch.tensor(3), "sum"), int)
+    with pytest.raises(ValueError, match="reduce='min'"):
+        trainer.tensor_to_numeric(torch.tensor(3), "min")
+    with pytest.raises(ValueError, match="tensor of one element"):
+        trainer.tensor_to_numeric(torch.ones(2))
