@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,8 +114,8 @@ class TrainerBase:
         return handler
 
     def _create_accelerator(self) -> Accelerator:
-        """Make the ``Accelerator``, once, when none was given."""
-        return Accelerator()
+        """Make the ``Accelerator``, once, when none was given. Gradients are reduced where they lie, not in copies."""
+        return Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
 
     def training_run_end(self) -> None:
         """Called when a training run ends."""

@@ -18,6 +18,7 @@ from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, StopTrainingError
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
+from pytorch_accel_lite.diagnosis import Diagnosis, diagnose
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
@@ -29,6 +30,7 @@ from pytorch_accel_lite.resuming import find_state, restore, restore_callbacks, 
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
+from pytorch_accel_lite.utils import check_positive_int
 from pytorch_accel_lite.validation import check_data, check_training, has_no_batch
 
 __all__ = [
@@ -513,6 +515,40 @@ class Trainer(TrainerBase):
     def _update_was_skipped(self) -> bool:
         assert self._preparation is not None
         return not self._preparation.is_plain and self.accelerator.optimizer_step_was_skipped
+
+    def diagnose(
+        self,
+        train_dataset: Any,
+        per_device_batch_size: int = 8,
+        num_steps: int = 200,
+        train_dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> Diagnosis:
+        """Find out what limits the speed of training, and say what to change.
+
+        Reads data without training, goes forward without going back, and trains, for so many steps each, without
+        callbacks. The model, the optimizer and the generators are put back afterwards. To be called on every process.
+
+        :param num_steps: steps of each kind
+        :return: the measurements and the advice, which are also printed
+        """
+        check_training(self.optimizer, self.accelerator, RunRequest(num_epochs=1), None)
+        check_positive_int("num_steps", num_steps)
+        if self._preparation is not None:
+            raise RuntimeError("diagnose() cannot be called within a run. Call it before train().")
+        check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn, False)
+        before = {name: getattr(self, name) for name in (*_OF_A_RUN, "train_dataset", "data_seed")}
+        self.train_dataset, self.collate_fn = train_dataset, collate_fn
+        self.data_seed = self.seed or 0
+        try:
+            loader = self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs)
+            self._train_dataloader = self._shard(loader, training=True)
+            with self._prepared(training=True):
+                found = diagnose(self, num_steps)
+        finally:
+            vars(self).update(before)
+        self.print(found)
+        return found
 
     # ---------------------------------------------------------------------------- evaluation, prediction
 

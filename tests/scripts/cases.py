@@ -44,7 +44,7 @@ from pytorch_accel_lite.finetuning import ModelFreezer
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from tests.launching import Failed
-from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model, weights
 
 IN_ORDER = {"shuffle": False}
 
@@ -497,6 +497,13 @@ def case_batch_norm() -> Any:
     trainer = quiet_trainer(model)
     trainer.train(regression_data(24), 2, regression_data(9), per_device_batch_size=_global_batch(6))
     return {"weights": weights(model), "history": trainer.run_history.to_dict()}
+
+
+def case_diagnosis() -> Any:
+    model = small_model()
+    before = weights(model)
+    found = quiet_trainer(model).diagnose(regression_data(48), num_steps=4)
+    return {"unchanged": equal(weights(model), before), "steps": found.steps, "step": found.step}
 
 
 def case_limits() -> Any:

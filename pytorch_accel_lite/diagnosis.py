@@ -1,0 +1,174 @@
+"""What limits the speed of a training run: its steps in parts, measured, and what to change."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.batches import find_batch_size, total_loss
+from pytorch_accel_lite.resuming import generator_states, set_generator_states
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+@dataclass
+class Diagnosis:
+    """What :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` found. ``print`` shows it in words.
+
+    :param steps: how many steps of each kind were measured
+    :param samples: samples in a step of one process, on average
+    :param data: seconds in a step for reading the data alone
+    :param forward: seconds for forward pass and loss alone, on one batch again and again
+    :param backward: seconds that the backward pass adds
+    :param update: seconds that the optimizer's step and clearing the gradients add
+    :param step: seconds of a whole step, data included: less than the sum of the others when workers read ahead
+    :param advice: what to change, the most important first; empty when there is nothing to say
+    """
+
+    steps: int
+    samples: float
+    data: float
+    forward: float
+    backward: float
+    update: float
+    step: float
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> float:
+        """The share of a step, from 0 to 1, in which the model waits for data."""
+        rest = self.step - (self.forward + self.backward + self.update)
+        return max(0.0, min(rest, self.data) / self.step)  # what else takes longer in a whole step is no waiting
+
+    def __str__(self) -> str:
+        lines = [
+            f"A step takes {self.step * 1e3:.3g} ms for {self.samples:.3g} samples: {self.samples / self.step:,.0f} "
+            f"samples/s on each process, over {self.steps} steps."
+        ]
+        for name in ("data", "forward", "backward", "update"):
+            lines.append(f"  {name + ' alone':<15} {getattr(self, name) * 1e3:>9.3g} ms")
+        lines.append(f"  waiting for data {100 * self.waiting:>6.0f} %")
+        return "\n".join([*lines, *(f"- {text}" for text in self.advice or ["Nothing stands out."])])
+
+
+def diagnose(trainer: Trainer, num_steps: int) -> Diagnosis:
+    """Measure the trainer's steps, with the training dataloader that it has; see :meth:`Trainer.diagnose`."""
+    loader = trainer.train_dataloader
+    held = list(itertools.islice((loaded.batch for loaded in loader.steps(1)), 8))
+    if not held:
+        raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
+    again = itertools.islice(itertools.cycle(held), num_steps)
+    in_memory = list(again)
+    warm_up, trainer_state = in_memory[: min(10, num_steps)], _snapshot(trainer)
+    try:
+        trainer.train_epoch_start()
+        for step in (_forward, _backward, _update):
+            _time(trainer, warm_up, step)
+        data, count = _time(trainer, _read(loader, num_steps), lambda *_: None)
+        forward, _ = _time(trainer, in_memory, _forward)
+        backward, _ = _time(trainer, in_memory, _backward)
+        update, _ = _time(trainer, in_memory, _update)
+        whole, _ = _time(trainer, _read(loader, num_steps), _update)
+    finally:
+        loader.stop_workers()
+        _restore(trainer, trainer_state)
+    samples = sum(map(find_batch_size, held)) / len(held)
+    found = Diagnosis(count, samples, data, forward, max(backward - forward, 0), max(update - backward, 0), whole)
+    found.advice = list(_advise(trainer, found))
+    return found
+
+
+def _read(loader: Any, num_steps: int) -> Iterable[Any]:
+    """Read so many batches, from further epochs when one has fewer."""
+    epochs = (loaded.batch for epoch in itertools.count(1) for loaded in loader.steps(epoch))
+    return itertools.islice(epochs, num_steps)
+
+
+def _time(trainer: Trainer, batches: Iterable[Any], step: Callable[[Trainer, Any], None]) -> tuple[float, int]:
+    """Return the seconds of a step, and how many there were. Waits for the device once, not in every step."""
+    count, start = 0, _now(trainer)
+    for batch in batches:
+        step(trainer, batch)
+        count += 1
+    return (_now(trainer) - start) / max(count, 1), count
+
+
+def _now(trainer: Trainer) -> float:
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+    return time.perf_counter()
+
+
+def _forward(trainer: Trainer, batch: Any) -> None:
+    ranks_alone = trainer.ranks.world_size > 1
+    with trainer.accelerator.no_sync(trainer.model) if ranks_alone else nullcontext():
+        trainer.calculate_train_batch_loss(batch)
+
+
+def _backward(trainer: Trainer, batch: Any) -> None:
+    trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch)["loss"]))
+    trainer.optimizer_zero_grad()
+
+
+def _update(trainer: Trainer, batch: Any) -> None:
+    trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch)["loss"]))
+    trainer.optimizer_step()
+    trainer.optimizer_zero_grad()
+
+
+def _snapshot(trainer: Trainer) -> tuple[Any, ...]:
+    modes = [(module, module.training) for module in trainer.model.modules()]
+    states = copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()))
+    return *states, generator_states(), modes
+
+
+def _restore(trainer: Trainer, state: tuple[Any, ...]) -> None:
+    model, optimizer, generators, modes = state
+    trainer.model.load_state_dict(model)
+    trainer.optimizer.load_state_dict(optimizer)
+    trainer.optimizer.zero_grad()
+    set_generator_states(generators)
+    for module, mode in modes:
+        module.training = mode
+
+
+def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
+    on_gpu = trainer.device.type == "cuda"
+    compute = found.forward + found.backward + found.update
+    if found.waiting > 0.1:
+        workers = getattr(trainer.train_dataloader, "num_workers", 0)
+        yield (
+            f"The model waits for data in {100 * found.waiting:.0f} % of a step. "
+            + (
+                "Read with workers: train_dataloader_kwargs={'num_workers': 4}, "
+                if not workers
+                else f"Use more than the {workers} workers, "
+            )
+            + "or do in advance what the dataset does for each sample; data that fit in memory as a TensorDataset are "
+            "read a batch at a time."
+        )
+    options = [group.get("fused") for group in trainer.optimizer.param_groups]
+    if found.update > 0.1 * compute and "fused" in trainer.optimizer.defaults and not any(options):
+        yield (
+            f"The update takes {100 * found.update / compute:.0f} % of the computation. Fused optimizers are faster: "
+            f"{type(trainer.optimizer).__name__}(..., fused=True)."
+        )
+    if on_gpu and trainer.accelerator.mixed_precision == "no":
+        yield "Train in bf16: accelerator=Accelerator(mixed_precision='bf16')."
+        if torch.get_float32_matmul_precision() == "highest":
+            yield "Or let matrices be multiplied in TF32: torch.set_float32_matmul_precision('high')."
+    if on_gpu and compute < 0.005 and not hasattr(trainer.get_model(), "_orig_mod"):
+        yield (
+            f"A step computes for {compute * 1e3:.2g} ms only, much of which is the start of kernels. Use larger "
+            "batches, or compile the model: torch.compile(model)."
+        )
+    if not on_gpu and trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
+        yield "Torch computes with one thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, uses more cores."

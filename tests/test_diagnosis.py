@@ -1,0 +1,100 @@
+"""diagnose(): what limits the speed is found and said, and nothing is changed by it."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model
+
+
+class Slow(Rows):
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def test_slow_data_are_found(capsys):
+    found = quiet_trainer(small_model()).diagnose(
+        Slow(regression_data(40)), num_steps=6, train_dataloader_kwargs={"num_workers": 0}
+    )
+    assert found.steps == 6
+    assert found.samples == 8
+    assert found.waiting > 0.5
+    assert found.data > found.forward
+    assert "The model waits for data" in found.advice[0]
+    assert "'num_workers': 4" in found.advice[0]
+    assert "waiting for data" in capsys.readouterr().out
+
+
+def test_a_slow_model_is_not_taken_for_slow_data():
+    class Sleeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_model()
+
+        def forward(self, x):
+            time.sleep(0.01)
+            return self.inner(x)
+
+    model = Sleeps()
+    found = quiet_trainer(model).diagnose(regression_data(40), num_steps=6)
+    assert found.forward > 0.009
+    assert not any("waits for data" in text for text in found.advice)
+
+
+def test_an_update_that_takes_long_is_found():
+    class SlowUpdate(Trainer):
+        def optimizer_step(self):
+            time.sleep(0.01)
+            super().optimizer_step()
+
+    model = small_model()
+    trainer = SlowUpdate(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()), callbacks=())
+    found = trainer.diagnose(regression_data(40), num_steps=6)
+    assert found.update > 0.009
+    assert any("AdamW(..., fused=True)" in text for text in found.advice)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_nothing_is_changed(trained):
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double().eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = quiet_trainer(model, optimizer=optimizer)
+    if trained:
+        trainer.train(regression_data(16), 1)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer.progress, trainer.run_config))
+    training, generator = model.training, torch.get_rng_state()
+    dataset = trainer.train_dataset
+    trainer.diagnose(regression_data(40), num_steps=3)
+    assert equal(model.state_dict(), before[0])
+    for index, state in before[1]["state"].items():
+        assert equal(optimizer.state_dict()["state"][index], state)
+    assert optimizer.state_dict()["param_groups"] == before[1]["param_groups"]
+    assert len(optimizer.state_dict()["state"]) == len(before[1]["state"])
+    assert (trainer.progress, trainer.run_config) == before[2:]
+    assert model.training == training
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert trainer.train_dataset is dataset
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.processes
+def test_it_works_on_several_processes(ranks):
+    for found in ranks["diagnosis"]:
+        assert found["unchanged"]
+        assert found["steps"] == 4
+        assert found["step"] > 0
+
+
+def test_bad_input():
+    trainer = quiet_trainer(small_model())
+    with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
+        trainer.diagnose(regression_data(8), num_steps=0)
+    with pytest.raises(ValueError, match="train_dataset"):
+        trainer.diagnose(regression_data(0))
