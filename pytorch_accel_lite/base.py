@@ -95,6 +95,8 @@ class TrainerBase:
         self._train_dl_kwargs: dict[str, Any] | None = None
         self._eval_dl_kwargs: dict[str, Any] | None = None
         self._update_limit: int | None = None
+        self._eval_every_n_epochs = 1
+        self._trained_model: nn.Module | None = None  # while run_evaluation() has another one in its place
         self.ranks = Ranks(self.accelerator)
         self._stop_vote = StopVote(self.ranks)
         self._preparation: Preparation | None = None
@@ -323,11 +325,12 @@ class TrainerBase:
 
         :param keep_torch_compile: ``False`` also takes it out of ``torch.compile``'s wrapper
         """
+        model = self.model if self._trained_model is None else self._trained_model
         if self._preparation is not None and not self._preparation.can_unwrap:
             return self.accelerator.unwrap_model(  # type: ignore[no-any-return]
-                self.model, keep_torch_compile=keep_torch_compile
+                model, keep_torch_compile=keep_torch_compile
             )
-        return unwrap(self.model, keep_torch_compile)
+        return unwrap(model, keep_torch_compile)
 
     @property
     def can_rewrap_model(self) -> bool:
@@ -475,8 +478,23 @@ class TrainerBase:
         Until then, running statistics (of batch norm, say) are those of each rank's own last batch.
         """
         if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
-            for buffer in self.model.buffers():
+            self.sync_buffers(self.model)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Give all processes the first one's buffers of a module. To be called on every process."""
+        if self.ranks.world_size > 1:
+            for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run of training, evaluation or prediction is under way (of a model that is not sharded)."""
+        return self._preparation is not None and self._preparation.can_unwrap
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights of the model are spread over the processes (FSDP, DeepSpeed)."""
+        return self._preparation is not None and not self._preparation.can_unwrap
 
     def _shard(self, source: Any, training: bool) -> ShardedLoader:
         equal_steps = training or (self._preparation is not None and not self._preparation.can_unwrap)

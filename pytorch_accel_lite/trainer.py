@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base import TrainerBase
 from pytorch_accel_lite.batches import check_batch_size, check_loss, concatenate, find_batch_size, to_cpu, total_loss
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, StopTrainingError
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, CallbackHandler, StopTrainingError
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
@@ -26,7 +26,14 @@ from pytorch_accel_lite.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.preparation import evaluation_mode
-from pytorch_accel_lite.resuming import find_state, restore, restore_callbacks, restore_own
+from pytorch_accel_lite.resuming import (
+    find_state,
+    generator_states,
+    restore,
+    restore_callbacks,
+    restore_own,
+    set_generator_states,
+)
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
@@ -95,14 +102,15 @@ class Trainer(TrainerBase):
         resume_from: StrPath | None = None,
         *,
         gradient_clip_norm: float | None = None,
+        eval_every_n_epochs: int = 1,
     ) -> None:
         """Train the model.
 
         :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts. A dict of map
             datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`
         :param num_epochs: how many times to go through the training data
-        :param eval_dataset: evaluated after every epoch; ``None``: no evaluation; a dict of datasets is evaluated
-            one by one, with their names as prefixes of the metrics
+        :param eval_dataset: evaluated after an epoch, see ``eval_every_n_epochs``; ``None``: no evaluation; a dict of
+            datasets is evaluated one by one, with their names as prefixes of the metrics
         :param per_device_batch_size: samples in a batch of one process
         :param max_num_train_steps: end after this many optimizer updates of the whole job; takes precedence
             over ``num_epochs``
@@ -118,6 +126,7 @@ class Trainer(TrainerBase):
         :param resume_from: go on from a training state: its directory, or ``"latest"`` for the newest whole one in the
             ``save_dir`` of the trainer's :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`, if any.
             Give the same data and arguments as in the run that saved it.
+        :param eval_every_n_epochs: evaluate after every n epochs, and after the last
         :raises NonFiniteLossError: when :class:`~pytorch_accel_lite.callbacks.TerminateOnNaNCallback` saw a loss
             that is infinite or NaN
         """
@@ -125,6 +134,7 @@ class Trainer(TrainerBase):
             num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
         )
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        self._eval_every_n_epochs = check_positive_int("eval_every_n_epochs", eval_every_n_epochs)
         builds_loader = type(self).create_train_dataloader is not Trainer.create_train_dataloader
         check_data(
             "train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn, builds_loader
@@ -323,7 +333,8 @@ class Trainer(TrainerBase):
         if not self.progress.is_mid_epoch:
             self.progress.start_epoch()
         self._run_train_epoch()
-        self._run_evaluations()
+        if self.evaluation_is_due:
+            self._run_evaluations()
         self.training_run_epoch_end()
         self._call_event("on_training_run_epoch_end")
         self._stop_vote.settle(now=True)
@@ -377,23 +388,26 @@ class Trainer(TrainerBase):
         self._call_event("on_optimizer_step_start")
         self.optimizer_step()
         self.progress.update += 1
-        if self.scheduler is not None and not self._update_was_skipped():
+        if self.scheduler is not None and not self.update_was_skipped:
             self.scheduler_step()
         self.optimizer_zero_grad()
         self._call_event("on_optimizer_step_end")
 
-    def _run_evaluations(self, is_training: bool = True) -> None:
+    def _run_evaluations(self, is_training: bool = True, is_intermediate: bool = False) -> dict[str, float]:
         """Evaluate what there is to evaluate; of several datasets, the metrics are prefixed with their names."""
         if not self._eval_loaders and self._eval_dataloader is not None:
-            self._run_eval_epoch(self._eval_dataloader, is_training)
-        prefix = self.run_history.metric_name_prefix
+            self._run_eval_epoch(self._eval_dataloader, is_training, is_intermediate)
+            return self.recorded_losses
+        prefix, losses = self.run_history.metric_name_prefix, dict[str, float]()
         for name, loader in self._eval_loaders.items():
             self._eval_dataloader = loader
             self.run_history.set_metric_name_prefix(f"{prefix}{name}_")
             try:
-                self._run_eval_epoch(loader, is_training)
+                self._run_eval_epoch(loader, is_training, is_intermediate)
             finally:
                 self.run_history.set_metric_name_prefix(prefix)
+            losses |= {f"{name}_{metric}": loss for metric, loss in self.recorded_losses.items()}
+        return losses
 
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         self.eval_epoch_start()
@@ -411,6 +425,52 @@ class Trainer(TrainerBase):
         )
         self._call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
         self._stop_vote.settle(now=True)
+
+    def run_evaluation(
+        self,
+        model: nn.Module | None = None,
+        prefix: str = "",
+        is_intermediate: bool = True,
+        callbacks: CallbackHandler | None = None,
+    ) -> dict[str, float]:
+        """Evaluate on the run's ``eval_dataset`` within a training run, of which nothing is changed.
+
+        To be called in a callback, on every process. Weights that are trained later are those that they would have
+        been without it: modes, running losses and generators are put back.
+
+        :param model: a module to evaluate in place of the trainer's model, averaged weights say. What is saved
+            meanwhile is still the trainer's own.
+        :param prefix: put before the names of the metrics in the run history
+        :param is_intermediate: passed on to the evaluation's events; losses are recorded as ``intermediate_eval_loss``,
+            otherwise as ``eval_loss_epoch``
+        :param callbacks: called instead of the trainer's callbacks
+        :return: the mean losses by metric name
+        :raises RuntimeError: outside of a training run, or in one without an eval_dataset
+        """
+        if self._preparation is None or self.train_dataloader is None or not self.eval_dataloaders:
+            raise RuntimeError(
+                "run_evaluation() evaluates within a training run that was given an eval_dataset. Pass one to train(), "
+                "or call evaluate(dataset)."
+            )
+        names = ("loss_trackers", "recorded_losses", "model", "_trained_model", "_eval_dataloader", "callback_handler")
+        before, generators = {name: getattr(self, name) for name in names}, generator_states()
+        prefix_before = self.run_history.metric_name_prefix
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.run_history.set_metric_name_prefix(f"{prefix_before}{prefix}")
+        if callbacks is not None:
+            self.callback_handler = callbacks
+        if model is not None:
+            self.sync_buffers(model)
+            self._trained_model, self.model = self.model, model
+        try:
+            with nullcontext() if model is None else self.accelerator.autocast():
+                return self._run_evaluations(is_intermediate=is_intermediate)
+        finally:
+            vars(self).update(before)
+            self.run_history.set_metric_name_prefix(prefix_before)
+            set_generator_states(generators)
+            for module, mode in modes:
+                module.training = mode
 
     def _is_over(self, resumed: TrainingState | None) -> bool:
         """Whether there is nothing left to do for a resumed run; says so."""
@@ -432,6 +492,13 @@ class Trainer(TrainerBase):
             state, self._resumed = self._resumed, None
             restore_callbacks(self, state)
             restore_own(self, state)
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the current epoch is followed by an evaluation: every n-th epoch and the last, if there are data."""
+        epoch = self.progress.epoch
+        is_last = epoch == self._config.num_epochs or self.is_finished
+        return bool(self.eval_dataloaders) and (is_last or epoch % self._eval_every_n_epochs == 0)
 
     @property
     def is_finished(self) -> bool:
@@ -512,7 +579,9 @@ class Trainer(TrainerBase):
     def _optimized_parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
-    def _update_was_skipped(self) -> bool:
+    @property
+    def update_was_skipped(self) -> bool:
+        """Whether a gradient scaler has left out the last update, because gradients were not finite."""
         assert self._preparation is not None
         return not self._preparation.is_plain and self.accelerator.optimizer_step_was_skipped
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
+from pytorch_accel_lite.callbacks.ema import ModelEmaCallback
+from pytorch_accel_lite.callbacks.evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
+from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
@@ -27,6 +30,8 @@ __all__ = [
     "LimitBatchesCallback",
     "LimitEvalStepsCallback",
     "LogMetricsCallback",
+    "MetricsCallback",
+    "ModelEmaCallback",
     "MoveModulesToDeviceCallback",
     "NonFiniteLossError",
     "PrintProgressCallback",
@@ -34,6 +39,7 @@ __all__ = [
     "RunInterruptedError",
     "SaveBestModelCallback",
     "SaveTrainingStateCallback",
+    "StepBasedEvaluationCallback",
     "StopTrainingError",
     "TerminateOnNaNCallback",
     "TrainerCallback",

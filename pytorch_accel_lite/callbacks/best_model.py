@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
@@ -51,14 +52,18 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
         self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
+        self._watched = WatchedMetric(watch_metric)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._watched.start(trainer.run_history)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
             self._kept = []
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
+        metric = self._watched.new_value(trainer)
+        if metric is None:
+            return
         epoch = trainer.run_history.current_epoch
         if self.keep > 1 and not math.isnan(metric):
             self._keep(trainer, metric, epoch)
@@ -107,10 +112,16 @@ class SaveBestModelCallback(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all models that are kept."""
         kept = [list(kept) for kept in self._kept]
-        return {"best_metric": self.best_metric, "best_metric_epoch": self.best_metric_epoch, "kept": kept}
+        return {
+            "best_metric": self.best_metric,
+            "best_metric_epoch": self.best_metric_epoch,
+            "kept": kept,
+            "seen": self._watched.seen,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self.best_metric = state["best_metric"]
         self.best_metric_epoch = state["best_metric_epoch"]
         self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
+        self._watched.seen = state["seen"]

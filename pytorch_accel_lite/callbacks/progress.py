@@ -156,7 +156,7 @@ class LogMetricsCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._logged: dict[str, int] = {}
-        self._last_losses: dict[str, float] = {}
+        self._evaluated = False
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._skip_earlier(trainer)
@@ -167,8 +167,11 @@ class LogMetricsCallback(TrainerCallback):
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._log_new(trainer)
 
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._evaluated = True
+
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if trainer.recorded_losses is not self._last_losses:  # an evaluation in the middle of the epoch
+        if self._evaluated:  # in the middle of the epoch
             self._log_new(trainer)
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -188,14 +191,12 @@ class LogMetricsCallback(TrainerCallback):
         return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
 
     def _skip_earlier(self, trainer: Trainer) -> None:
-        self._logged = self._counts(trainer)
-        self._last_losses = trainer.recorded_losses
+        self._logged, self._evaluated = self._counts(trainer), False
 
     def _log_new(self, trainer: Trainer) -> None:
         counts = self._counts(trainer)
         new = [name for name, count in counts.items() if count > self._logged.get(name, 0)]
-        self._logged = counts
-        self._last_losses = trainer.recorded_losses
+        self._logged, self._evaluated = counts, False
         if new:
             self.log_metrics(trainer, {name: trainer.run_history.get_latest_metric(name) for name in new})
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_positive_int
@@ -109,7 +110,7 @@ _ADVICE = "Lower the learning rate, clip the gradients, or look at the data of t
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Stops the run when a metric has not improved for some epochs.
+    """Stops the run when a metric has not improved for some epochs. Epochs without a value of it do not count.
 
     :param early_stopping_patience: epochs without improvement after which the run stops
     :param early_stopping_threshold: a change that is not larger than this is no improvement
@@ -135,14 +136,18 @@ class EarlyStoppingCallback(TrainerCallback):
         self.reset_on_train = reset_on_train
         self.best_metric: float | None = None
         self.early_stopping_patience_counter = 0
+        self._watched = WatchedMetric(watch_metric)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._watched.start(trainer.run_history)
         if self.reset_on_train:
             self.best_metric = None
             self.early_stopping_patience_counter = 0
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
+        metric = self._watched.new_value(trainer)
+        if metric is None:
+            return
         if self.best_metric is None:
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:
@@ -164,9 +169,14 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the patience used."""
-        return {"best_metric": self.best_metric, "patience_counter": self.early_stopping_patience_counter}
+        return {
+            "best_metric": self.best_metric,
+            "patience_counter": self.early_stopping_patience_counter,
+            "seen": self._watched.seen,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self.best_metric = state["best_metric"]
         self.early_stopping_patience_counter = state["patience_counter"]
+        self._watched.seen = state["seen"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
@@ -93,6 +94,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._writer: BackgroundWriter | None = None
         self._best: dict[str, float] = {}
         self._best_before: dict[str, float] = {}
+        self._watched = WatchedMetric("" if keep_best is None else keep_best.metric)
         self._saved: dict[str, int] | None = None
         self._saved_clock = 0.0
 
@@ -117,6 +119,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         check_states_are_possible(trainer.accelerator)
+        self._watched.start(trainer.run_history)
         self._saved, self._saved_clock, self._best = None, 0.0, {}
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
@@ -187,15 +190,16 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._best_before = self._best
         if self.keep_best is None or trainer.progress.is_mid_epoch:
             return
-        value = float(trainer.run_history.get_latest_metric(self.keep_best.metric))
-        candidates = self._best if math.isnan(value) else self._best | {name: value}
+        value = self._watched.new_value(trainer)
+        candidates = self._best if value is None or math.isnan(value) else self._best | {name: value}
         ranking = sorted(candidates.items(), key=lambda item: item[1], reverse=self.keep_best.greater_is_better)
         self._best = dict(ranking[: self.keep_best.n])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the best states."""
-        return {"best": dict(self._best)}
+        return {"best": dict(self._best), "seen": self._watched.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self._best = dict(state["best"])
+        self._watched.seen = state["seen"]

@@ -11,17 +11,10 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, default_collate
 
 from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, keep_generators, mix, take
@@ -131,6 +124,7 @@ class _EpochShares:
 
     It knows nothing of its loader: a reference cycle would keep workers from being stopped when it is dropped.
 
+    :ivar as_tensors: give indices as tensors, where their order is fixed when the epoch begins
     :ivar counts: for each batch that was handed out and not yet taken, the samples of this process, of all
         processes, and whether it is the last step
     """
@@ -141,6 +135,7 @@ class _EpochShares:
         self.sampler = sampler
         self.global_batch = (source.batch_size or 1) * ranks.world_size
         self.counts: deque[tuple[int, int, bool]] = deque()
+        self.as_tensors = False
         self._drop_last = source.drop_last and not self.own_batches
         self._order = EpochOrder(sampler, ranks, seed)
         self._ranks = ranks
@@ -181,6 +176,8 @@ class _EpochShares:
     def _global_batches(self) -> Iterator[Any]:
         """Yield the indices of all processes in each step; with own batches, the batches of each step."""
         order, world_size = self._order.draw(self._epoch), self._ranks.world_size
+        if self.as_tensors and (isinstance(order, list) or type(order) in (RandomSampler, range)):
+            order = torch.from_numpy(np.fromiter(order, dtype=np.int64))  # once, not for each batch
         if self.own_batches:
             batches, skipped = iter(order), 0
             while skipped < self._start:
@@ -219,6 +216,7 @@ class MapLoader(ShardedLoader):
         self._memory = None
         if source.num_workers == 0 and source.collate_fn is default_collate:
             self._memory = tensors_in_memory(source.dataset)
+            self._shares.as_tensors = self._memory is not None and not self._shares.own_batches
         self._seed = seed
         self._inner: DataLoader[Any] | None = None
 
@@ -260,21 +258,12 @@ class MapLoader(ShardedLoader):
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
-        shares = (indices for indices, _ in self._shares.shares())
-        while group := list(islice(shares, self._indices_ahead)):
-            chosen = torch.as_tensor(list(chain.from_iterable(group)))
+        for indices, _ in self._shares.shares():
+            chosen = torch.as_tensor(indices)
             if subset is not None:
                 chosen = subset[chosen]
-            # Each batch is read on its own: parts of a larger tensor lie otherwise in memory, and sum up otherwise.
-            for indices in chosen.split([len(indices) for indices in group]):  # type: ignore[no-untyped-call]
-                batch = [tensor.index_select(0, indices) for tensor in tensors]
-                yield [tensor.pin_memory() for tensor in batch] if pin else batch
-
-    @property
-    def _indices_ahead(self) -> int:
-        """How many batches' indices to make a tensor of at once: one, unless their order is fixed in advance."""
-        fixed = self._seed is not None or type(self._shares.sampler) in (RandomSampler, SequentialSampler)
-        return 64 if fixed else 1
+            batch = [tensor.index_select(0, chosen) for tensor in tensors]
+            yield [tensor.pin_memory() for tensor in batch] if pin else batch
 
     def stop_workers(self) -> None:  # noqa: D102
         iterator: Any = getattr(self._inner, "_iterator", None)

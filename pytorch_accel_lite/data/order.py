@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,12 +127,12 @@ class EpochOrder:
             return list(sampler)
 
 
-def take(order: Iterable[Any], start: int) -> Callable[[int], Sequence[Any]]:
+def take(order: Any, start: int) -> Callable[[int], Any]:
     """Return a function that gives the next n elements of an order, of which ``start`` are skipped."""
-    if isinstance(order, (range, list)):
+    if isinstance(order, (range, list, torch.Tensor)):
         position = start
 
-        def slice_off(count: int) -> Sequence[Any]:
+        def slice_off(count: int) -> Any:
             nonlocal position
             position += count
             return order[position - count : position]

@@ -21,7 +21,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import CatMetric, MaxMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from pytorch_accel_lite import (
     NonFiniteLossError,
@@ -35,6 +36,8 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     GradualUnfreezingCallback,
     LimitBatchesCallback,
+    MetricsCallback,
+    ModelEmaCallback,
     SaveBestModelCallback,
     TerminateOnNaNCallback,
     WSDCheckpointCallback,
@@ -497,6 +500,52 @@ def case_batch_norm() -> Any:
     trainer = quiet_trainer(model)
     trainer.train(regression_data(24), 2, regression_data(9), per_device_batch_size=_global_batch(6))
     return {"weights": weights(model), "history": trainer.run_history.to_dict()}
+
+
+def case_ema() -> Any:
+    """The average with its buffers, and what its evaluation gave; the expected loss is that of the whole set."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+    ema = ModelEmaCallback(0.5, save_path=None)
+    trainer = quiet_trainer(model, callbacks=[ema], seed=0)
+    data = regression_data(10)
+    trainer.train(regression_data(24), 1, data, 2)
+    average = ema.ema.module
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(average(data.tensors[0]), data.tensors[1]).item()
+    return {"average": weights(average), "history": trainer.run_history.to_dict(), "expected": expected}
+
+
+def case_metrics() -> Any:
+    """Metrics over more samples than ranks and over fewer, computed by the job and from the whole set."""
+    torch.manual_seed(0)
+    model, results = nn.Linear(5, 3), {}
+    for name, size in (("many", 23), ("few", 1)):
+        x, y = torch.randn(size, 5), torch.arange(size) % 3
+        classes = {"accuracy": MulticlassAccuracy(3, average="micro")}
+        if size > 1:
+            classes["auroc"] = MulticlassAUROC(3)  # keeps all predictions
+        callbacks = [
+            MetricsCallback(classes, _probabilities),
+            MetricsCallback({"largest": MaxMetric()}, _largest_output),
+        ]
+        if size == 1:
+            callbacks.append(MetricsCallback({"all": CatMetric()}, _largest_output))
+        found = Trainer(model, nn.CrossEntropyLoss(), None, callbacks=callbacks).evaluate(TensorDataset(x, y), 2)
+        with torch.no_grad():
+            outputs = model(x)
+        expected = {key: metric.clone().cpu()(outputs.softmax(1), y).item() for key, metric in classes.items()}
+        expected |= {"largest": outputs.max().item()} | ({"all": outputs.max().item()} if size == 1 else {})
+        results[name], results[f"expected_{name}"] = {key: found[key] for key in expected}, expected
+    return results
+
+
+def _probabilities(batch: Any, batch_output: Any) -> Any:
+    return batch_output["model_outputs"].softmax(1), batch[1]
+
+
+def _largest_output(batch: Any, batch_output: Any) -> Any:
+    return (batch_output["model_outputs"].max(),)
 
 
 def case_diagnosis() -> Any:

@@ -1,0 +1,138 @@
+"""Averaging the weights of the model that is trained."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
+from pytorch_accel_lite.ema import ModelEma
+from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+PREFIX = "ema_model_"
+
+
+class ModelEmaCallback(TrainerCallback):
+    """Keeps an exponential moving average (EMA) of the model's weights, evaluates it, and saves the best.
+
+    Place it before callbacks that look at its metrics. The weights that are trained are never replaced by the averaged
+    ones; use those from ``callback.ema.module``, or from the file.
+
+    :param decay: how much of the average is kept at each update, from 0 to 1
+    :param evaluate_during_training: evaluate the averaged model too, whenever the model is evaluated at the end of an
+        epoch, and save it when it is the best so far; ``False``: save it after every epoch
+    :param save_path: where it is saved, as a portable checkpoint; ``None``: not at all
+    :param watch_metric: the metric that says which is the best. Metrics of the averaged model have the prefix
+        ``ema_model_``.
+    :param greater_is_better: whether larger values are better
+    :param model_ema: the class that averages, called as ``model_ema(model, decay=decay)``
+    :param callbacks: the callbacks that see the evaluation of the averaged model (metrics, say); no others do
+    :param update_every: ``"update"``, or ``"epoch"`` to average once an epoch
+    :param warmup: let the decay grow at first, see :class:`~pytorch_accel_lite.ema.ModelEma`
+    :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.99,
+        evaluate_during_training: bool = True,
+        save_path: str | os.PathLike[str] | None = "ema_model.pt",
+        watch_metric: str = "ema_model_eval_loss_epoch",
+        greater_is_better: bool = False,
+        model_ema: Callable[..., ModelEma] = ModelEma,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
+        *,
+        update_every: str = "update",
+        warmup: bool = False,
+    ) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
+        if update_every not in ("update", "epoch"):
+            raise ValueError(f"update_every={update_every!r} must be 'update' or 'epoch'.")
+        self.decay = decay
+        self.evaluate_during_training = evaluate_during_training
+        self.save_path = save_path
+        self.watch_metric = watch_metric
+        self.greater_is_better = greater_is_better
+        self.model_ema = model_ema
+        self.update_every = update_every
+        self.warmup = warmup
+        self.ema: ModelEma | None = None
+        self.best_metric: float | None = None
+        self._handler = CallbackHandler(callbacks)
+        self._loaded: dict[str, Any] = {}
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.train_dataloader is None or trainer.is_running:  # of an evaluation
+            return
+        # Before Accelerate wraps the model's forward: the copy is to have its own.
+        model = trainer.get_model(keep_torch_compile=False)
+        self.ema = self.model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
+        self.best_metric = None
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.is_sharded:
+            raise ValueError("ModelEmaCallback cannot average sharded weights. Train without FSDP, or leave it out.")
+        self._average.to(trainer.device)
+        if not trainer.progress.update:  # from rank 0's weights, which all ranks have got from it meanwhile
+            self._average.set(trainer.get_model(keep_torch_compile=False))
+
+    @property
+    def _average(self) -> ModelEma:
+        assert self.ema is not None
+        return self.ema
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.update_every == "update" and not trainer.update_was_skipped:
+            self._average.update(trainer.get_model(keep_torch_compile=False))
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.update_every == "epoch":
+            self._average.update(trainer.get_model(keep_torch_compile=False))
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not self.evaluate_during_training:
+            self._save(trainer, {})
+            return
+        if not trainer.evaluation_is_due:
+            return
+        trainer.run_evaluation(self._average.module, PREFIX, is_intermediate=False, callbacks=self._handler)
+        metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
+        if not math.isnan(metric) and (self.best_metric is None or self._is_better(metric, self.best_metric)):
+            self.best_metric = metric
+            self._save(trainer, {self.watch_metric: metric})
+
+    def _is_better(self, metric: float, best: float) -> bool:
+        return metric > best if self.greater_is_better else metric < best
+
+    def _save(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if self.save_path is None:
+            return
+        path, module = self.save_path, self._average.module
+        trainer.sync_buffers(module)
+        checkpoint = {"model_state_dict": model_state(module), "epoch": trainer.progress.epoch, **metrics}
+        here = trainer.accelerator.is_local_main_process
+        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if here else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged weights, the number of updates, and the best value."""
+        if self.ema is None:
+            return self._loaded
+        return {
+            "module": dict(self.ema.module.state_dict()),
+            "num_updates": self.ema.num_updates,
+            "best_metric": self.best_metric,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned; outside of a run there is no average yet to put it into."""
+        self._loaded = state
+        if self.ema is not None and state:
+            self.best_metric = state["best_metric"]
+            self.ema.module.load_state_dict(state["module"])
+            self.ema.num_updates = state["num_updates"]

@@ -1,0 +1,33 @@
+"""Evaluating in the middle of an epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class StepBasedEvaluationCallback(TrainerCallback):
+    """Evaluates after every n optimizer updates, besides the evaluations after epochs.
+
+    Losses are recorded as ``intermediate_eval_loss``. The training goes on as if there had been no evaluation: the
+    weights at its end are the same to the bit.
+
+    :param eval_every_n_steps: optimizer updates from one evaluation to the next
+    """
+
+    def __init__(self, eval_every_n_steps: int) -> None:
+        self.eval_every_n_steps = check_positive_int("eval_every_n_steps", eval_every_n_steps)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not trainer.eval_dataloaders:
+            raise ValueError("StepBasedEvaluationCallback needs data to evaluate on. Pass eval_dataset to train().")
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        window = trainer.gradient_window
+        if window is not None and not window.is_open and trainer.progress.update % self.eval_every_n_steps == 0:
+            trainer.run_evaluation()

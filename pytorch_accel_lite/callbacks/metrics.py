@@ -1,0 +1,191 @@
+"""Computing metrics of torchmetrics over evaluations and epochs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.batches import TARGET_KEYS
+from pytorch_accel_lite.events import TrainerCallback
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+    from pytorch_accel_lite.distributed import Ranks
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class MetricsCallback(TrainerCallback):
+    """Computes metrics of torchmetrics over each evaluation, and records them in the run history.
+
+    Every sample counts once, on any number of processes. They are recorded under their names: the keys of a dict or a
+    ``MetricCollection``, or the name of the class; with the prefix ``intermediate_`` for evaluations within an epoch.
+    Metrics that check their inputs may read the device in every step: make them with ``validate_args=False``.
+
+    :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name
+    :param transform: called as ``transform(batch, batch_output)``, returns the arguments for the metric's ``update``:
+        predictions and targets. By default the model's output (or its ``logits``) and the batch's second element (or
+        its ``labels``).
+    :param train: compute them over each epoch of training too, recorded with the prefix ``train_``
+    """
+
+    def __init__(
+        self,
+        metrics: Metric | MetricCollection | Mapping[str, Metric],
+        transform: Callable[[Any, Any], tuple[Any, ...]] | None = None,
+        *,
+        train: bool = False,
+    ) -> None:
+        from torchmetrics import Metric, MetricCollection
+
+        if isinstance(metrics, Metric):
+            metrics = {type(metrics).__name__: metrics}
+        named = isinstance(metrics, Mapping) and all(isinstance(value, Metric) for value in metrics.values())
+        if not named and not isinstance(metrics, MetricCollection):
+            raise TypeError(
+                f"metrics={metrics!r} must be a torchmetrics Metric, a MetricCollection, or a dict of metrics."
+            )
+        if not len(metrics):
+            raise ValueError(f"metrics={metrics!r} holds no metric.")
+        # Without groups, whose members share a state that is not in the training state.
+        self.metrics = MetricCollection(dict(metrics.items()), compute_groups=False)
+        self.train_metrics = self.metrics.clone() if train else None
+        self.transform = transform or default_transform
+        self._ranks: Ranks | None = None
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._ranks = trainer.ranks
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.train_metrics is not None:
+            self.train_metrics.to(trainer.device).reset()
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.train_metrics is not None:
+            self._update(self.train_metrics, kwargs["batch"], kwargs["batch_output"])
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.train_metrics is not None:
+            self._record(trainer, self.train_metrics, "train_")
+
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.metrics.to(trainer.device).reset()
+
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._update(self.metrics, kwargs["batch"], kwargs["batch_output"])
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
+
+    def _update(self, metrics: MetricCollection, batch: Any, batch_output: Any) -> None:
+        if batch_output["batch_size"] == 0:  # a sample of another process, which only keeps this one in step
+            return
+        with torch.no_grad():
+            metrics.update(*self.transform(batch, batch_output))
+
+    def _record(self, trainer: Trainer, metrics: MetricCollection, prefix: str) -> None:
+        with warnings.catch_warnings():
+            # A process without samples of its own has not updated its metrics.
+            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
+            _merge_over_ranks(metrics, trainer.ranks)
+            values = metrics.compute()
+        for name, value in values.items():
+            trainer.run_history.update_metric(f"{prefix}{name}", _plain(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the training metrics so far; to be called on every process."""
+        if self.train_metrics is None:
+            return {}
+        state = {}
+        for name, metric in self.train_metrics.items(keep_base=True):
+            metric.persistent(True)
+            state[name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
+        return {"ranks": [state] if self._ranks is None else self._ranks.all_gather_object(state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, each process its own part."""
+        if self.train_metrics is None or "ranks" not in state:
+            return
+        rank, world_size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.world_size)
+        if len(state["ranks"]) != world_size:
+            warnings.warn(
+                f"Training metrics are of what remains of this epoch: {len(state['ranks'])} processes saved them, and "
+                f"{world_size} go on.",
+                stacklevel=2,
+            )
+            return
+        for name, metric in self.train_metrics.items(keep_base=True):
+            metric.persistent(True)
+            metric.load_state_dict(state["ranks"][rank][name])
+
+
+def _merge_over_ranks(metrics: MetricCollection, ranks: Ranks) -> None:
+    """Give the metrics of each process the states of all.
+
+    As torchmetrics does by itself, which however fails where a process has no samples and states are lists.
+    """
+    from torchmetrics import Metric
+
+    if ranks.world_size == 1:
+        return
+    parts = [module for module in metrics.modules() if isinstance(module, Metric)]
+    mine = [_to_cpu(dict(part.metric_state)) if part.update_called else None for part in parts]
+    for part, *states in zip(parts, *ranks.all_gather_object(mine), strict=True):
+        part.distributed_available_fn = _never  # so that compute() does not add them up once more
+        present = [state for state in states if state is not None]
+        for name, reduction in part._reductions.items():
+            values = [state[name] for state in present]
+            if isinstance(part._defaults[name], list):
+                merged: Any = [item.to(part.device) for value in values for item in value]
+            elif len(values) > 1:
+                stacked = torch.stack(values).to(part.device)
+                merged = stacked if reduction is None else reduction(stacked)  # without one, compute() takes them all
+            else:
+                merged = values[0].to(part.device) if values else part._defaults[name]
+            setattr(part, name, merged)
+
+
+def _never() -> bool:
+    return False
+
+
+def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return predictions and targets of a batch, as :class:`MetricsCallback` finds them by default.
+
+    :raises ValueError: when it cannot tell
+    """
+    outputs = batch_output["model_outputs"]
+    predictions = outputs if isinstance(outputs, torch.Tensor) else _find(outputs, ("logits", "predictions"))
+    if isinstance(batch, Mapping):
+        targets = _find(batch, TARGET_KEYS)
+    else:
+        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if not isinstance(predictions, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        raise ValueError(
+            f"MetricsCallback cannot tell predictions and targets from a model that returns {type(outputs).__name__} "
+            f"and a batch that is {type(batch).__name__}. Pass transform=lambda batch, batch_output: (preds, targets)."
+        )
+    return predictions, targets
+
+
+def _find(values: Any, names: tuple[str, ...]) -> Any:
+    for name in names:
+        found = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_cpu(item) for item in value]
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

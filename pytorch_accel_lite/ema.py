@@ -1,0 +1,67 @@
+"""An exponential moving average of a model's weights and buffers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import nn
+
+
+class ModelEma(nn.Module):
+    """A copy of a model whose weights and buffers are an exponential moving average of the model's.
+
+    After each update, ``average = decay * average + (1 - decay) * value``, for all floating-point parameters and
+    buffers together; others (counts, say) are copied. Polyak and Juditsky, "Acceleration of Stochastic Approximation
+    by Averaging" (1992), in the exponential form of TensorFlow's ``ExponentialMovingAverage``.
+
+    :param model: the model, not wrapped for distributed training
+    :param decay: how much of the average is kept at an update, from 0 to 1
+    :param warmup: let the decay grow from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of updates, so
+        that the first weights are forgotten soon (as TensorFlow does when it is given the number of updates)
+    :ivar module: the averaged model, in evaluation mode
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999, warmup: bool = False) -> None:
+        super().__init__()
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
+        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        self.decay = decay
+        self.warmup = warmup
+        self.num_updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        """Let the average follow the model, which has just been updated."""
+        averages, values = [], []
+        overridden = type(self).update_fn is not ModelEma.update_fn
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
+        with torch.no_grad():
+            for average, value in self._pairs(model):
+                if overridden:
+                    average.copy_(self.update_fn(average, value.to(average.device)))
+                elif average.is_floating_point() or average.is_complex():
+                    averages.append(average)
+                    values.append(value.detach().to(average.device, average.dtype))
+                else:
+                    average.copy_(value)
+            if averages:
+                torch._foreach_lerp_(averages, values, 1 - decay)
+        self.num_updates += 1
+
+    def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
+        """Return the new average of one tensor. Override it for another rule, which then takes it one by one."""
+        return self.decay * ema_model_weights + (1 - self.decay) * updated_model_weights
+
+    def set(self, model: nn.Module) -> None:
+        """Begin anew from the model's present weights and buffers."""
+        with torch.no_grad():
+            for average, value in self._pairs(model):
+                average.copy_(value)
+        self.num_updates = 0
+
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        ours, theirs = (chain(module.parameters(), module.buffers()) for module in (self.module, model))
+        return zip(ours, theirs, strict=True)

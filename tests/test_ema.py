@@ -1,0 +1,196 @@
+"""Averaged weights: the formula, evaluation, saving, and going on exactly."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.ema import ModelEma
+from tests.scripts.resumable import CopyStates, run
+from tests.tasks import equal, quiet_trainer, regression_data, small_model
+
+
+def normed_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)).double()
+
+
+class KeepWeights(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_optimizer_step_end(self, trainer, **kwargs):
+        self.seen.append(copy.deepcopy(trainer.get_model().state_dict()))
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_weights_and_buffers_follow_the_formula(tmp_path, warmup):
+    model, kept = normed_model(), KeepWeights()
+    average = copy.deepcopy(model.state_dict())
+    ema = ModelEmaCallback(decay=0.9, save_path=tmp_path / "ema.pt", warmup=warmup)
+    quiet_trainer(model, callbacks=[kept, ema], seed=0).train(regression_data(22), 2, regression_data(9))
+    assert len(kept.seen) == 6
+    for number, weights in enumerate(kept.seen):
+        decay = min(0.9, (1 + number) / (10 + number)) if warmup else 0.9
+        for name, value in weights.items():
+            average[name] = decay * average[name] + (1 - decay) * value if value.is_floating_point() else value
+    found = ema.ema.module.state_dict()
+    assert found.keys() == average.keys()
+    for name, value in average.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    assert found["1.num_batches_tracked"] == 6
+
+
+def test_the_averaged_model_is_evaluated_saved_and_never_trained(tmp_path):
+    losses = []
+
+    class Sees(TrainerCallback):
+        def on_eval_step_end(self, trainer, **kwargs):
+            losses.append(trainer.model is inner.ema.module)
+
+    inner = ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt", callbacks=[Sees])
+    model = normed_model()
+    best = SaveBestModelCallback(tmp_path / "best.pt", "ema_model_eval_loss_epoch", load_saved_checkpoint=False)
+    trainer = quiet_trainer(model, callbacks=[inner, best], seed=0)
+    data, eval_data = regression_data(22), regression_data(9)
+    trainer.train(data, 3, eval_data)
+    history = trainer.run_history.to_dict()
+    assert len(history["ema_model_eval_loss_epoch"]) == len(history["eval_loss_epoch"]) == 3
+    assert history["ema_model_eval_loss_epoch"] != history["eval_loss_epoch"]
+    assert losses
+    assert all(losses)
+    saved = torch.load(tmp_path / "ema.pt")
+    assert saved["ema_model_eval_loss_epoch"] == min(history["ema_model_eval_loss_epoch"])
+    again = normed_model()
+    again.load_state_dict(saved["model_state_dict"])
+    evaluated = quiet_trainer(again).evaluate(eval_data)["evaluation_loss"]
+    assert evaluated == saved["ema_model_eval_loss_epoch"]
+    # What is trained is what is trained without it, and what others save is that.
+    plain = normed_model()
+    quiet_trainer(plain, seed=0).train(data, 3, eval_data)
+    assert equal(model.state_dict(), plain.state_dict())
+    assert not equal(torch.load(tmp_path / "best.pt")["model_state_dict"], saved["model_state_dict"])
+
+
+def test_what_is_saved_while_the_average_is_evaluated_is_the_model_itself(tmp_path):
+    class Saves(TrainerCallback):
+        def on_eval_step_end(self, trainer, **kwargs):
+            trainer.save_model(tmp_path / "model.safetensors")
+            trainer.save_checkpoint(tmp_path / "model.pt")
+
+    model = small_model()
+    ema = ModelEmaCallback(decay=0.5, save_path=None, callbacks=[Saves])
+    quiet_trainer(model, callbacks=[ema]).train(regression_data(22), 1, regression_data(9))
+    assert equal(torch.load(tmp_path / "model.pt")["model_state_dict"], model.state_dict())
+    assert not equal(ema.ema.module.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("update_every", ["update", "epoch"])
+def test_a_run_with_an_average_goes_on_to_the_same_bits(tmp_path, update_every):
+    def make(folder: Path) -> tuple[Any, ModelEmaCallback]:
+        ema = ModelEmaCallback(0.9, save_path=folder / "ema.pt", update_every=update_every, warmup=True)
+        return (ema,), ema
+
+    extra, whole_ema = make(tmp_path)
+    whole = run(tmp_path, resume_from=None, extra=(*extra, CopyStates(tmp_path)), save_every_n_epochs=1)
+    copies = sorted((tmp_path / "copies").glob("*/update-*"))
+    assert len(copies) == 15
+    for source in copies[::3]:
+        folder = tmp_path / f"again-{source.parent.name}"
+        extra, ema = make(folder)
+        again = run(folder, resume_from=source, extra=extra)
+        assert equal(ema.ema.module.state_dict(), whole_ema.ema.module.state_dict())
+        assert again["history"] == whole["history"]
+        assert equal(again["weights"], whole["weights"])
+
+
+def test_without_evaluation_the_average_is_saved_after_every_epoch(tmp_path):
+    ema = ModelEmaCallback(evaluate_during_training=False, save_path=tmp_path / "ema.pt")
+    trainer = quiet_trainer(small_model(), callbacks=[ema])
+    trainer.train(regression_data(22), 2)
+    saved = torch.load(tmp_path / "ema.pt")
+    assert saved["epoch"] == 2
+    assert equal(saved["model_state_dict"], ema.ema.module.state_dict())
+    assert "ema_model_eval_loss_epoch" not in trainer.run_history.get_metric_names()
+
+
+def test_tied_frozen_and_compiled_models_are_averaged():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.frozen = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+            self.second.weight = self.first.weight
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            return self.frozen(self.second(self.first(x)))
+
+    inner = Tied().double()
+    model = torch.compile(inner, backend="eager")
+    ema = ModelEmaCallback(decay=0.5, save_path=None)
+    optimizer = torch.optim.SGD([p for p in inner.parameters() if p.requires_grad], lr=0.01)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[ema])
+    trainer.train(regression_data(22), 1, regression_data(9))
+    average = ema.ema.module
+    assert average.second.weight is average.first.weight
+    assert torch.equal(average.frozen.weight, inner.frozen.weight)
+    assert not torch.equal(average.first.weight, inner.first.weight)
+
+
+def test_an_own_rule_is_used():
+    class Largest(ModelEma):
+        def update_fn(self, ema_model_weights, updated_model_weights):
+            return torch.maximum(ema_model_weights, updated_model_weights)
+
+    model = small_model()
+    start = copy.deepcopy(model.state_dict())
+    ema = ModelEmaCallback(save_path=None, model_ema=Largest)
+    quiet_trainer(model, callbacks=[ema]).train(regression_data(8), 1, regression_data(4))
+    for name, value in model.state_dict().items():
+        assert torch.equal(ema.ema.module.state_dict()[name], torch.maximum(start[name], value))
+
+
+@pytest.mark.processes
+def test_the_average_is_the_same_on_all_processes_and_evaluated_once(ranks, two_ranks):
+    found = ranks["ema"]
+    assert all(equal(other["average"], found[0]["average"]) for other in found)
+    assert all(other["history"] == found[0]["history"] for other in found)
+    assert found[0]["history"]["ema_model_eval_loss_epoch"] == pytest.approx([found[0]["expected"]], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"decay": 1.5}, "decay=1.5 must be a number from 0 to 1"),
+        ({"decay": -0.1}, "decay=-0.1 must be a number from 0 to 1"),
+        ({"decay": "0.9"}, "decay='0.9' must be a number from 0 to 1"),
+        ({"update_every": "step"}, "update_every='step' must be 'update' or 'epoch'"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ModelEmaCallback(**kwargs)
+
+
+def test_a_metric_that_is_not_recorded_is_named(tmp_path):
+    ema = ModelEmaCallback(save_path=tmp_path / "ema.pt", watch_metric="ema_model_eval_los_epoch")
+    with pytest.raises(ValueError, match="Did you mean 'ema_model_eval_loss_epoch'"):
+        quiet_trainer(small_model(), callbacks=[ema]).train(regression_data(8), 1, regression_data(4))
+
+
+def test_it_is_part_of_a_training_state_after_the_run(tmp_path):
+    ema = ModelEmaCallback(decay=0.5, save_path=None)
+    saving = SaveTrainingStateCallback(tmp_path / "states")
+    quiet_trainer(small_model(), callbacks=[ema, saving]).train(regression_data(22), 1, regression_data(9))
+    (state,) = (tmp_path / "states").glob("update-*")
+    again = ModelEmaCallback(decay=0.5, save_path=None)
+    trainer = quiet_trainer(small_model(1), callbacks=[again, SaveTrainingStateCallback(tmp_path / "other")])
+    trainer.train(regression_data(22), 1, regression_data(9), resume_from=state)
+    assert equal(again.ema.module.state_dict(), ema.ema.module.state_dict())

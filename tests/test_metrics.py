@@ -1,0 +1,217 @@
+"""Metrics of torchmetrics: every sample once, every evaluation recorded once, on any number of processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    EarlyStoppingCallback,
+    MetricsCallback,
+    ModelEmaCallback,
+    StepBasedEvaluationCallback,
+)
+from tests.scripts.resumable import CopyStates, run
+from tests.tasks import quiet_trainer, regression_data, small_model
+
+
+def classification(size: int = 25) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(size, 5, generator=generator), torch.randint(3, (size,), generator=generator))
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def class_trainer(*callbacks, model=None, **kwargs) -> Trainer:
+    model = model or classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=callbacks, **kwargs)
+
+
+def test_metrics_are_those_of_the_whole_set_and_recorded_once_an_evaluation():
+    data, model = classification(), classifier()
+    metrics = {"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)}
+    trainer = class_trainer(MetricsCallback(metrics), model=model)
+    trainer.train(data, 3, data, 4)
+    with torch.no_grad():
+        outputs = model(data.tensors[0])
+    for name, metric in metrics.items():
+        values = trainer.run_history.get_metric_values(name)
+        assert len(values) == 3
+        assert values[-1] == pytest.approx(metric(outputs, data.tensors[1]).item(), abs=1e-6)
+    assert trainer.evaluate(data, 7)["accuracy"] == trainer.run_history.get_metric_values("accuracy")[2]
+    assert len(trainer.run_history.get_metric_values("accuracy")) == 4
+
+
+def test_training_metrics_have_a_prefix_and_begin_anew_in_every_epoch():
+    seen = []
+
+    class Counts(MeanSquaredError):
+        def update(self, preds, target):
+            seen.append(len(target))
+            super().update(preds, target)
+
+        def reset(self):
+            seen.append("reset")
+            super().reset()
+
+    trainer = quiet_trainer(small_model(), callbacks=[MetricsCallback({"mse": Counts()}, train=True)])
+    trainer.train(regression_data(20), 2, regression_data(9))
+    history = trainer.run_history.to_dict()
+    assert len(history["train_mse"]) == len(history["mse"]) == 2
+    assert sum(size for size in seen if size != "reset") == 2 * (20 + 9)
+    assert history["mse"] == pytest.approx(history["eval_loss_epoch"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        (MeanAbsoluteError(), {"MeanAbsoluteError"}),
+        (MetricCollection([MeanAbsoluteError(), MeanSquaredError()]), {"MeanAbsoluteError", "MeanSquaredError"}),
+        ({"mae": MeanAbsoluteError()}, {"mae"}),
+    ],
+)
+def test_metrics_are_recorded_under_their_names(metrics, names):
+    trainer = quiet_trainer(small_model(), callbacks=[MetricsCallback(metrics)])
+    trainer.train(regression_data(20), 1, regression_data(9))
+    assert set(trainer.run_history.get_metric_names()) == names | {"train_loss_epoch", "eval_loss_epoch"}
+
+
+def test_intermediate_averaged_and_named_evaluations_have_prefixes():
+    ema = ModelEmaCallback(0.5, save_path=None, callbacks=[MetricsCallback({"mae": MeanAbsoluteError()})],
+                           watch_metric="ema_model_a_eval_loss_epoch")  # fmt: skip
+    callbacks = [StepBasedEvaluationCallback(2), MetricsCallback({"mae": MeanAbsoluteError()}), ema]
+    trainer = quiet_trainer(small_model(), callbacks=callbacks)
+    trainer.train(regression_data(32), 1, {"a": regression_data(9), "b": regression_data(4)})
+    counts = {name: len(values) for name, values in trainer.run_history.to_dict().items() if "mae" in name}
+    assert counts == {
+        "a_intermediate_mae": 2,
+        "b_intermediate_mae": 2,
+        "a_mae": 1,
+        "b_mae": 1,
+        "ema_model_a_mae": 1,
+        "ema_model_b_mae": 1,
+    }
+
+
+def test_a_metric_with_many_values_is_kept_as_lists():
+    data = classification()
+    trainer = class_trainer(MetricsCallback({"confusion": MulticlassConfusionMatrix(3)}))
+    trainer.train(data, 1, data, 4)
+    matrix = trainer.run_history.get_latest_metric("confusion")
+    assert sum(map(sum, matrix)) == 25
+
+
+def test_it_may_come_after_a_callback_that_watches_its_metric():
+    stop = EarlyStoppingCallback(watch_metric="mae", early_stopping_patience=50)
+    trainer = quiet_trainer(small_model(), callbacks=[stop, MetricsCallback({"mae": MeanAbsoluteError()})])
+    trainer.train(regression_data(20), 2, regression_data(9))
+    assert stop.best_metric == min(trainer.run_history.get_metric_values("mae"))
+
+
+def test_dict_batches_and_models_of_transformers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, x, labels):
+            logits = self.inner(x)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    data = [{"x": x, "labels": y} for x, y in classification()]
+    model = Model()
+    callbacks = [MetricsCallback({"accuracy": MulticlassAccuracy(3)})]
+    trainer = Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks)
+    trainer.train(data, 1, data)
+    assert 0 <= trainer.run_history.get_latest_metric("accuracy") <= 1
+
+
+def test_what_cannot_be_told_is_asked_for():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_model()
+
+        def forward(self, x):
+            return self.inner(x), x
+
+    class PairTrainer(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            outputs = self.model(batch[0])
+            return {"loss": nn.functional.mse_loss(outputs[0], batch[1]), "model_outputs": outputs}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    def train(**kwargs):
+        model = Pair()
+        callbacks = [MetricsCallback({"mae": MeanAbsoluteError()}, **kwargs)]
+        trainer = PairTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.01), callbacks=callbacks)
+        trainer.train(regression_data(8), 1, regression_data(4))
+        return trainer
+
+    with pytest.raises(ValueError, match=r"from a model that returns tuple .* Pass transform=lambda"):
+        train()
+    trainer = train(transform=lambda batch, output: (output["model_outputs"][0], batch[1]))
+    assert trainer.run_history.get_latest_metric("mae") > 0
+
+
+def test_metrics_that_belong_to_a_trainer_work_as_in_the_ancestor():
+    class WithMetric(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.accuracy = MulticlassAccuracy(3)
+
+        def calculate_eval_batch_loss(self, batch):
+            output = super().calculate_eval_batch_loss(batch)
+            self.accuracy.update(output["model_outputs"], batch[1])
+            return output
+
+        def eval_epoch_end(self):
+            self.run_history.update_metric("accuracy", self.accuracy.compute().cpu())
+            self.accuracy.reset()
+
+    data, model = classification(), classifier()
+    trainer = WithMetric(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1), DEFAULT_CALLBACKS)
+    trainer.train(data, 2, data, 4)
+    assert len(trainer.run_history.get_metric_values("accuracy")) == 2
+
+
+def test_training_metrics_go_on_exactly(tmp_path):
+    def metrics():
+        return (MetricsCallback({"mae": MeanAbsoluteError()}, lambda b, o: (o["model_outputs"], b[1]), train=True),)
+
+    whole = run(tmp_path, resume_from=None, extra=(*metrics(), CopyStates(tmp_path)), save_every_n_epochs=1)
+    assert len(whole["history"]["train_mae"]) == 3
+    for copy in sorted((tmp_path / "copies").glob("*/update-*"))[::2]:
+        again = run(tmp_path / f"again-{copy.parent.name}", resume_from=copy, extra=metrics())
+        assert again["history"] == whole["history"]
+
+
+@pytest.mark.processes
+def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
+    for found in ranks["metrics"]:
+        assert found["few"] == pytest.approx(found["expected_few"], abs=1e-6)
+        assert found["many"] == pytest.approx(found["expected_many"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "message"),
+    [
+        (3, TypeError, "metrics=3 must be a torchmetrics Metric"),
+        ({"a": 3}, TypeError, "must be a torchmetrics Metric, a MetricCollection, or a dict"),
+        ({}, ValueError, "holds no metric"),
+    ],
+)
+def test_bad_metrics_are_named(metrics, error, message):
+    with pytest.raises(error, match=message):
+        MetricsCallback(metrics)
