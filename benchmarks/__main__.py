@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ REFERENCE = "by hand"
 TITLES = {
     "loop": "The cost of the loop: a tiny MLP, ready batches of 32, 2,000 updates",
     "tensors": "The same from a TensorDataset, shuffled",
+    "first": "From the start of the process to the end of the first update: imports, set-up, one step",
     "convnet": "A small convolutional network, ready batches of 32 images of 16 x 16",
     "transformer": "A transformer of 10 million parameters on text, batches of 8 x 64 bytes",
 }
@@ -34,6 +36,7 @@ TITLES = {
 def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
     """Run a module in a process of its own and return the JSON of its last line; ``None`` when it lacks a package."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["STARTED_AT"] = str(time.time())
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False, env=environment
     )

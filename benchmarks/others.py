@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.tasks import Task, make_task
 
@@ -87,6 +87,40 @@ EVALUATIONS = {
     "ours": evaluation_ours,
     "pytorch-accelerated": evaluation_ancestor,
 }
+
+
+# --------------------------------------------------------------------------------------------- settings
+
+
+class Rows(Dataset[Any]):
+    """The same data, read one sample at a time."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+def setting(name: str, quick: bool) -> dict[str, float]:
+    """Train the MLP with AdamW from a TensorDataset, with one setting changed."""
+    from pytorch_accel_lite import Trainer, get_default_callbacks
+
+    task = make_task("tensors", quick)
+    model = task.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True if name == "fused AdamW" else None)
+    dataset = Rows(task.dataset) if "sample by sample" in name else task.dataset
+    batch_size = task.batch_size * (4 if name == "batches of 128" else 1)
+    workers = {"num_workers": 2 if "2 workers" in name else 0}
+    trainer = Trainer(model, task.loss_func, optimizer, get_default_callbacks(progress_bar=False))
+    return timed(lambda: trainer.train(dataset, 1, None, batch_size, train_dataloader_kwargs=workers))
+
+
+SETTINGS = ["as it is", "again (control)", "fused AdamW", "batches of 128", "sample by sample",
+            "sample by sample, 2 workers"]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- two processes
@@ -305,6 +339,11 @@ OTHERS = {
         "by hand",
         lambda quick, run: in_process("evaluation", list(EVALUATIONS), quick, run),
     ),
+    "settings": Other(
+        "The MLP with AdamW from a TensorDataset, with one setting changed",
+        "as it is",
+        lambda quick, run: in_process("setting", SETTINGS, quick, run),
+    ),
     "processes": Other(
         "Training of the MLP on 2 processes, from a TensorDataset, to DistributedDataParallel by hand",
         "DDP by hand",
@@ -334,10 +373,12 @@ def main() -> None:
     kind, name, mode = sys.argv[1:]
     quick = mode == "quick"
     torch.set_num_threads(1)
-    if kind == "memory":
-        print(json.dumps(memory_growth(name, quick)))
+    if kind == "setting":
+        print("\n" + json.dumps(setting(name, quick)))
+    elif kind == "memory":
+        print("\n" + json.dumps(memory_growth(name, quick)))
     elif kind == "gpu":
-        print(json.dumps(gpu(name, quick)))
+        print("\n" + json.dumps(gpu(name, quick)))
     elif kind == "evaluation":
         evaluate = EVALUATIONS[name](make_task("tensors", quick))
         evaluate()

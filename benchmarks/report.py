@@ -93,7 +93,8 @@ def write(folder: Path, workload: str, title: str, results: Rounds, reference: s
     folder.mkdir(parents=True, exist_ok=True)
     rounds = max(map(len, results.values()))
     body = plain_table(results, unit) if unit else table(results, reference)
-    text = f"### {title}\n\n{body} {rounds} round{'s' * (rounds > 1)}.\n"
+    versions = ", ".join(f"{name} {version}" for name, version in machine().items())
+    text = f"### {title}\n\n{body} {rounds} round{'s' * (rounds > 1)}. {versions}.\n"
     (folder / f"{workload}.md").write_text(text)
     content = {"machine": machine(), "reference": reference, "rounds": results}
     (folder / f"{workload}.json").write_text(json.dumps(content, indent=1))

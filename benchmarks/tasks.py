@@ -106,5 +106,5 @@ def make_task(workload: str, quick: bool = False) -> Task:
     if workload == "transformer":
         steps = 2 if quick else 10
         return Task(make_transformer, adamw, text_data(8 * steps), 8, steps, ready=True)
-    steps = 20 if quick else 2000
+    steps = 1 if workload == "first" else 20 if quick else 2000
     return Task(make_mlp, sgd, random_data(32 * steps, 64), 32, steps, ready=workload != "tensors")

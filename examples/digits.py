@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, get_default_callbacks
-from pytorch_accel_lite.callbacks import SaveBestModelCallback
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, get_default_callbacks
+from pytorch_accel_lite.callbacks import MetricsCallback, SaveBestModelCallback
 
 
 def load_datasets() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
@@ -54,22 +54,6 @@ def create_model() -> nn.Module:
     )
 
 
-class AccuracyCallback(TrainerCallback):
-    """Measures the accuracy of every evaluation; torchmetrics adds it up over the processes."""
-
-    def __init__(self) -> None:
-        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
-
-    def on_eval_epoch_start(self, trainer, **kwargs):
-        self.accuracy.to(trainer.device).reset()
-
-    def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
-        self.accuracy.update(batch_output["model_outputs"], batch[1])
-
-    def on_eval_epoch_end(self, trainer, **kwargs):
-        trainer.run_history.update_metric("accuracy", self.accuracy.compute().item())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/digits"), help="where to save model and curves")
@@ -86,7 +70,7 @@ def main() -> None:
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01),
         callbacks=[
             *get_default_callbacks(),
-            AccuracyCallback(),
+            MetricsCallback({"accuracy": MulticlassAccuracy(10, average="micro")}),
             SaveBestModelCallback(args.output / "best_model.pt", watch_metric="accuracy", greater_is_better=True),
         ],
         seed=args.seed,

@@ -16,6 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from accelerate import PartialState
 
+from pytorch_accel_lite.ema import ModelEma as ModelEma  # the ancestor's users import it from here
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

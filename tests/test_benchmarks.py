@@ -11,7 +11,7 @@ import pytest
 from tests.launching import ROOT, environment
 
 
-@pytest.mark.parametrize("workload", ["loop", "evaluation", "memory"])
+@pytest.mark.parametrize("workload", ["loop", "evaluation", "memory", "settings"])
 def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload):
     contenders = ["by hand again (control)", "ours, default without bar"] if workload == "loop" else []
     chosen = ["--contenders", *contenders] if contenders else []
@@ -30,7 +30,7 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload):
     for name, rounds in figures["rounds"].items():
         assert len(rounds) == 1
         assert any(row.startswith(f"| {name} |") for row in rows)
-    assert {"by hand", *contenders} <= figures["rounds"].keys()
+    assert {figures["reference"], *contenders} <= figures["rounds"].keys()
     assert figures["machine"]["torch"]
 
 

@@ -27,3 +27,12 @@ def test_unfreezing_goes_on_where_the_head_alone_ends():
     accuracy = dict(re.findall(r"^([\w ]+): ([\d.]+)% of \d+ digits", done.stdout, re.MULTILINE))
     assert float(accuracy["Pretraining"]) >= 97
     assert float(accuracy["Gradual unfreezing"]) > float(accuracy["Head alone"]) >= 60
+
+
+def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
+    done = launch([sys.executable, "examples/metrics.py"])
+    assert done.returncode == 0, done.stderr
+    callback, loop = re.search(r"in the callback: ([\d.]+), in the loop: ([\d.]+)", done.stdout).groups()
+    assert callback == loop
+    assert float(callback) >= 0.95
+    assert float(re.search(r"of the averaged weights: ([\d.]+)", done.stdout)[1]) >= 0.95

@@ -36,10 +36,15 @@ from pytorch_accel_lite.callbacks import (
     CallbackHandler,
     EarlyStoppingCallback,
     LogMetricsCallback,
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+    ModelEmaCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
     SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
     StopTrainingError,
     TerminateOnNaNCallback,
     TrainerCallback,
@@ -58,6 +63,16 @@ from pytorch_accel_lite.trainer import (
     TrainerPlaceholderValues,
     TrainerWithTimmScheduler,
     replace_trainer_placeholder_values,
+)
+from pytorch_accel_lite.finetuning import ModelFreezer
+from pytorch_accel_lite.utils import (
+    DataLoaderSlice,
+    LimitBatches,
+    ModelEma,
+    local_process_zero_first,
+    local_process_zero_only,
+    remove_padding,
+    world_process_zero_only,
 )
 """
 
