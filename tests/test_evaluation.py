@@ -14,6 +14,7 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     StepBasedEvaluationCallback,
 )
+from tests.launching import torchrun
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
 from tests.test_ema import normed_model
@@ -112,3 +113,28 @@ def test_bad_input():
         quiet_trainer(small_model(), callbacks=[StepBasedEvaluationCallback(1)]).train(regression_data(8), 1)
     with pytest.raises(RuntimeError, match=r"call evaluate\(dataset\)"):
         quiet_trainer(nn.Linear(5, 1).double()).run_evaluation()
+
+
+@pytest.mark.processes
+def test_all_callbacks_together_on_two_processes_killed_and_resumed_end_in_the_same_bits(tmp_path):
+    script = "tests/scripts/all_callbacks.py"
+    for folder in ("whole", "killed"):
+        (tmp_path / folder).mkdir()
+    whole = torchrun(2, script, str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    killed = torchrun(2, script, str(tmp_path / "killed"), "5")
+    assert killed.returncode != 0
+    assert (tmp_path / "killed" / "killed").exists()
+    assert not (tmp_path / "killed" / "final.pt").exists()
+    again = torchrun(2, script, str(tmp_path / "killed"), "5")
+    assert again.returncode == 0, again.stderr
+    results = [torch.load(tmp_path / folder / "final.pt", weights_only=False) for folder in ("whole", "killed")]
+    assert results[0]["processes"] == 2
+    assert results[0]["progress"]["update"] == 9
+    assert len(results[0]["history"]["intermediate_mae"]) == 4
+    for name in ("history", "order", "progress"):
+        assert results[0][name] == results[1][name]
+    for name in ("weights", "ema"):
+        assert equal(results[0][name], results[1][name])
+    # Only the first process of a machine prints.
+    assert whole.stdout.count("Starting epoch 1/3") == 1

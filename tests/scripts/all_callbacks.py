@@ -1,0 +1,57 @@
+"""A run with all callbacks that go together, which kills itself once: torchrun ... all_callbacks.py FOLDER [UPDATE]."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torchmetrics import MeanAbsoluteError
+
+from pytorch_accel_lite import TrainerCallback, get_default_callbacks
+from pytorch_accel_lite.callbacks import (
+    GradualUnfreezingCallback,
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+    MetricsCallback,
+    ModelEmaCallback,
+    ProgressBarCallback,
+    StepBasedEvaluationCallback,
+)
+from tests.scripts.resumable import run
+
+folder, update = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+
+
+class Dies(TrainerCallback):
+    def on_train_step_end(self, trainer, **kwargs):
+        if trainer.progress.update == update and not (folder / "killed").exists():
+            trainer.barrier()
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def metrics(train: bool = False) -> MetricsCallback:
+    return MetricsCallback(
+        {"mae": MeanAbsoluteError()}, lambda batch, output: (output["model_outputs"], batch[1]), train=train
+    )
+
+
+torch.set_num_threads(1)
+extra = (
+    *(callback() for callback in get_default_callbacks(progress_bar=False)),
+    ProgressBarCallback(show_always=True),
+    metrics(train=True),
+    StepBasedEvaluationCallback(2),
+    ModelEmaCallback(0.9, save_path=folder / "ema.pt", callbacks=[metrics()], warmup=True),
+    GradualUnfreezingCallback(),
+    LimitBatchesCallback(3),
+    LimitEvalStepsCallback(2),
+    Dies(),
+)
+result = run(folder, extra=extra, schedule=False)
+result["ema"] = torch.load(folder / "ema.pt", weights_only=True)["model_state_dict"]
+if result["main"]:
+    torch.save(result, folder / "final.pt")
