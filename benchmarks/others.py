@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks.feeding import Rows
 from benchmarks.tasks import Task, make_task
 
 Run = Callable[..., dict[str, float] | None]
@@ -90,19 +91,6 @@ EVALUATIONS = {
 
 
 # --------------------------------------------------------------------------------------------- settings
-
-
-class Rows(Dataset[Any]):
-    """The same data, read one sample at a time."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
 
 
 def setting(name: str, quick: bool) -> dict[str, float]:
