@@ -155,23 +155,29 @@ class _EpochShares:
             else:
                 yield [(self._epoch, first + i, index) for i, index in enumerate(indices)]
 
-    def shares(self) -> Iterator[tuple[Sequence[Any], int]]:
+    def shares(self) -> Iterator[tuple[Any, int]]:
         """Yield this process's indices of every step and their first position; note their counts."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         position = self._start
         for group, is_last in with_last(islice(self._global_batches(), self._limit)):
             flat = list(chain(*group)) if self.own_batches else group
-            begin, end = split(0, len(flat), rank, world_size)
+            size = len(flat)
+            if world_size == 1:
+                self.counts.append((size, size, is_last))
+                yield flat, position
+                position += size
+                continue
+            begin, end = split(0, size, rank, world_size)
             if self.own_batches and len(group) == world_size:
                 begin = sum(map(len, group[:rank]))
                 end = begin + len(group[rank])
             if end > begin or self._fill:
-                self.counts.append((end - begin, len(flat), is_last))
+                self.counts.append((end - begin, size, is_last))
                 if end > begin:
                     yield flat[begin:end], position + begin
                 else:
                     yield flat[:1], position
-            position += len(flat)
+            position += size
 
     def _global_batches(self) -> Iterator[Any]:
         """Yield the indices of all processes in each step; with own batches, the batches of each step."""
@@ -191,8 +197,12 @@ class _EpochShares:
             yield from iter(lambda: next_indices(self.global_batch), [])
             return
         at_least = 1 if self._fill else world_size
-        for begin, end in global_batches(size, self.global_batch, self._start, self._drop_last, at_least):
-            yield next_indices(end - begin)
+        bounds = global_batches(size, self.global_batch, self._start, self._drop_last, at_least)
+        sizes = [end - begin for begin, end in bounds]
+        if isinstance(order, torch.Tensor) and len(order) == size:
+            yield from order[self._start : self._start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
+        else:
+            yield from map(next_indices, sizes)
 
     def num_steps(self) -> int:
         """Return how many steps a whole epoch has."""
@@ -259,7 +269,7 @@ class MapLoader(ShardedLoader):
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
         for indices, _ in self._shares.shares():
-            chosen = torch.as_tensor(indices)
+            chosen = indices if isinstance(indices, torch.Tensor) else torch.as_tensor(indices)
             if subset is not None:
                 chosen = subset[chosen]
             batch = [tensor.index_select(0, chosen) for tensor in tensors]
