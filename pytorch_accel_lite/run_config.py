@@ -18,6 +18,8 @@ class RunRequest:
     gradient_accumulation_steps: int = 1
     gradient_clip_value: float | None = None
     gradient_clip_norm: float | None = None
+    scheduler_interval: str = "update"
+    scheduler_metric: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class TrainerRunConfig:
     :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
     :param num_processes: processes in the job
     :param seed: the seed given to the trainer, ``None`` when there is none
+    :param scheduler_interval: the scheduler is stepped after every ``"update"`` or every ``"epoch"``
+    :param scheduler_metric: the metric whose latest value the scheduler is given, ``None``: it is given nothing
     """
 
     num_epochs: int | None
@@ -65,6 +69,8 @@ class TrainerRunConfig:
     mixed_precision: str
     num_processes: int
     seed: int | None = None
+    scheduler_interval: str = "update"
+    scheduler_metric: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""

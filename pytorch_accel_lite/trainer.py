@@ -38,7 +38,7 @@ from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
 from pytorch_accel_lite.utils import check_positive_int
-from pytorch_accel_lite.validation import check_data, check_training, has_no_batch
+from pytorch_accel_lite.validation import check_data, check_scheduler, check_training, has_no_batch
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -103,6 +103,8 @@ class Trainer(TrainerBase):
         *,
         gradient_clip_norm: float | None = None,
         eval_every_n_epochs: int = 1,
+        scheduler_interval: str = "update",
+        scheduler_metric: str | None = None,
     ) -> None:
         """Train the model.
 
@@ -117,7 +119,7 @@ class Trainer(TrainerBase):
         :param gradient_accumulation_steps: batches of each process in one update
         :param gradient_clip_value: limit the absolute value of each element of the gradients
         :param gradient_clip_norm: limit the total norm of the gradients
-        :param create_scheduler_fn: called with the optimizer, returns a scheduler that is stepped once an update;
+        :param create_scheduler_fn: called with the optimizer, returns a scheduler, see ``scheduler_interval``;
             a ``functools.partial`` may hold :class:`TrainerPlaceholderValues`
         :param train_dataloader_kwargs: arguments for the training ``DataLoader`` that replace the defaults
         :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader`` that replace the defaults
@@ -127,11 +129,22 @@ class Trainer(TrainerBase):
             ``save_dir`` of the trainer's :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`, if any.
             Give the same data and arguments as in the run that saved it.
         :param eval_every_n_epochs: evaluate after every n epochs, and after the last
+        :param scheduler_interval: the scheduler is stepped after every ``"update"``, or after every ``"epoch"``,
+            its evaluation included
+        :param scheduler_metric: with ``"epoch"``, the metric whose latest value the scheduler's ``step`` is given, as
+            ``ReduceLROnPlateau`` needs; recorded before the end of the epoch's evaluation. Epochs that are not
+            evaluated do not step it then.
         :raises NonFiniteLossError: when :class:`~pytorch_accel_lite.callbacks.TerminateOnNaNCallback` saw a loss
             that is infinite or NaN
         """
         request = RunRequest(
-            num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
+            num_epochs,
+            max_num_train_steps,
+            gradient_accumulation_steps,
+            gradient_clip_value,
+            gradient_clip_norm,
+            scheduler_interval,
+            scheduler_metric,
         )
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
         self._eval_every_n_epochs = check_positive_int("eval_every_n_epochs", eval_every_n_epochs)
@@ -162,7 +175,7 @@ class Trainer(TrainerBase):
                 self.ranks, gradient_accumulation_steps, self.run_config.train_per_device_batch_size
             )
             self.scheduler = self.create_scheduler()
-            self._check_scheduler()
+            self._check_scheduler(request)
             clear_gradients(self.optimizer)  # what a run that failed within a window may have left
             self.progress = Progress()
             if reset_run_history:
@@ -225,12 +238,9 @@ class Trainer(TrainerBase):
             return None
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
-    def _check_scheduler(self) -> None:
-        if self.create_scheduler_fn is not None and not hasattr(self.scheduler, "step"):
-            raise TypeError(
-                f"create_scheduler_fn={self.create_scheduler_fn!r} returned {self.scheduler!r}, which is no scheduler: "
-                "it has no step(). Return one made from the optimizer that the function is given."
-            )
+    def _check_scheduler(self, request: RunRequest) -> None:
+        steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
+        check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
 
     # -------------------------------------------------------------------- training: steps to override
 
@@ -275,9 +285,18 @@ class Trainer(TrainerBase):
         self.optimizer.step()
 
     def scheduler_step(self) -> None:
-        """Step the scheduler. Called once an update, unless a gradient scaler skipped it."""
-        if self.scheduler is not None:
+        """Step the scheduler. Called once an update, unless a gradient scaler skipped it, or once an epoch."""
+        if self.scheduler is None:
+            return
+        metric = self._config.scheduler_metric
+        if metric is None:
             self.scheduler.step()
+            return
+        try:
+            value = self.run_history.get_latest_metric(metric)
+        except ValueError as error:
+            raise ValueError(f"scheduler_metric={metric!r}: {error}") from error
+        self.scheduler.step(value)
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
@@ -335,6 +354,7 @@ class Trainer(TrainerBase):
         self._run_train_epoch()
         if self.evaluation_is_due:
             self._run_evaluations()
+        self._step_scheduler_after_epoch()
         self.training_run_epoch_end()
         self._call_event("on_training_run_epoch_end")
         self._stop_vote.settle(now=True)
@@ -342,6 +362,14 @@ class Trainer(TrainerBase):
         self.run_history._increment_epoch()
         self._call_event("on_epoch_checkpoint")
         self._stop_vote.settle(now=True, can_save=True)
+
+    def _step_scheduler_after_epoch(self) -> None:
+        """Step a scheduler that is stepped by epochs; one that follows a metric, only when that was to be measured."""
+        if self.scheduler is None or self._config.scheduler_interval != "epoch":
+            return
+        is_measured = self.evaluation_is_due or not self.eval_dataloaders
+        if self._config.scheduler_metric is None or is_measured:
+            self.scheduler_step()
 
     def _run_train_epoch(self) -> None:
         self.train_epoch_start()
@@ -388,7 +416,8 @@ class Trainer(TrainerBase):
         self._call_event("on_optimizer_step_start")
         self.optimizer_step()
         self.progress.update += 1
-        if self.scheduler is not None and not self.update_was_skipped:
+        each_update = self.scheduler is not None and self._config.scheduler_interval == "update"
+        if each_update and not self.update_was_skipped:
             self.scheduler_step()
         self.optimizer_zero_grad()
         self._call_event("on_optimizer_step_end")
@@ -808,8 +837,13 @@ class TrainerWithTimmScheduler(Trainer):
         if self.scheduler is not None:
             self.scheduler.step(self.progress.epoch, next(iter(self.recorded_losses.values())))
 
-    def _check_scheduler(self) -> None:
-        super()._check_scheduler()
+    def _check_scheduler(self, request: RunRequest) -> None:
+        super()._check_scheduler(request)
+        if request.scheduler_interval != "update":
+            raise ValueError(
+                f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
+                "after updates and epochs, as they need it. Leave scheduler_interval and scheduler_metric out."
+            )
         if self.scheduler is not None and not hasattr(self.scheduler, "step_update"):
             raise TypeError(
                 f"create_scheduler_fn returned {type(self.scheduler).__name__}, which is no scheduler of timm: it has "

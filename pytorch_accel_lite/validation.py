@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.run_config import RunRequest
@@ -37,10 +39,53 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
             f"create_scheduler_fn={create_scheduler_fn!r} must be a function that makes a scheduler from an "
             "optimizer, not a scheduler: for example functools.partial(StepLR, step_size=10)."
         )
+    _check_stepping(request.scheduler_interval, request.scheduler_metric)
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
             "Leave it at 1 there, and pass gradient_accumulation_steps to train() instead."
+        )
+
+
+def _check_stepping(interval: Any, metric: Any) -> None:
+    if interval not in ("update", "epoch"):
+        raise ValueError(f"scheduler_interval={interval!r} must be 'update' or 'epoch'.")
+    if metric is not None and not isinstance(metric, str):
+        raise TypeError(f"scheduler_metric={metric!r} must be the name of a metric, or None.")
+    if metric is not None and interval != "epoch":
+        raise ValueError(
+            f"scheduler_metric={metric!r}: metrics are recorded once an epoch. Pass scheduler_interval='epoch' too."
+        )
+
+
+def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:
+    """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
+
+    :param steps_itself: the user's own method steps the scheduler, with whatever it takes
+    :raises TypeError, ValueError: when it does not fit what was asked for
+    """
+    interval, metric = request.scheduler_interval, request.scheduler_metric
+    if create_scheduler_fn is not None and not hasattr(scheduler, "step"):
+        raise TypeError(
+            f"create_scheduler_fn={create_scheduler_fn!r} returned {scheduler!r}, which is no scheduler: "
+            "it has no step(). Return one made from the optimizer that the function is given."
+        )
+    if scheduler is None:
+        if (interval, metric) != ("update", None):
+            name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
+            raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or leave it out.")
+        return
+    if steps_itself:
+        return
+    kind = type(scheduler).__name__
+    if metric is None and isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            f"{kind} follows a metric. Say which: scheduler_interval='epoch', scheduler_metric='eval_loss_epoch' "
+            "for example; or override scheduler_step."
+        )
+    if metric is not None and next(iter(inspect.signature(scheduler.step).parameters), "epoch") == "epoch":
+        raise ValueError(
+            f"scheduler_metric={metric!r}: {kind}.step takes no metric, as ReduceLROnPlateau's does. Leave it out."
         )
 
 

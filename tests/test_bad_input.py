@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerCallback, TrainerPlaceholderValues
@@ -210,6 +210,42 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"create_scheduler_fn": partial(StepLR, step_size=TrainerPlaceholderValues.EVAL_DATALOADER_LEN)},
         ValueError,
         r"EVAL_DATALOADER_LEN.*eval_dataset",
+    ),
+    "scheduler_interval='step'": (
+        {"scheduler_interval": "step"},
+        ValueError,
+        "scheduler_interval='step' must be 'update' or 'epoch'",
+    ),
+    "scheduler_interval=1": ({"scheduler_interval": 1}, ValueError, "scheduler_interval=1 must be"),
+    "scheduler_interval without a scheduler": (
+        {"scheduler_interval": "epoch"},
+        ValueError,
+        "scheduler_interval='epoch' needs a scheduler. Pass create_scheduler_fn",
+    ),
+    "scheduler_metric without a scheduler": (
+        {"scheduler_interval": "epoch", "scheduler_metric": "eval_loss_epoch"},
+        ValueError,
+        "scheduler_metric='eval_loss_epoch' needs a scheduler",
+    ),
+    "scheduler_metric=3": ({"scheduler_metric": 3}, TypeError, "scheduler_metric=3 must be the name of a metric"),
+    "scheduler_metric after updates": (
+        {"create_scheduler_fn": ReduceLROnPlateau, "scheduler_metric": "train_loss_epoch"},
+        ValueError,
+        "scheduler_metric='train_loss_epoch'.*Pass scheduler_interval='epoch' too",
+    ),
+    "a plateau without scheduler_metric": (
+        {"create_scheduler_fn": ReduceLROnPlateau},
+        ValueError,
+        "ReduceLROnPlateau follows a metric.*scheduler_interval='epoch', scheduler_metric='eval_loss_epoch'",
+    ),
+    "scheduler_metric for StepLR": (
+        {
+            "create_scheduler_fn": partial(StepLR, step_size=1),
+            "scheduler_interval": "epoch",
+            "scheduler_metric": "train_loss_epoch",
+        },
+        ValueError,
+        "scheduler_metric='train_loss_epoch': StepLR.step takes no metric",
     ),
     # what a step returns
     **{

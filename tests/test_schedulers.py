@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, WSDCheckpointCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
+from tests.scripts.resumable import CopyStates
 from tests.small import Stream, make_data, make_model, run_python, same, weights
-from tests.tasks import largest_difference
+from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model
 
 P = TrainerPlaceholderValues
 
@@ -569,3 +571,105 @@ def test_all_shapes_go_from_the_base_rate_to_the_smallest():
     for shape in DECAYS.values():
         assert shape(0.0, 0.05) == 1.0
         assert shape(1.0, 0.05) == pytest.approx(0.05)
+
+
+# --------------------------------------------------------------------------------- after epochs, on a metric
+
+
+def test_a_scheduler_may_be_stepped_after_epochs():
+    trainer = run(
+        partial(StepLR, step_size=1, gamma=0.5), scheduler_interval="epoch", eval_dataset=make_data(4), epochs=3
+    )
+    assert trainer.noting.rates == [0.1] * 3 + [0.05] * 3 + [0.025] * 3
+    assert trainer.scheduler.last_epoch == 3
+    assert trainer.run_config.scheduler_interval == "epoch"
+
+
+def test_placeholders_are_resolved_for_a_scheduler_of_epochs():
+    trainer = run(partial(CosineAnnealingLR, T_max=P.NUM_EPOCHS), scheduler_interval="epoch", epochs=2)
+    assert trainer.noting.rates == pytest.approx([0.1] * 3 + [0.05] * 3)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0)
+
+
+class ScoresOfAScript(TrainerCallback):
+    """Records a score at the end of each evaluation, and notes the rate at the end of each epoch."""
+
+    scores = (5.0, 3.0, 4.0, 3.5, 1.0, 2.0)
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        trainer.run_history.update_metric("score", self.scores[trainer.progress.epoch - 1])
+
+    def on_training_run_epoch_end(self, trainer, **kwargs):
+        self.rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+
+EVAL_LOSS = "eval_loss_epoch"
+PLATEAU: dict[str, Any] = {
+    "factory": partial(ReduceLROnPlateau, factor=0.5, patience=0),
+    "scheduler_interval": "epoch",
+    "eval_dataset": make_data(4),
+    "epochs": 6,
+}
+
+
+def test_a_plateau_is_told_the_metric_of_each_epoch_after_its_evaluation():
+    scores = ScoresOfAScript()
+    run(PLATEAU["factory"], scores, scheduler_metric="score", **{k: v for k, v in PLATEAU.items() if k != "factory"})
+    assert scores.rates == [0.1, 0.1, 0.05, 0.025, 0.025, 0.0125]
+
+
+def test_a_metric_that_is_not_recorded_is_an_error_that_lists_those_that_are():
+    with pytest.raises(ValueError, match=r"scheduler_metric='eval_los_epoch'.*'eval_loss_epoch'.*train_loss_epoch"):
+        run(**PLATEAU, scheduler_metric="eval_los_epoch")
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # resumed right before an epoch's evaluation
+@pytest.mark.parametrize(
+    "stepping",
+    [
+        {**PLATEAU, "factory": partial(ReduceLROnPlateau, threshold=0.2, patience=0), "scheduler_metric": EVAL_LOSS},
+        {**PLATEAU, "factory": partial(StepLR, step_size=1, gamma=0.5)},
+    ],
+)
+def test_from_every_state_a_run_that_is_stepped_after_epochs_goes_on_to_the_same_bits(tmp_path, stepping):
+    def train(folder, *callbacks, resume_from=None):
+        saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_every_n_epochs=1)
+        return run(stepping["factory"], saving, *callbacks, resume_from=resume_from, **options)
+
+    options = {name: value for name, value in stepping.items() if name != "factory"}
+    whole = train(tmp_path, CopyStates(tmp_path))
+    copies = sorted((tmp_path / "copies").glob("*/update-*"))
+    assert len(copies) == 18 + 6  # after updates, and after epochs
+    assert len(set(whole.noting.rates)) > 1
+    for copy in copies:
+        resumed = train(tmp_path / copy.parent.name, resume_from=copy)
+        assert resumed.noting.rates == whole.noting.rates[18 - len(resumed.noting.rates) :]
+        assert same(weights(resumed.model), weights(whole.model))
+        assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
+        assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_that_follows_a_metric_is_stepped_when_it_was_measured():
+    model = small_model()
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+
+    class Follows(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics, epoch=None):
+            seen.append(metrics)
+            super().step(metrics, epoch)
+
+    trainer.train(
+        regression_data(16),
+        5,
+        regression_data(9),
+        create_scheduler_fn=Follows,
+        scheduler_interval="epoch",
+        scheduler_metric="eval_loss_epoch",
+        eval_every_n_epochs=2,
+    )
+    assert seen == trainer.run_history.get_metric_values("eval_loss_epoch")
+    assert len(seen) == 3

@@ -180,6 +180,11 @@ def test_a_torch_scheduler_in_a_timm_trainer_is_refused_before_any_training_happ
     assert trainer.progress.update == 0
 
 
+def test_when_a_timm_scheduler_is_stepped_is_not_the_users_choice():
+    with pytest.raises(ValueError, match=r"scheduler_interval='epoch': TrainerWithTimmScheduler steps.*Leave"):
+        run(partial(scheduler.CosineLRScheduler, t_initial=9), scheduler_interval="epoch")
+
+
 def test_the_state_of_a_timm_scheduler_is_saved_and_loaded(tmp_path):
     create = partial(scheduler.CosineLRScheduler, t_initial=9, t_in_epochs=False)
     trainer = run(create, epochs=2, size=6)
