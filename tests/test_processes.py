@@ -198,6 +198,16 @@ def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
     assert first["history"]["eval_loss_epoch"][-1] == pytest.approx(expected, abs=1e-10)
 
 
+def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warning(ranks):
+    for result in ranks["sync_batch_norm"]:
+        assert len(result["warnings with"]) == 1
+        assert "cannot synchronise batch norm on 'cpu'" in result["warnings with"][0]
+        assert result["warnings without"] == []
+        assert equal(result["with"], result["without"])
+        plain, converted = result["losses"]
+        assert plain == converted
+
+
 def test_limits_count_steps_of_the_whole_job(ranks, alone):
     for result in ranks["limits"]:
         assert result["samples"] == alone["limits"]["samples"] == 24

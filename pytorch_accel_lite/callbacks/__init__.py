@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pytorch_accel_lite.callbacks.batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.ema import ModelEmaCallback
@@ -24,6 +25,7 @@ from pytorch_accel_lite.events import (
 __all__ = [
     "DEFAULT_CALLBACKS",
     "CallbackHandler",
+    "ConvertSyncBatchNormCallback",
     "EarlyStoppingCallback",
     "GradualUnfreezingCallback",
     "KeepBest",

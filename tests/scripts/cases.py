@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import traceback
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from pytorch_accel_lite import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.callbacks import (
+    ConvertSyncBatchNormCallback,
     EarlyStoppingCallback,
     GradualUnfreezingCallback,
     LimitBatchesCallback,
@@ -42,6 +44,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     WSDCheckpointCallback,
 )
+from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.data import NamedDatasets, OwnShard
 from pytorch_accel_lite.finetuning import ModelFreezer
 from pytorch_accel_lite.schedulers import WSDLrScheduler
@@ -546,6 +549,23 @@ def _probabilities(batch: Any, batch_output: Any) -> Any:
 
 def _largest_output(batch: Any, batch_output: Any) -> Any:
     return (batch_output["model_outputs"].max(),)
+
+
+def case_sync_batch_norm() -> Any:
+    """On the CPU the conversion is refused with a warning, and training goes on; a converted model can be evaluated."""
+    found: dict[str, Any] = {}
+    for name, callbacks in (("with", [ConvertSyncBatchNormCallback]), ("without", [])):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+        trainer = quiet_trainer(model, callbacks=callbacks)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(regression_data(24), 1, per_device_batch_size=4, train_dataloader_kwargs=IN_ORDER)
+        found[name] = weights(model)
+        found[f"warnings {name}"] = [str(w.message) for w in caught if "SyncBatchNorm" in str(w.message)]
+    plain = trainer.evaluate(regression_data(9))["evaluation_loss"]
+    trainer.model = synchronised(trainer.model)
+    return found | {"losses": (plain, trainer.evaluate(regression_data(9))["evaluation_loss"])}
 
 
 def case_diagnosis() -> Any:

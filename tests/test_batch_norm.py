@@ -1,0 +1,83 @@
+"""Batch norm that is synchronised: the same parameters, buffers, hooks and results, and what cannot be converted.
+
+How a run on several processes treats it on the CPU, where torch cannot train it, is in test_processes.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback
+from pytorch_accel_lite.callbacks.batch_norm import synchronised
+from tests.small import make_data, make_trainer, same, train, weights
+
+
+class TwoOfOne(nn.Module):
+    """One batch norm in two places, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, eps=0.1, momentum=0.3)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), self.norm, nn.BatchNorm1d(4, affine=False).eval()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def trained(model: nn.Module) -> nn.Module:
+    for seed in range(3):
+        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)))
+    return model
+
+
+def test_conversion_keeps_the_model_its_parameters_buffers_modes_and_results():
+    model = trained(TwoOfOne())
+    plain, parameters, buffers = copy.deepcopy(model), list(model.parameters()), list(model.buffers())
+    assert synchronised(model) is model
+    assert type(model.norm) is type(model.layers[2]) is nn.SyncBatchNorm
+    assert model.layers[1] is model.norm
+    assert [module.training for module in model.modules()] == [module.training for module in plain.modules()]
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert same(weights(model), weights(plain))
+    x = make_data().tensors[0]
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+
+
+def test_a_model_that_is_a_batch_norm_is_replaced_and_hooks_move_along():
+    model, seen = trained(nn.BatchNorm1d(4)).eval(), []
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    model.register_forward_pre_hook(lambda *_, **__: seen.append("before"), with_kwargs=True)
+    converted = synchronised(model)
+    assert type(converted) is nn.SyncBatchNorm
+    assert converted.weight is model.weight
+    converted(torch.ones(2, 4))
+    assert seen == ["before", "after"]
+
+
+def test_what_is_synchronised_already_or_no_batch_norm_is_left_alone():
+    model = nn.Sequential(nn.SyncBatchNorm(4), nn.LayerNorm(4), nn.InstanceNorm1d(4), nn.BatchNorm1d(4))
+    before = list(model)
+    synchronised(model)
+    assert [a is b for a, b in zip(model, before, strict=True)] == [True, True, True, False]
+
+
+def test_a_batch_norm_with_a_forward_pass_of_its_own_is_refused():
+    class WithActivation(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    with pytest.raises(ValueError, match=r"WithActivation has a forward pass of its own.*Convert such a model"):
+        synchronised(nn.Sequential(nn.BatchNorm1d(4), WithActivation(4)))
+
+
+def test_one_process_keeps_plain_batch_norm():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    train(make_trainer([ConvertSyncBatchNormCallback], model), eval_dataset=True)
+    assert type(model[1]) is nn.BatchNorm1d
