@@ -96,6 +96,7 @@ class TrainerBase:
         self._eval_dl_kwargs: dict[str, Any] | None = None
         self._update_limit: int | None = None
         self._eval_every_n_epochs = 1
+        self._must_rehearse = False
         self._trained_model: nn.Module | None = None  # while run_evaluation() has another one in its place
         self.ranks = Ranks(self.accelerator)
         self._stop_vote = StopVote(self.ranks)

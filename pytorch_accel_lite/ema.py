@@ -47,8 +47,11 @@ class ModelEma(nn.Module):
                     values.append(value.detach().to(average.device, average.dtype))
                 else:
                     average.copy_(value)
-            if averages:
-                torch._foreach_lerp_(averages, values, 1 - decay)
+            if averages and decay == 0:
+                torch._foreach_copy_(averages, values)
+            elif averages and decay < 1:  # not by lerp: infinities, as masks have them, would become NaN
+                torch._foreach_mul_(averages, decay)
+                torch._foreach_add_(averages, values, alpha=1 - decay)
         self.num_updates += 1
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:

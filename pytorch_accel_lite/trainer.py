@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base import TrainerBase
@@ -182,6 +183,8 @@ class Trainer(TrainerBase):
                 self.run_history.reset()
             if state is not None:
                 restore(self, state)
+            is_ddp = isinstance(self.model, DistributedDataParallel)
+            self._must_rehearse = is_ddp and self.ranks.world_size > 2 and self.progress.update > 0
             try:
                 with ending_in_order(self._stop_vote.ask, self._ends_at_signals()):
                     self._run_training(state)
@@ -378,6 +381,8 @@ class Trainer(TrainerBase):
         self._finish_resuming()
         loader = self._train_dataloader = self._shard(self._train_dataloader, training=True)
         for loaded in loader.steps(self.progress.epoch, self.progress.samples_in_epoch, self.progress.step):
+            if self._must_rehearse:
+                self._rehearse(loaded.batch)
             self._run_train_step(loaded)
             if self.is_finished:
                 break
@@ -388,6 +393,20 @@ class Trainer(TrainerBase):
         self.train_epoch_end()
         self._record_losses("train_{}_epoch")
         self._call_event("on_train_epoch_end")
+
+    def _rehearse(self, batch: Any) -> None:
+        """Go forward and back once, and leave no trace but one.
+
+        ``DistributedDataParallel`` arranges gradients anew after its first backward pass. With three processes or more
+        the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
+        """
+        self._must_rehearse = False
+        generators, buffers = generator_states(), [buffer.clone() for buffer in self.model.buffers()]
+        self.backward_step(total_loss(self.calculate_train_batch_loss(batch)["loss"]))
+        clear_gradients(self.optimizer)
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        set_generator_states(generators)
 
     def _run_train_step(self, loaded: LoadedBatch) -> None:
         batch, step = loaded.batch, self.progress.step

@@ -144,6 +144,19 @@ def test_tied_frozen_and_compiled_models_are_averaged():
     assert not torch.equal(average.first.weight, inner.first.weight)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+def test_masks_of_infinities_stay_what_they_are(decay):
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    ema = ModelEma(model, decay)
+    before = model.weight.clone()
+    with torch.no_grad():
+        model.weight += 1
+    ema.update(model)
+    assert torch.equal(ema.module.mask, model.mask)
+    torch.testing.assert_close(ema.module.weight, decay * before + (1 - decay) * model.weight, rtol=0, atol=1e-6)
+
+
 def test_an_own_rule_is_used():
     class Largest(ModelEma):
         def update_fn(self, ema_model_weights, updated_model_weights):

@@ -155,16 +155,16 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_from_every_save_point_two_processes_go_on_to_the_same_bits(tmp_path, accumulation):
-    done = torchrun(2, "tests/scripts/every_save_point.py", str(tmp_path), str(accumulation), timeout=280)
+@pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
+def test_from_every_save_point_several_processes_go_on_to_the_same_bits(tmp_path, processes, accumulation):
+    done = torchrun(processes, "tests/scripts/every_save_point.py", str(tmp_path), str(accumulation), timeout=280)
     assert done.returncode == 0, done.stderr
     runs = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("rank*.pt"))]
-    assert len(runs) == 2
+    assert len(runs) == processes
     for whole, *resumed in runs:  # of each rank: its generators are its own
         assert len(resumed) == whole["progress"]["update"] + 3
         for again in resumed:
-            assert again["processes"] == 2
+            assert again["processes"] == processes
             assert_same(again, whole)
 
 
@@ -229,6 +229,58 @@ def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
     assert [path.name for path in states(tmp_path)] == ["update-000000008"]
     assert_same(run(tmp_path, save_every_n_steps=None), run(tmp_path / "whole", save_every_n_steps=None))
+
+
+def test_a_second_signal_ends_the_program_at_once(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from pytorch_accel_lite import TrainerCallback\n"
+        "from tests.scripts.resumable import run\n"
+        "class Waits(TrainerCallback):\n"
+        "    def on_train_step_start(self, trainer, **kwargs):\n"
+        "        print('in a step', flush=True); time.sleep(300)\n"
+        "run(Path(sys.argv[1]), extra=(Waits(),))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT) as process:
+        while "in a step" not in process.stdout.readline():
+            pass
+        process.terminate()
+        time.sleep(0.5)
+        assert process.poll() is None  # the first asks for an end after the update, which is far away
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+    assert not list((tmp_path / "states").glob("update-*"))
+
+
+def test_in_a_thread_signals_are_left_alone(tmp_path):
+    before, results = signal.getsignal(signal.SIGTERM), []
+
+    class Looks(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            results.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=lambda: results.append(run(tmp_path, extra=(Looks(),))))
+    thread.start()
+    thread.join(120)
+    *handlers, result = results
+    assert result["progress"]["update"] == len(handlers) == 12
+    assert set(handlers) == {before}
+
+
+@pytest.mark.processes
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+    tmp_path.joinpath("run").mkdir()
+    command = [*TORCHRUN, "2", *script(tmp_path / "run", 1, 0, 0.2)]
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL) as launcher:
+        while not list(tmp_path.glob("run/states/update-*")):
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        assert len(ranks) == 2
+        launcher.kill()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{rank}/cmdline").exists() and Path(f"/proc/{rank}/cmdline").read_bytes() for rank in ranks):
+        assert time.monotonic() < deadline, "ranks go on without their launcher"
+        time.sleep(0.05)
 
 
 def test_a_finished_run_does_nothing_more_and_says_so(tmp_path, capsys):
