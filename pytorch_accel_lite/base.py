@@ -46,7 +46,7 @@ from pytorch_accel_lite.resuming import check_states_are_possible, collect, rest
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import die_with_launcher
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
-from pytorch_accel_lite.validation import check_constructor
+from pytorch_accel_lite.validation import check_constructor, check_model_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,9 +68,12 @@ class TrainerBase:
         *,
         accelerator: Accelerator | None = None,
         seed: int | None = None,
+        compile_model: bool | dict[str, Any] = False,
+        channels_last: bool = False,
     ) -> None:
         die_with_launcher()
         check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
+        check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizer
@@ -80,6 +83,8 @@ class TrainerBase:
         self._accelerator = self.accelerator  # the name that the ancestor's users know
         check_launch(self.accelerator)
         self.seed = seed
+        self.compile_model = compile_model
+        self.channels_last = channels_last
         self.progress = Progress()
         self.run_config: TrainerRunConfig | None = None
         self.stop_reason: str | None = None
@@ -449,6 +454,7 @@ class TrainerBase:
             return
         if isinstance(self.loss_func, nn.Module):
             self.loss_func.to(self.device)
+        self._apply_model_options()
         self._preparation = Preparation(self.accelerator, self.model, self.optimizer, training)
         self.model, self.optimizer = self._preparation.model, self._preparation.optimizer
         try:
@@ -457,6 +463,14 @@ class TrainerBase:
             self.model, self.optimizer = self._preparation.release(self.model)
             if self._preparation.can_unwrap:
                 self._preparation = None
+
+    def _apply_model_options(self) -> None:
+        """Lay out and compile the model, in place; a model that is compiled stays as it is."""
+        model = self.get_model()
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)
+        if self.compile_model is not False and model._compiled_call_impl is None:
+            model.compile(**({} if self.compile_model is True else self.compile_model))
 
     @contextmanager
     def _unwrapped_model(self) -> Iterator[None]:
@@ -499,7 +513,9 @@ class TrainerBase:
 
     def _shard(self, source: Any, training: bool) -> ShardedLoader:
         equal_steps = training or (self._preparation is not None and not self._preparation.can_unwrap)
-        return shard(source, self.ranks, self.device, self.data_seed, equal_steps)
+        loader = shard(source, self.ranks, self.device, self.data_seed, equal_steps)
+        loader.channels_last = self.channels_last
+        return loader
 
     @property
     def _local_world_size(self) -> int:

@@ -78,6 +78,10 @@ class Trainer(TrainerBase):
         by default one is made by ``_create_accelerator()``
     :param seed: makes each run a function of (code, data, seed): generators are seeded when ``train`` starts and
         the order of the data follows from it; by default no generator is ever seeded
+    :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or with the
+        arguments in a dict; the names in its state stay as they are
+    :param channels_last: lay out the model's weights, and all tensors of 4 dimensions in batches, with the channels
+        last in memory, which is faster for convolutions on many devices; shapes stay as they are
     :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name

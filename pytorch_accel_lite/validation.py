@@ -165,3 +165,17 @@ def check_constructor(
             raise TypeError(f"seed={seed!r} must be a whole number, or None.")
         if not 0 <= int(seed) < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")
+
+
+def check_model_options(compile_model: Any, channels_last: Any) -> None:
+    """Check how the model is to be prepared.
+
+    :raises TypeError: for the first argument that is wrong
+    """
+    if not isinstance(compile_model, (bool, dict)):
+        raise TypeError(
+            f"compile_model={compile_model!r} must be True, False, or a dict of arguments for torch.compile, for "
+            "example {'mode': 'max-autotune'}."
+        )
+    if not isinstance(channels_last, bool):
+        raise TypeError(f"channels_last={channels_last!r} must be True or False.")

@@ -74,6 +74,13 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "seed is a name": ({"seed": "today"}, TypeError, f"seed='today' {WHOLE}"),
     "seed=1.5": ({"seed": 1.5}, TypeError, rf"seed=1\.5 {WHOLE}"),
     "seed=-1": ({"seed": -1}, ValueError, r"seed=-1 must be"),
+    "compile_model is a name": (
+        {"compile_model": "inductor"},
+        TypeError,
+        r"compile_model='inductor' must be True, False, or a dict.*torch\.compile",
+    ),
+    "compile_model=None": ({"compile_model": None}, TypeError, "compile_model=None must be True"),
+    "channels_last=1": ({"channels_last": 1}, TypeError, "channels_last=1 must be True or False"),
     "seed is too large": ({"seed": 2**40}, ValueError, rf"seed={2**40} must be"),
 }
 

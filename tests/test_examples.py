@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 
+import pytest
 import torch
 
-from tests.launching import launch
+from tests.launching import ROOT, launch
 
 
 def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tmp_path):
@@ -36,3 +37,40 @@ def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
     assert callback == loop
     assert float(callback) >= 0.95
     assert float(re.search(r"of the averaged weights: ([\d.]+)", done.stdout)[1]) >= 0.95
+
+
+def test_an_event_of_the_users_own_reaches_the_callback():
+    done = launch([sys.executable, "examples/custom_event.py"])
+    assert done.returncode == 0, done.stderr
+    counts = re.search(r"Hard batches by epoch: \[([\d, ]+)\]", done.stdout)[1].split(", ")
+    assert len(counts) == 5
+    assert any(int(count) > 0 for count in counts)
+    assert len(re.search(r"its digits: \[([\d, ]+)\]", done.stdout)[1].split(", ")) == 8
+
+
+def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates():
+    done = launch([sys.executable, "examples/language_model.py"])
+    assert done.returncode == 0, done.stderr
+    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+150 updates", done.stdout)
+    assert float(bits[1]) < 3  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
+
+
+def test_progressive_resizing_trains_one_model_on_growing_images():
+    pytest.importorskip("timm")
+    done = launch([sys.executable, "examples/progressive_resizing.py"])
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(\d+) pixels: ([\d.]+)% of 90 shapes", done.stdout, re.MULTILINE)
+    assert [size for size, _ in found] == ["32", "48", "64"]
+    assert float(found[-1][1]) >= 90
+
+
+def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
+    pytest.importorskip("timm")
+    done = launch([sys.executable, "examples/mixup.py"])
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"Test accuracy: ([\d.]+)% of 360 digits", done.stdout)[1]) >= 96
+
+
+def test_every_example_is_listed_in_the_documentation():
+    listed = re.findall(r"`(examples/\w+\.py)`", (ROOT / "docs" / "examples.md").read_text())
+    assert sorted(listed) == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))

@@ -31,6 +31,7 @@ def alone():
             "evaluate_inside",
             "named",
             "limits",
+            "channels_last",
         )
     }
 
@@ -206,6 +207,12 @@ def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warnin
         assert equal(result["with"], result["without"])
         plain, converted = result["losses"]
         assert plain == converted
+
+
+def test_the_layout_in_memory_does_not_change_the_result(ranks, alone):
+    for result in ranks["channels_last"]:
+        assert largest_difference(result[True], result[False]) < 1e-12
+        assert largest_difference(result[True], alone["channels_last"][True]) < 1e-12
 
 
 def test_limits_count_steps_of_the_whole_job(ranks, alone):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, default_collate
 
 from pytorch_accel_lite.batches import find_batch_size
@@ -69,6 +69,8 @@ class ShardedLoader(ABC):
 
     #: At most this many steps in an epoch; ``None`` for no limit.
     limit: int | None = None
+    #: Batches of images, tensors of 4 dimensions, are laid out in memory with the channels last.
+    channels_last = False
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, fill: bool) -> None:
         self.source = source
@@ -93,11 +95,11 @@ class ShardedLoader(ABC):
         self._epoch = epoch
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
-        if self._device.type == "cpu":  # where batches are already
-            yield from steps
-            return
-        for step in steps:
-            yield step._replace(batch=send_to_device(step.batch, self._device, non_blocking=True))
+        if self._device.type != "cpu":  # where batches are already
+            steps = (s._replace(batch=send_to_device(s.batch, self._device, non_blocking=True)) for s in steps)
+        if self.channels_last:
+            steps = (s._replace(batch=recursively_apply(_to_channels_last, s.batch)) for s in steps)
+        yield from steps
 
     def __iter__(self) -> Iterator[Any]:
         return (step.batch for step in self.steps(self._epoch))
@@ -368,6 +370,10 @@ class OwnLoader(ShardedLoader):
         if self._length < 0:
             raise TypeError(f"{type(self.source).__name__} has no length.") from self._no_length
         return self._length
+
+
+def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def shard(source: Any, ranks: Ranks, device: torch.device, seed: int | None, training: bool) -> ShardedLoader:

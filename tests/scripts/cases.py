@@ -568,6 +568,33 @@ def case_sync_batch_norm() -> Any:
     return found | {"losses": (plain, trainer.evaluate(regression_data(9))["evaluation_loss"])}
 
 
+def image_data(size: int = 26) -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    return TensorDataset(torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64), torch.arange(size) % 3)
+
+
+def image_model() -> nn.Module:
+    torch.manual_seed(2)
+    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(64, 3)
+    return nn.Sequential(*layers).double()
+
+
+def case_channels_last() -> Any:
+    found = {}
+    for channels_last in (False, True):
+        model = image_model().eval()  # batch norm without the statistics of each process's own batch
+        trainer = type("Frozen", (Trainer,), {"train_epoch_start": lambda self: None})(
+            model,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            callbacks=[],
+            channels_last=channels_last,
+        )
+        trainer.train(image_data(), 2, per_device_batch_size=_global_batch(6), train_dataloader_kwargs=IN_ORDER)
+        found[channels_last] = weights(model)
+    return found
+
+
 def case_diagnosis() -> Any:
     model = small_model()
     before = weights(model)

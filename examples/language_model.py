@@ -1,0 +1,117 @@
+"""A small language model of bytes, trained on the sources of Python's own standard library.
+
+    python examples/language_model.py
+    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 examples/language_model.py
+
+Lines have different lengths, so batches have different numbers of tokens. The loss is a mean over tokens: with
+``num_items_in_batch`` every token weighs the same, over micro-batches, accumulation and processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite.schedulers import WSDLrScheduler
+
+MODULES = ("argparse", "collections/__init__", "dataclasses", "datetime", "difflib", "enum", "inspect", "typing")
+END, PADDING, LENGTH = 0, -100, 80
+
+
+def load_lines() -> list[torch.Tensor]:
+    """Return lines of source code as bytes, each ending in END, at most LENGTH long."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [folder / f"{module}.py" for module in MODULES]
+    lines = [line.encode() for file in files if file.exists() for line in file.read_text("utf-8").splitlines()]
+    return [torch.tensor([*line[: LENGTH - 1], END]) for line in lines if line.strip()]
+
+
+def collate(lines: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(lines, batch_first=True, padding_value=PADDING)
+
+
+class LanguageModel(nn.Module):
+    """Predicts each byte of a line from those before it."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.rnn = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.rnn(self.embedding(tokens))
+        return self.head(hidden)
+
+
+class LanguageModelTrainer(Trainer):
+    def _loss(self, lines: torch.Tensor) -> dict:
+        targets = lines
+        inputs = nn.functional.pad(lines[:, :-1], (1, 0), value=END).clamp(min=END)  # what comes before each target
+        logits = self.model(inputs)
+        num_tokens = (targets != PADDING).sum()
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
+        return {"loss": loss, "batch_size": len(lines), "num_items_in_batch": num_tokens}
+
+    def calculate_train_batch_loss(self, batch):
+        return self._loss(batch)
+
+    def calculate_eval_batch_loss(self, batch):
+        return self._loss(batch)
+
+
+@torch.no_grad()
+def complete(model: nn.Module, start: str, length: int = 40) -> str:
+    """Return a line that the model writes, always taking the likeliest byte."""
+    written = list(start.encode())
+    while len(written) < length:
+        byte = model(torch.tensor([[END, *written]]))[0, -1].argmax().item()
+        if byte == END:
+            break
+        written.append(byte)
+    return bytes(written).decode(errors="replace")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--updates", type=int, default=150)
+    args = parser.parse_args()
+    lines = load_lines()
+    valid = lines[::20]
+    train = [line for i, line in enumerate(lines) if i % 20]
+    torch.manual_seed(0)
+    model = LanguageModel()
+    trainer = LanguageModelTrainer(
+        model,
+        None,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        callbacks=get_default_callbacks(progress_bar=False),
+        seed=0,
+    )
+    trainer.train(
+        train,
+        max_num_train_steps=args.updates,  # updates of the whole job, on any number of processes
+        eval_dataset=valid,
+        per_device_batch_size=32 // trainer.accelerator.num_processes,
+        gradient_accumulation_steps=2,
+        gradient_clip_norm=1.0,
+        collate_fn=collate,
+        create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.05, decay_phase_ratio=0.3),
+        train_dataloader_kwargs={"num_workers": 0},
+        eval_dataloader_kwargs={"num_workers": 0},
+    )
+    bits = trainer.run_history.get_latest_metric("eval_loss_epoch") / math.log(2)
+    trainer.print(f"\n{bits:.2f} bits per byte on {len(valid)} lines that the model has never seen, after")
+    trainer.print(f"{trainer.progress.update} updates. A line of its own: {complete(model.cpu(), '    return ')!r}")
+
+
+if __name__ == "__main__":
+    main()

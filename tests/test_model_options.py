@@ -1,0 +1,93 @@
+"""compile_model and channels_last: the model is prepared in place, and learns what it would have learned."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from tests.scripts.cases import image_data, image_model
+from tests.small import listener
+from tests.tasks import Rows, equal, largest_difference, quiet_trainer, regression_data, small_model, weights
+
+
+def train(model: nn.Module, callbacks: Any = (), channels_last: bool = False, resume_from: Any = None) -> Trainer:
+    # Not Adam: it makes large numbers of the rounding errors that are the gradient of a bias before batch norm.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = quiet_trainer(
+        model, nn.CrossEntropyLoss(), optimizer, callbacks=callbacks, seed=1, channels_last=channels_last
+    )
+    trainer.train(image_data(), 2, image_data(7), per_device_batch_size=6, resume_from=resume_from)
+    return trainer
+
+
+def test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names():
+    plain = small_model()
+    model, compiled, data = copy.deepcopy(plain), [], regression_data(16)
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    for each, options in ((plain, False), (model, {"backend": backend})):
+        trainer = quiet_trainer(each, compile_model=options)
+        for _ in range(2):
+            trainer.train(data, 1, data, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
+        assert trainer.model is each
+    assert len(compiled) == 2  # with gradients and without: the second run compiles nothing anew
+    assert equal(weights(model), weights(plain))
+    assert torch.equal(trainer.predict(data), plain(data.tensors[0]).detach())
+
+
+def test_channels_last_lays_out_weights_and_images_and_learns_the_same():
+    plain, model = image_model(), image_model()
+    train(plain)
+    seen = []
+
+    def look(trainer, batch, **kwargs):
+        seen.append((batch[0].is_contiguous(memory_format=torch.channels_last), batch[1].ndim))
+
+    trainer = train(model, callbacks=[listener(on_train_step_end=look, on_eval_step_end=look)], channels_last=True)
+    assert set(seen) == {(True, 1)}
+    assert trainer.model is model
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not plain[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert largest_difference(weights(model), weights(plain)) < 1e-10
+    assert torch.allclose(trainer.predict(image_data()), plain(image_data().tensors[0]), atol=1e-10)
+
+
+@pytest.mark.parametrize("batch", [dict, list])
+def test_images_are_found_wherever_they_are_in_a_batch(batch):
+    def collate(samples):
+        images, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+        return {"input": images, "labels": labels} if batch is dict else [images, labels]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = image_model()
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            layouts.add(input.is_contiguous(memory_format=torch.channels_last))
+            return self.inner(input)
+
+    layouts: set[bool] = set()
+    trainer = quiet_trainer(Model(), nn.CrossEntropyLoss(), channels_last=True)
+    trainer.train(Rows(image_data()), 1, collate_fn=collate, train_dataloader_kwargs={"num_workers": 0})
+    assert layouts == {True}
+
+
+def test_a_run_with_channels_last_goes_on_to_the_same_bits(tmp_path):
+    def saving():
+        return SaveTrainingStateCallback(tmp_path, save_every_n_steps=3, save_at_end=False)
+
+    whole, again = image_model(), image_model()
+    train(whole, callbacks=[saving()], channels_last=True)
+    trainer = train(again, callbacks=[saving()], channels_last=True, resume_from=tmp_path / "update-000000003")
+    assert trainer.progress.update == 10
+    assert equal(weights(again), weights(whole))
