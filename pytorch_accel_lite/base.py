@@ -38,7 +38,7 @@ from pytorch_accel_lite.checkpoint import (
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
-from pytorch_accel_lite.data import ShardedLoader, shard
+from pytorch_accel_lite.data import LoadedBatch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
 from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.preparation import Preparation, unwrap
@@ -113,6 +113,8 @@ class TrainerBase:
         self.data_seed = seed
         self.interruption: RunInterruptedError | None = None
         self.recorded_losses: dict[str, float] = {}
+        self.step_metrics: dict[str, Any] = {}
+        self._loaded: LoadedBatch | None = None
         lifecycle.register(self)
         self.callback_handler.call_event("on_init_end", self)
 
@@ -382,6 +384,16 @@ class TrainerBase:
     def eval_dataloaders(self) -> list[Any]:
         """This process's evaluation batches of every dataset; several when a dict of datasets was given."""
         return list(self._eval_loaders.values()) or [loader for loader in [self._eval_dataloader] if loader is not None]
+
+    @property
+    def batch_indices(self) -> list[Any] | None:
+        """The indices in the dataset of the samples in the current batch of this process.
+
+        For callbacks and steps. ``None`` when they are not known: of streams, and of loaders that are no
+        ``DataLoader``; empty for a batch that only keeps this process in step with the others, which counts nothing.
+        """
+        indices = None if self._loaded is None else self._loaded.indices
+        return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
 
     def gather(self, tensor: Any, padding_value: float | None = None) -> Any:
         """Concatenate tensors of all processes along their first dimension. To be called on every process.

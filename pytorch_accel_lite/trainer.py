@@ -56,6 +56,10 @@ _OF_A_RUN = (
     "run_config", "eval_dataset", "collate_fn", "_train_dataloader", "_train_dl_kwargs", "_eval_dataloader",
     "_eval_loaders", "_eval_dl_kwargs", "loss_trackers", "_update_limit",
 )  # fmt: skip
+# What run_evaluation() replaces for a while.
+_OF_AN_EPOCH = (
+    "loss_trackers", "recorded_losses", "model", "_trained_model", "_eval_dataloader", "callback_handler", "_loaded",
+)  # fmt: skip
 
 StrPath = str | os.PathLike[str]
 _NOTHING = nullcontext()
@@ -86,6 +90,8 @@ class Trainer(TrainerBase):
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar stop_reason: why the last run was stopped early, ``None`` when it was not
+    :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors of one element
+        on the device, which are read only by those who show them every so often
     """
 
     # ------------------------------------------------------------------------------------------ training
@@ -413,7 +419,7 @@ class Trainer(TrainerBase):
         set_generator_states(generators)
 
     def _run_train_step(self, loaded: LoadedBatch) -> None:
-        batch, step = loaded.batch, self.progress.step
+        batch, step, self._loaded = loaded.batch, self.progress.step, loaded
         window = self.gradient_window
         assert window is not None
         ends_window = loaded.is_last or (step + 1) % window.steps == 0
@@ -467,6 +473,7 @@ class Trainer(TrainerBase):
         self._call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
         with self._unwrapped_model(), torch.no_grad():
             for loaded in self._shard(valid_dl, training=False).steps(self.progress.epoch):
+                self._loaded = loaded
                 self._call_event("on_eval_step_start")
                 output = self.calculate_eval_batch_loss(loaded.batch)
                 self._track_losses(output, loaded, "calculate_eval_batch_loss", training=False)
@@ -504,8 +511,7 @@ class Trainer(TrainerBase):
                 "run_evaluation() evaluates within a training run that was given an eval_dataset. Pass one to train(), "
                 "or call evaluate(dataset)."
             )
-        names = ("loss_trackers", "recorded_losses", "model", "_trained_model", "_eval_dataloader", "callback_handler")
-        before, generators = {name: getattr(self, name) for name in names}, generator_states()
+        before, generators = {name: getattr(self, name) for name in _OF_AN_EPOCH}, generator_states()
         prefix_before = self.run_history.metric_name_prefix
         modes = [(module, module.training) for module in self.model.modules()]
         self.run_history.set_metric_name_prefix(f"{prefix_before}{prefix}")
@@ -782,6 +788,7 @@ class Trainer(TrainerBase):
 
     def _predict_batches(self) -> Iterator[Any]:
         for loaded in self._eval_dataloader.steps(self.progress.epoch):
+            self._loaded = loaded
             with self._unwrapped_model(), torch.no_grad():
                 output = self.calculate_predict_batch_output(loaded.batch)
             self._call_event("on_predict_step_end", batch=loaded.batch, batch_output=output)

@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import LimitBatchesCallback, LimitEvalStepsCallback, ProgressBarCallback
@@ -26,6 +34,7 @@ from pytorch_accel_lite.data.plan import count_global_batches, global_batches, s
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
 from tests.scripts import cases
+from tests.small import Stream, listener, make_trainer, train
 from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model
 
 sizes = st.integers(1, 60)
@@ -376,6 +385,38 @@ class TwoTasks(Trainer):
 def tagged(size: int, offset: int) -> TensorDataset:
     column = torch.arange(size, dtype=torch.float64) + offset
     return TensorDataset(column[:, None].expand(-1, 5).contiguous(), regression_data(size).tensors[1])
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("kind", ["memory", "subset", "map", "batch sampler"])
+def test_the_indices_of_a_batch_are_those_of_its_samples(kind, seed):
+    whole = regression_data(20)
+    data = {"memory": whole, "subset": Subset(whole, range(3, 12))}.get(kind, Rows(whole))
+    loader = {"batch_sampler": BatchSampler(RandomSampler(range(9)), 4, False)} if kind == "batch sampler" else {}
+    seen: list[int] = []
+
+    class Check(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, **kwargs):
+            expected = torch.stack([data[i][0] for i in trainer.batch_indices])
+            assert torch.equal(batch[0], expected)
+            seen.extend(trainer.batch_indices)
+
+        on_eval_step_end = on_predict_step_end = on_train_step_end
+
+    model = small_model()
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[Check], seed=seed)
+    trainer.train(data, 1, data, per_device_batch_size=4, train_dataloader_kwargs={"num_workers": 0} | loader)
+    trainer.predict(data, per_device_batch_size=4)
+    trained = 9 if kind == "batch sampler" else len(data)
+    assert sorted(seen[:trained]) == [*range(trained)]
+    assert seen[trained:] == [*range(len(data))] * 2
+
+
+def test_the_indices_of_a_streams_samples_are_not_known():
+    known = []
+    watch = listener(on_train_step_end=lambda trainer, **kwargs: known.append(trainer.batch_indices))
+    train(make_trainer([watch]), train_dataset=Stream(), train_dataloader_kwargs={})
+    assert known == [None] * 3
 
 
 @pytest.mark.parametrize("seed", [None, 1])

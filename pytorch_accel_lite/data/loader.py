@@ -33,12 +33,14 @@ class LoadedBatch(NamedTuple):
         of another process, to be given no weight); ``None`` when only the step that uses the batch can tell
     :param total_samples: samples of all processes in this step; ``None`` like ``num_samples``
     :param is_last: whether it is the last step of the epoch
+    :param indices: of its samples in the dataset, a list or a tensor; ``None`` when they are not known
     """
 
     batch: Any
     num_samples: int | None
     total_samples: int | None
     is_last: bool
+    indices: Any = None
 
 
 class OwnShard:
@@ -128,7 +130,7 @@ class _EpochShares:
 
     :ivar as_tensors: give indices as tensors, where their order is fixed when the epoch begins
     :ivar counts: for each batch that was handed out and not yet taken, the samples of this process, of all
-        processes, and whether it is the last step
+        processes, whether it is the last step, and the indices of the samples
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, seed: int | None, fill: bool) -> None:
@@ -136,7 +138,7 @@ class _EpochShares:
         sampler: Any = source.batch_sampler if self.own_batches else source.sampler
         self.sampler = sampler
         self.global_batch = (source.batch_size or 1) * ranks.world_size
-        self.counts: deque[tuple[int, int, bool]] = deque()
+        self.counts: deque[tuple[int, int, bool, Any]] = deque()
         self.as_tensors = False
         self._drop_last = source.drop_last and not self.own_batches
         self._order = EpochOrder(sampler, ranks, seed)
@@ -165,7 +167,7 @@ class _EpochShares:
             flat = list(chain(*group)) if self.own_batches else group
             size = len(flat)
             if world_size == 1:
-                self.counts.append((size, size, is_last))
+                self.counts.append((size, size, is_last, flat))
                 yield flat, position
                 position += size
                 continue
@@ -174,11 +176,9 @@ class _EpochShares:
                 begin = sum(map(len, group[:rank]))
                 end = begin + len(group[rank])
             if end > begin or self._fill:
-                self.counts.append((end - begin, size, is_last))
-                if end > begin:
-                    yield flat[begin:end], position + begin
-                else:
-                    yield flat[:1], position
+                mine = flat[begin:end]
+                self.counts.append((end - begin, size, is_last, mine))
+                yield (mine, position + begin) if end > begin else (flat[:1], position)
             position += size
 
     def _global_batches(self) -> Iterator[Any]:
