@@ -22,7 +22,7 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     CallbackHandler,
     NonFiniteLossError,
-    RunInterruptedError,
+    RunPausedError,
     StopTrainingError,
     TrainerCallback,
 )
@@ -41,6 +41,7 @@ from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.data import LoadedBatch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
 from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.preparation import Preparation, unwrap
 from pytorch_accel_lite.resuming import check_states_are_possible, collect, restore, restore_callbacks, restore_own
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
@@ -102,6 +103,8 @@ class TrainerBase:
         self._update_limit: int | None = None
         self._eval_every_n_epochs = 1
         self._must_rehearse = False
+        self._guard: StepGuard | None = None
+        self.num_microbatches = 1
         self._trained_model: nn.Module | None = None  # while run_evaluation() has another one in its place
         self.ranks = Ranks(self.accelerator)
         self._stop_vote = StopVote(self.ranks)
@@ -111,7 +114,7 @@ class TrainerBase:
         self.gradient_window: GradientWindow | None = None
         self.registered_objects: dict[str, Any] = {}
         self.data_seed = seed
-        self.interruption: RunInterruptedError | None = None
+        self.interruption: RunPausedError | None = None
         self.recorded_losses: dict[str, float] = {}
         self.step_metrics: dict[str, Any] = {}
         self._loaded: LoadedBatch | None = None
@@ -133,13 +136,16 @@ class TrainerBase:
     # ------------------------------------------------------------------------------------ events
 
     def _call_event(self, event: str, **kwargs: Any) -> None:
-        """Fire an event. What ends a run is raised at once on one process, and put to the vote on several."""
+        """Fire an event. What ends a run is raised at once on one process, and put to the vote on several.
+
+        A pause waits for the next moment from which the run can go on exactly.
+        """
         if not self.callback_handler.listeners(event):
             return
         try:
             self.callback_handler.call_event(event, self, **kwargs)
         except (StopTrainingError, NonFiniteLossError) as error:
-            if self.ranks.world_size == 1:
+            if self.ranks.world_size == 1 and not isinstance(error, RunPausedError):
                 raise
             self._stop_vote.ask(error)
 
@@ -170,7 +176,7 @@ class TrainerBase:
     def _end_early(self, stop: StopTrainingError) -> None:
         """Note why a run is stopped, say it, and tell the callbacks."""
         self.stop_reason = str(stop) or type(stop).__name__
-        self.interruption = stop if isinstance(stop, RunInterruptedError) else None
+        self.interruption = stop if isinstance(stop, RunPausedError) else None
         self.print(self.stop_reason)
         self._call_ending_event("on_stop_training_error")
 
@@ -527,6 +533,7 @@ class TrainerBase:
         equal_steps = training or (self._preparation is not None and not self._preparation.can_unwrap)
         loader = shard(source, self.ranks, self.device, self.data_seed, equal_steps)
         loader.channels_last = self.channels_last
+        loader.yields_failures = training and any(callback.skips_failed_batches for callback in self.callback_handler)
         return loader
 
     @property

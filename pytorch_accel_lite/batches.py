@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import numbers
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,31 @@ def find_batch_size(batch: Any) -> int:
         f"No batch size can be told from a batch of type {type(batch).__name__} without tensors. Return "
         "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss."
     )
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Split a batch into so many parts, as even as possible; not more than it has samples.
+
+    Tensors whose first dimension is that of the samples are split, and so are lists with an element for each sample.
+    Anything else is in every part.
+    """
+    size = find_batch_size(batch)
+    parts = min(parts, size)
+    bounds = [size * part // parts for part in range(parts + 1)]
+    return [_slice(batch, begin, end, size) for begin, end in itertools.pairwise(bounds)]
+
+
+def _slice(data: Any, begin: int, end: int, size: int) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data[begin:end] if data.ndim and len(data) == size else data
+    if isinstance(data, Mapping):
+        return {key: _slice(value, begin, end, size) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        if len(data) == size and not any(tensor.ndim and len(tensor) == size for tensor in _tensors(data)):
+            return data[begin:end]
+        values = [_slice(value, begin, end, size) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    return data
 
 
 class ModelCaller:
@@ -197,6 +223,16 @@ def to_cpu(outputs: Any) -> Any:
         f"predict: the model returned {type(outputs).__name__}; tensors, or tuples, lists and dicts of tensors, "
         "were expected. Override calculate_predict_batch_output to return such."
     )
+
+
+def concatenate_if_possible(parts: Sequence[Any]) -> Any:
+    """Concatenate nested outputs along their first dimension, or lists; return the list of parts where that fails."""
+    if next(_tensors(parts), None) is None:
+        return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
+    try:
+        return concatenate(parts)
+    except (ValueError, TypeError, KeyError):
+        return list(parts)
 
 
 def concatenate(parts: Sequence[Any]) -> Any:

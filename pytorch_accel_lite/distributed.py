@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, StopTrainingError
+from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class StopVote:
     def restart(self) -> None:
         """Forget what was asked for, and begin to count anew."""
         self._request: tuple[int, Exception] | None = None
-        self._interruption: RunInterruptedError | None = None
+        self._pause: RunPausedError | None = None
         self._calls = 0
         self._updates = 0
         self._interval = 1
@@ -153,8 +153,8 @@ class StopVote:
 
     def ask(self, error: Exception) -> None:
         """Ask for an end with this error; the first one asked for is kept. Safe to call in a signal handler."""
-        if isinstance(error, RunInterruptedError):
-            self._interruption = self._interruption or error
+        if isinstance(error, RunPausedError):
+            self._pause = self._pause or error
         else:
             self._request = self._request or (self._calls, error)
 
@@ -162,25 +162,28 @@ class StopVote:
         """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
 
         :param now: talk in any case, as at the end of an epoch
-        :param can_save: the run could go on from here exactly; only then is an interruption raised
+        :param can_save: the run could go on from here exactly; only then is a :class:`RunPausedError` raised
         """
         self._calls += 1
         self._updates += 1
-        signum = float(self._interruption.signum) if self._interruption else 0.0
+        paused = 0.0 if self._pause is None else float(getattr(self._pause, "signum", 0.5))
         asked = float(self._request is not None)
         if self._ranks.world_size > 1:
             if not now and self._updates < self._interval:
                 return
             time_now = time.monotonic()
             pace = (time_now - self._since) / self._updates
-            asked, signum, pace, self._clock = self._ranks.max([asked, signum, pace, time_now - self._start])
+            asked, paused, pace, self._clock = self._ranks.max([asked, paused, pace, time_now - self._start])
             self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
             self._updates, self._since = 0, time.monotonic()
         if asked:
             self._raise_first()
-        if signum and can_save:
-            self._interruption = None
-            raise RunInterruptedError(int(signum))
+        if paused and can_save:
+            message = None if self._pause is None else str(self._pause)
+            self._pause = None
+            if paused >= 1:
+                raise RunInterruptedError(int(paused))
+            raise RunPausedError(next(filter(None, self._ranks.all_gather_object(message))))
 
     def _raise_first(self) -> None:
         """Raise the error that was asked for first. On other ranks it is made anew: errors may not be picklable."""

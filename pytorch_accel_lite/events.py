@@ -21,7 +21,11 @@ class StopTrainingError(Exception):
     """
 
 
-class RunInterruptedError(StopTrainingError):
+class RunPausedError(StopTrainingError):
+    """Raise it in a callback to end the run after the current update, but not the training: resumed, it goes on."""
+
+
+class RunInterruptedError(RunPausedError):
     """A signal asked for the end of the run.
 
     :ivar signum: the number of the signal
@@ -58,6 +62,7 @@ class TrainerCallback:
                         on_optimizer_step_end
                     on_train_step_end                        batch, batch_output, step
                     on_train_step_checkpoint                 step (after an update; all callbacks have settled)
+                    on_train_batch_skipped                   failures, error, step (only where failures are skipped)
                 on_train_epoch_end
                 on_eval_epoch_start                          is_intermediate
                 for each evaluation batch:
@@ -88,6 +93,10 @@ class TrainerCallback:
     #: Whether the callback saves training states: the order of the data then follows from a seed, also when the
     #: trainer was given none.
     saves_training_states = False
+    #: Whether batches that fail in training are left out, with ``on_train_batch_skipped`` in place of what follows.
+    skips_failed_batches = False
+    #: Whether batches that do not fit into memory are split, as with ``train(auto_microbatch=True)``.
+    splits_batches = False
 
     def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The trainer has been constructed."""
@@ -121,6 +130,13 @@ class TrainerCallback:
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         """Every callback has seen a step that made an update: the place to save. Keyword: ``step``."""
+
+    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:
+        """A batch has failed and is left out by all ranks.
+
+        Keywords: ``failures``, for each rank that failed its ``rank``, the ``indices`` of its samples and the ``error``
+        as a text; ``error``, the exception itself where it was raised, else ``None``; ``step``.
+        """
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The training part of an epoch is complete; its losses are in the run history."""

@@ -31,6 +31,8 @@ class GradientWindow:
         self._nominal: Count = 0
         self._true: Count = 0
         self._open = False
+        #: Whether batches are split into parts, which are weighed then even on one process.
+        self.is_split = False
         #: Items in a nominal micro-batch, fixed at the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
 
@@ -42,7 +44,7 @@ class GradientWindow:
         :param items: what the loss is a mean over, when these are not samples
         """
         self._open = True
-        if self.steps == 1 and self._ranks.world_size == 1:
+        if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
             return loss
         local: Count = num_samples
         nominal: float = self._batch_size
@@ -59,6 +61,15 @@ class GradientWindow:
     def is_open(self) -> bool:
         """Whether micro-batches have been added since the last update."""
         return self._open
+
+    @property
+    def counts(self) -> tuple[Count, Count, bool]:
+        """What has been added since the last update; to be put back after a step that failed."""
+        return self._nominal, self._true, self._open
+
+    @counts.setter
+    def counts(self, counts: tuple[Count, Count, bool]) -> None:
+        self._nominal, self._true, self._open = counts
 
     def _nominal_items(self, items: Count) -> float:
         if self.items_per_batch is None:  # once in a run: the only read of the device
@@ -82,6 +93,22 @@ class GradientWindow:
         for gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient.mul_(factor)
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
+    """Average gradients over the ranks, as ``DistributedDataParallel`` does. A rank that has none counts as zero."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    used = ranks.max([float(parameter.grad is not None) for parameter in trained])
+    gradients: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter, is_used in zip(trained, used, strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for group in gradients.values():
+        flat = ranks.sum_on_device(torch.cat([gradient.flatten() for gradient in group])).div_(ranks.world_size)
+        parts = flat.split([gradient.numel() for gradient in group])  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(group, [part.view_as(gradient) for part, gradient in zip(parts, group, strict=True)])
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -79,6 +79,7 @@ def _collect_shared(trainer: TrainerBase) -> dict[str, Any]:
         },
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
         "losses": trainer._summed_losses(),
+        "microbatches": trainer.num_microbatches,
         "items_per_batch": None if trainer.gradient_window is None else trainer.gradient_window.items_per_batch,
     }
 
@@ -138,6 +139,7 @@ def restore(trainer: TrainerBase, state: TrainingState) -> None:
         trainer.run_history.load_state_dict(shared["history"])
     trainer.progress.load_state_dict(state.metadata["progress"])
     restore_objects(trainer, shared["objects"])
+    trainer.num_microbatches = shared.get("microbatches", 1)
     if trainer.gradient_window is not None:
         trainer.gradient_window.items_per_batch = shared["items_per_batch"]
 

@@ -47,6 +47,11 @@ class Progress:
         self.step = 0
         self.samples_in_epoch = 0
 
+    def add_samples(self, count: int) -> None:
+        """Count samples that all processes together have consumed."""
+        self.samples_in_epoch += count
+        self.samples += count
+
     def state_dict(self) -> dict[str, int]:
         """Return the counts as a dict."""
         return asdict(self)

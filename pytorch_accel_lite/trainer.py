@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base import TrainerBase
 from pytorch_accel_lite.batches import check_batch_size, check_loss, concatenate, find_batch_size, to_cpu, total_loss
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, CallbackHandler, StopTrainingError
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, CallbackHandler, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.diagnosis import Diagnosis, diagnose
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients
+from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -90,6 +91,7 @@ class Trainer(TrainerBase):
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar stop_reason: why the last run was stopped early, ``None`` when it was not
+    :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors of one element
         on the device, which are read only by those who show them every so often
     """
@@ -116,6 +118,7 @@ class Trainer(TrainerBase):
         eval_every_n_epochs: int = 1,
         scheduler_interval: str = "update",
         scheduler_metric: str | None = None,
+        auto_microbatch: bool = False,
     ) -> None:
         """Train the model.
 
@@ -145,6 +148,8 @@ class Trainer(TrainerBase):
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value the scheduler's ``step`` is given, as
             ``ReduceLROnPlateau`` needs; recorded before the end of the epoch's evaluation. Epochs that are not
             evaluated do not step it then.
+        :param auto_microbatch: when a batch does not fit into the device's memory, split it, and all that follow, into
+            micro-batches, as many as are needed, and add up their gradients, which are those of the whole batch
         :raises NonFiniteLossError: when :class:`~pytorch_accel_lite.callbacks.TerminateOnNaNCallback` saw a loss
             that is infinite or NaN
         """
@@ -189,12 +194,15 @@ class Trainer(TrainerBase):
             self._check_scheduler(request)
             clear_gradients(self.optimizer)  # what a run that failed within a window may have left
             self.progress = Progress()
+            self._guard, self.num_microbatches = self._create_guard(auto_microbatch), 1
             if reset_run_history:
                 self.run_history.reset()
             if state is not None:
                 restore(self, state)
             is_ddp = isinstance(self.model, DistributedDataParallel)
-            self._must_rehearse = is_ddp and self.ranks.world_size > 2 and self.progress.update > 0
+            self._must_rehearse = (
+                is_ddp and self._guard is None and self.ranks.world_size > 2 and self.progress.update > 0
+            )
             try:
                 with ending_in_order(self._stop_vote.ask, self._ends_at_signals()):
                     self._run_training(state)
@@ -202,8 +210,14 @@ class Trainer(TrainerBase):
                 for loader in (self._train_dataloader, *self.eval_dataloaders):
                     if isinstance(loader, ShardedLoader):
                         loader.stop_workers()
-        if self.interruption is not None:
+        if isinstance(self.interruption, RunInterruptedError):
             exit_for(self.interruption)
+
+    def _create_guard(self, auto_microbatch: bool) -> StepGuard | None:
+        """Return what runs the steps when they may fail; ``None`` when a failure is to end the run."""
+        splits = auto_microbatch or any(callback.splits_batches for callback in self.callback_handler)
+        skips = any(callback.skips_failed_batches for callback in self.callback_handler)
+        return StepGuard(self, splits, skips) if splits or skips else None
 
     def _ends_at_signals(self) -> bool:
         return any(getattr(callback, "save_on_signal", False) for callback in self.callback_handler)
@@ -425,21 +439,30 @@ class Trainer(TrainerBase):
         ends_window = loaded.is_last or (step + 1) % window.steps == 0
         self._call_event("on_train_step_start")
         with self._gradient_sync(ends_window):
-            output = self.calculate_train_batch_loss(batch)
-            loss = self._weigh_loss(output, loaded)
-            self._call_event("on_backward_start", batch=batch, batch_output=output, step=step)
-            self.backward_step(loss)
-            self._call_event("on_backward_end", batch=batch, batch_output=output, step=step)
-        if ends_window:
+            output = self._go_forward_and_back(loaded) if self._guard is None else self._guard.run(loaded)
+        updates = ends_window and window.is_open  # it is not when all its batches were skipped
+        if updates:
             self._run_update()
         self.progress.step += 1
-        self._call_event("on_train_step_end", batch=batch, batch_output=output, step=step)
-        if ends_window:
+        if output is not None:
+            self._call_event("on_train_step_end", batch=batch, batch_output=output, step=step)
+        if updates:
             self._call_event("on_train_step_checkpoint", step=step)
             self._stop_vote.settle(can_save=True)
 
+    def _go_forward_and_back(self, loaded: LoadedBatch) -> BatchOutput:
+        batch, step = loaded.batch, self.progress.step
+        output = self.calculate_train_batch_loss(batch)
+        loss = self._weigh_loss(output, loaded)
+        self._call_event("on_backward_start", batch=batch, batch_output=output, step=step)
+        self.backward_step(loss)
+        self._call_event("on_backward_end", batch=batch, batch_output=output, step=step)
+        return output
+
     def _run_update(self) -> None:
         assert self.gradient_window is not None
+        if self._guard is not None:
+            self._guard.finish_window()
         self.gradient_window.finish(self._optimized_parameters(), self.device)
         self.clip_gradients()
         self._call_event("on_optimizer_step_start")
@@ -476,7 +499,8 @@ class Trainer(TrainerBase):
                 self._loaded = loaded
                 self._call_event("on_eval_step_start")
                 output = self.calculate_eval_batch_loss(loaded.batch)
-                self._track_losses(output, loaded, "calculate_eval_batch_loss", training=False)
+                self._complete_output(output, loaded.batch, "calculate_eval_batch_loss", training=False)
+                self._track_losses(output, loaded)
                 self._call_event("on_eval_step_end", batch=loaded.batch, batch_output=output)
         self.eval_epoch_end()
         self._record_losses(
@@ -575,23 +599,30 @@ class Trainer(TrainerBase):
 
     def _weigh_loss(self, output: BatchOutput, loaded: LoadedBatch) -> torch.Tensor:
         """Track the losses of a step and return the one to minimise, weighted by its share of the window."""
-        size = self._track_losses(output, loaded, "calculate_train_batch_loss", training=True)
-        total = size if loaded.total_samples is None else loaded.total_samples
-        self.progress.samples_in_epoch += total
-        self.progress.samples += total
-        items = output.get("num_items_in_batch")
+        self._complete_output(output, loaded.batch, "calculate_train_batch_loss", training=True)
+        size, total = self._track_step(output, loaded)
         assert self.gradient_window is not None
-        return self.gradient_window.scale(output["loss"], size, total, items)
+        return self.gradient_window.scale(output["loss"], size, total, output.get("num_items_in_batch"))
 
-    def _track_losses(self, output: BatchOutput, loaded: LoadedBatch, method: str, training: bool) -> int:
-        """Check what a step returned, add its losses to the running means, return the samples of this process."""
+    def _track_step(self, output: BatchOutput, loaded: LoadedBatch) -> tuple[int, int]:
+        """Add a training step to the running means and the progress; return its samples, here and in the whole job."""
+        size = self._track_losses(output, loaded)
+        total = size if loaded.total_samples is None else loaded.total_samples
+        self.progress.add_samples(total)
+        return size, total
+
+    def _complete_output(self, output: BatchOutput, batch: Any, method: str, training: bool) -> None:
+        """Check what a step returned, and add what it left out."""
         check_loss(output, method, training)
         if "batch_size" not in output:
-            output["batch_size"] = find_batch_size(loaded.batch)
+            output["batch_size"] = find_batch_size(batch)
         check_batch_size(output["batch_size"], method)
         if not isinstance(output["loss"], torch.Tensor):
             output["losses"] = output["loss"]
             output["loss"] = total_loss(output["losses"])
+
+    def _track_losses(self, output: BatchOutput, loaded: LoadedBatch) -> int:
+        """Add the losses of a step to the running means, return the samples of this process."""
         if loaded.num_samples == 0:  # a batch that only keeps this process in step with the others
             output["batch_size"] = 0
             return 0
@@ -609,7 +640,8 @@ class Trainer(TrainerBase):
         recorded = {}
         for key, (total, count) in self._summed_losses().items():
             if not count:
-                raise ValueError("eval_dataset gave no batch: it is empty, or exhausted.")
+                skipped = "Every batch of the epoch was skipped." if self.progress.is_mid_epoch else ""
+                raise ValueError(skipped or "eval_dataset gave no batch: it is empty, or exhausted.")
             recorded[name.format(key)] = total / count
         for metric, value in recorded.items():
             self.run_history.update_metric(metric, value)

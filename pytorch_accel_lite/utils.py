@@ -7,7 +7,7 @@ import importlib
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import wraps
 from itertools import islice
 from types import ModuleType
@@ -131,6 +131,14 @@ def check_positive_number(name: str, value: object) -> float:
     if not float(value) > 0:
         raise ValueError(f"{name}={value!r} must be greater than 0. Leave it out for no limit.")
     return float(value)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Return ``value`` when it is one of a few words, else raise an error that names the argument and lists them."""
+    if value not in choices:
+        listed = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
+        raise ValueError(f"{name}={value!r} must be {listed}.")
+    return str(value)
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:

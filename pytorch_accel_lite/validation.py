@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
-from pytorch_accel_lite.utils import check_positive_int, check_positive_number
+from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
 
 _SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
 
@@ -48,8 +48,7 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
 
 
 def _check_stepping(interval: Any, metric: Any) -> None:
-    if interval not in ("update", "epoch"):
-        raise ValueError(f"scheduler_interval={interval!r} must be 'update' or 'epoch'.")
+    check_choice("scheduler_interval", interval, ("update", "epoch"))
     if metric is not None and not isinstance(metric, str):
         raise TypeError(f"scheduler_metric={metric!r} must be the name of a metric, or None.")
     if metric is not None and interval != "epoch":

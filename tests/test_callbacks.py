@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import sys
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,10 +27,13 @@ from pytorch_accel_lite.callbacks import (
     PrintProgressCallback,
     ProgressBarCallback,
     SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
     TerminateOnNaNCallback,
+    TimeLimitCallback,
 )
 from pytorch_accel_lite.schedulers import WSDLrScheduler
-from tests.small import Stream, listener, make_data, make_model, make_trainer, same, train, weights
+from tests.small import Broken, Stream, listener, make_data, make_model, make_trainer, same, train, weights
 
 SHIPPED = [
     value
@@ -42,6 +46,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "LimitEvalStepsCallback": {"num_eval_steps": 2},
     "MetricsCallback": {"metrics": MeanSquaredError()},
     "StepBasedEvaluationCallback": {"eval_every_n_steps": 2},
+    "TimeLimitCallback": {"limit": 3600},
 }
 
 
@@ -54,6 +59,12 @@ RUN: dict[str, dict[str, Any]] = {
 STATEFUL: dict[str, dict[str, Any]] = {"MetricsCallback": {"metrics": MeanSquaredError(), "train": True}}
 if hasattr(shipped, "KeepBest"):
     STATEFUL["SaveTrainingStateCallback"] = {"save_every_n_epochs": 1, "keep_best": shipped.KeepBest("eval_loss_epoch")}
+
+
+# Arguments of train() with which a run leaves a trace in the callback's state, where a quiet run leaves none.
+EVENTFUL: dict[str, dict[str, Any]] = {
+    "SkipFailedBatchesCallback": {"train_dataset": Broken(), "train_dataloader_kwargs": {"num_workers": 0}}
+}
 
 
 def build(callback_class: type[TrainerCallback]) -> TrainerCallback:
@@ -161,7 +172,7 @@ def test_a_shipped_callback_comes_through_a_run_that_fails_or_stops_and_serves_t
 def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, here):
     callback = callback_class(**STATEFUL.get(callback_class.__name__, {}))
     before = callback.state_dict()
-    train(make_trainer([callback]), epochs=2, eval_dataset=True)
+    train(make_trainer([callback]), epochs=2, eval_dataset=make_data(), **EVENTFUL.get(callback_class.__name__, {}))
     state = callback.state_dict()
     assert not alike(state, before), "the run has left no trace in the state: the test tells nothing"
     torch.save(state, here / "state.pt")
@@ -637,6 +648,15 @@ def test_watching_the_evaluation_loss_of_a_run_without_evaluation_is_an_error(ca
         ([math.nan, math.nan, 1], {"early_stopping_patience": 2}, 2),
         ([math.nan, 3, 2], {"early_stopping_patience": 2}, 3),
         ([3, math.nan, 2], {"early_stopping_patience": 2}, 3),
+        # 10 percent of the best value: 0.3 of 3, 0.27 of 2.7
+        ([3, 2.71, 1], {"early_stopping_threshold": 0.1, "threshold_mode": "relative"}, 2),
+        ([3, 2.69, 2.45, 1], {"early_stopping_threshold": 0.1, "threshold_mode": "relative"}, 3),
+        ([-3, -3.29, -9], {"early_stopping_threshold": 0.1, "threshold_mode": "relative"}, 2),
+        ([-3, -3.31, -3.7], {"early_stopping_threshold": 0.1, "threshold_mode": "relative"}, 3),
+        ([5, 1], {"baseline": 4}, 1),
+        ([5, 3, 2], {"baseline": 4, "early_stopping_patience": 2}, 3),
+        ([5, 4, 2], {"baseline": 4, "early_stopping_patience": 2}, 2),
+        ([1, 2], {"baseline": 1.5, "greater_is_better": True}, 1),
     ],
 )
 def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments, epochs):
@@ -658,6 +678,46 @@ def test_early_stopping_begins_anew_in_the_next_run_unless_told_otherwise(reset)
     assert len(trainer.run_history.get_metric_values("score")) == (3 if reset else 1)
 
 
+@pytest.mark.parametrize(("patience_in", "update"), [("evaluations", 3), ("epochs", 9)])
+def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update):
+    model = make_model()
+    stopping = EarlyStoppingCallback(2, 0.0, "intermediate_eval_loss", patience_in=patience_in)
+    unmoved = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = make_trainer([StepBasedEvaluationCallback(1), stopping], model=model, optimizer=unmoved)
+    train(trainer, epochs=5, eval_dataset=True)
+    assert trainer.progress.update == update  # an epoch has three; the first value is the best
+    assert f"has not improved for 2 {patience_in[:-1]}" in trainer.stop_reason
+
+
+def test_a_run_pauses_at_a_limit_of_time_and_resumed_goes_on(here):
+    whole = train(make_trainer(seed=1), epochs=2, eval_dataset=True)
+    updates, trainer = [], make_trainer()
+    while trainer.progress.epochs_completed != 2:
+        limit = TimeLimitCallback(timedelta(microseconds=1))
+        trainer = make_trainer([limit, SaveTrainingStateCallback("states", save_at_end=False)], seed=1)
+        train(trainer, epochs=2, eval_dataset=True, resume_from="latest")
+        updates.append(trainer.progress.update)
+        assert trainer.stop_reason in (None, "Stopping: the limit of 0:00:00.000001 is reached.")
+    assert updates == [1, 2, 3, 3, 4, 5, 6, 6]  # after each update, and after the first epoch's evaluation
+    assert trainer.stop_reason is None
+    assert same(weights(trainer.model), weights(whole.model))
+    assert trainer.run_history.to_dict() == whole.run_history.to_dict()
+
+
+def test_a_run_within_its_limit_of_time_is_not_stopped():
+    trainer = train(make_trainer([TimeLimitCallback(3600)]))
+    assert trainer.stop_reason is None
+    assert trainer.progress.update == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"), [(0, ValueError), (timedelta(0), ValueError), ("1h", TypeError), (math.nan, ValueError)]
+)
+def test_a_limit_of_time_must_be_positive(limit, error):
+    with pytest.raises(error, match="limit="):
+        TimeLimitCallback(limit)
+
+
 def test_a_stopped_run_ends_with_the_best_model(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "score")
     trainer = scripted([2, 1, 3, 4, 5], best, EarlyStoppingCallback(2, watch_metric="score"))
@@ -672,6 +732,9 @@ def test_a_stopped_run_ends_with_the_best_model(tmp_path):
         ({"early_stopping_patience": 1.5}, TypeError, r"early_stopping_patience=1\.5"),
         ({"early_stopping_threshold": -1}, ValueError, "early_stopping_threshold=-1"),
         ({"early_stopping_threshold": math.nan}, ValueError, "early_stopping_threshold=nan"),
+        ({"threshold_mode": "percent"}, ValueError, "threshold_mode='percent' must be 'absolute' or 'relative'"),
+        ({"baseline": math.inf}, ValueError, "baseline=inf"),
+        ({"patience_in": "updates"}, ValueError, "patience_in='updates' must be 'epochs' or 'evaluations'"),
     ],
 )
 def test_early_stopping_refuses_senseless_arguments(arguments, error, match):

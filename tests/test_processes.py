@@ -111,6 +111,39 @@ def test_a_stop_asked_for_by_one_rank_stops_all_at_the_same_update(ranks):
     assert all(equal(result["weights"], results[0]["weights"]) for result in results)
 
 
+def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
+    last = ranks.world_size - 1
+    for result in ranks["failed_batches"]:
+        for way in ("each", "window"):
+            seen = [(f["epoch"], f["step"], f["rank"], f["error"]) for f in result[way]["failures"]]
+            assert seen == [(epoch, 1, last, "ValueError: cannot digest this") for epoch in (1, 2)]
+            assert all(11 in failure["indices"] for failure in result[way]["failures"])
+            assert equal(result[way]["found"], ranks["failed_batches"][0][way]["found"])
+        assert largest_difference(result["each"]["found"], result["each"]["expected"]) < 1e-12
+        assert result["each"]["progress"]["update"] == 6
+        assert result["window"]["progress"]["update"] == 4
+        assert result["each"]["progress"]["samples"] == 48
+
+
+def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
+    for result in ranks["out_of_memory"]:
+        split, whole = result["split"], result["whole"]
+        assert (split["parts"], whole["parts"]) == (12 // ranks.world_size, 1)
+        assert equal(split["weights"], ranks["out_of_memory"][0]["split"]["weights"])
+        assert largest_difference(split["weights"], whole["weights"]) < 1e-12
+        for name, values in whole["history"].items():
+            assert split["history"][name] == pytest.approx(values)
+
+
+def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
+    for paused, whole in ranks["time_limit"]:
+        assert len(paused["updates"]) > 2
+        assert paused["updates"] == ranks["time_limit"][0][0]["updates"]
+        assert len(whole["updates"]) == 1
+        assert paused["updates"][-1] == whole["updates"][-1]
+        assert equal(paused["weights"], whole["weights"])
+
+
 def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
     assert all(reasons == ["seen enough", None] for reasons in ranks["stopped_evaluation"])
 

@@ -7,10 +7,11 @@ from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.evaluation import StepBasedEvaluationCallback
+from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback, SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
-from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
@@ -18,6 +19,7 @@ from pytorch_accel_lite.events import (
     CallbackHandler,
     NonFiniteLossError,
     RunInterruptedError,
+    RunPausedError,
     StopTrainingError,
     TrainerCallback,
 )
@@ -36,14 +38,18 @@ __all__ = [
     "ModelEmaCallback",
     "MoveModulesToDeviceCallback",
     "NonFiniteLossError",
+    "OutOfMemoryCallback",
     "PrintProgressCallback",
     "ProgressBarCallback",
     "RunInterruptedError",
+    "RunPausedError",
     "SaveBestModelCallback",
     "SaveTrainingStateCallback",
+    "SkipFailedBatchesCallback",
     "StepBasedEvaluationCallback",
     "StopTrainingError",
     "TerminateOnNaNCallback",
+    "TimeLimitCallback",
     "TrainerCallback",
     "WSDCheckpointCallback",
     "get_default_callbacks",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.ema import ModelEma
 from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
+from pytorch_accel_lite.utils import check_choice
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -52,8 +53,7 @@ class ModelEmaCallback(TrainerCallback):
     ) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
-        if update_every not in ("update", "epoch"):
-            raise ValueError(f"update_every={update_every!r} must be 'update' or 'epoch'.")
+        check_choice("update_every", update_every, ("update", "epoch"))
         self.decay = decay
         self.evaluate_during_training = evaluate_during_training
         self.save_path = save_path

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
-from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.tracking import host_number
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -110,13 +111,19 @@ _ADVICE = "Lower the learning rate, clip the gradients, or look at the data of t
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Stops the run when a metric has not improved for some epochs. Epochs without a value of it do not count.
+    """Stops the run when a metric has not improved for some time.
 
-    :param early_stopping_patience: epochs without improvement after which the run stops
+    :param early_stopping_patience: epochs, or evaluations, without improvement after which the run stops; those
+        without a value of the metric do not count
     :param early_stopping_threshold: a change that is not larger than this is no improvement
     :param watch_metric: the name of the metric in the run history
     :param greater_is_better: whether larger values are better
     :param reset_on_train: begin anew in every training run
+    :param threshold_mode: ``"absolute"``, or ``"relative"``: the threshold is a share of the best value's size
+    :param baseline: a value that is to be improved upon from the start; ``None``: any first value is an improvement
+    :param patience_in: ``"epochs"``, or ``"evaluations"``: every new value of the metric counts, also in mid-epoch,
+        as of ``intermediate_eval_loss`` with a
+        :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
     """
 
     def __init__(
@@ -126,45 +133,71 @@ class EarlyStoppingCallback(TrainerCallback):
         watch_metric: str = "eval_loss_epoch",
         greater_is_better: bool = False,
         reset_on_train: bool = True,
+        *,
+        threshold_mode: str = "absolute",
+        baseline: float | None = None,
+        patience_in: str = "epochs",
     ) -> None:
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
+        if baseline is not None and not math.isfinite(baseline):
+            raise ValueError(f"baseline={baseline!r} must be a finite number, or None.")
         self.early_stopping_threshold = early_stopping_threshold
         self.watch_metric = watch_metric
         self.greater_is_better = greater_is_better
         self.reset_on_train = reset_on_train
-        self.best_metric: float | None = None
+        self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
+        self.baseline = baseline
+        self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
+        self.best_metric = baseline
         self.early_stopping_patience_counter = 0
         self._watched = WatchedMetric(watch_metric)
+        self._evaluated = False
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._watched.start(trainer.run_history)
+        self._evaluated = False
         if self.reset_on_train:
-            self.best_metric = None
+            self.best_metric = self.baseline
             self.early_stopping_patience_counter = 0
 
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._evaluated = True
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._evaluated and self.patience_in == "evaluations":
+            self._look(trainer, mid_epoch=True)
+
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        metric = self._watched.new_value(trainer)
+        self._look(trainer, mid_epoch=False)
+
+    def _look(self, trainer: Trainer, mid_epoch: bool) -> None:
+        self._evaluated = False
+        metric = self._watched.new_value(trainer, mid_epoch)
         if metric is None:
             return
-        if self.best_metric is None:
+        best, threshold = self.best_metric, self.early_stopping_threshold
+        if best is None:
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:
-            improvement = metric - self.best_metric if self.greater_is_better else self.best_metric - metric
-        if improvement > self.early_stopping_threshold:
+            improvement = metric - best if self.greater_is_better else best - metric
+            if self.threshold_mode == "relative":
+                threshold *= abs(best)
+        if improvement > threshold:
             self.best_metric = metric
             self.early_stopping_patience_counter = 0
             return
         self.early_stopping_patience_counter += 1
         trainer.print(
-            f"{self.watch_metric} has not improved on {self.best_metric} by more than "
-            f"{self.early_stopping_threshold}: {self.early_stopping_patience_counter} of "
-            f"{self.early_stopping_patience} epochs of patience used."
+            f"{self.watch_metric} has not improved on {best} by more than {threshold:g}: "
+            f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in} of patience "
+            "used."
         )
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             raise StopTrainingError(
-                f"Stopping: {self.watch_metric} has not improved for {self.early_stopping_patience} epoch(s)."
+                f"Stopping: {self.watch_metric} has not improved for {self.early_stopping_patience} "
+                f"{self.patience_in[:-1]}(s)."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,3 +213,25 @@ class EarlyStoppingCallback(TrainerCallback):
         self.best_metric = state["best_metric"]
         self.early_stopping_patience_counter = state["patience_counter"]
         self._watched.seen = state["seen"]
+
+
+class TimeLimitCallback(TrainerCallback):
+    """Ends the run in order, after an update, when it has taken its time; resumed, it goes on, with as much time again.
+
+    For a job with a limit of its own: leave time for the last evaluation of an epoch, which is not broken off, and for
+    saving. With a :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback` the last state is saved.
+
+    :param limit: seconds, or a ``datetime.timedelta``, from the start of the run
+    """
+
+    def __init__(self, limit: float | timedelta) -> None:
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+        self.seconds = check_positive_number("limit", seconds)
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.clock >= self.seconds:
+            raise RunPausedError(f"Stopping: the limit of {timedelta(seconds=self.seconds)} is reached.")
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not trainer.is_finished:
+            self.on_train_step_checkpoint(trainer)

@@ -23,14 +23,15 @@ class WatchedMetric:
         """Pass over the values of earlier runs."""
         self.seen = len(history.get_metric_values(self.name))
 
-    def new_value(self, trainer: Trainer) -> float | None:
+    def new_value(self, trainer: Trainer, mid_epoch: bool = False) -> float | None:
         """Return the newest value, ``None`` when there has been no other since the last.
 
+        :param mid_epoch: the epoch's evaluation is still to come
         :raises ValueError: when there is none although one was due; the message lists the metrics that there are
         """
         history = trainer.run_history
         count = len(history.get_metric_values(self.name))
-        is_to_come = bool(trainer.eval_dataloaders) and not trainer.evaluation_is_due
+        is_to_come = mid_epoch or (bool(trainer.eval_dataloaders) and not trainer.evaluation_is_due)
         if count == self.seen and (count or is_to_come):
             return None
         self.seen = count

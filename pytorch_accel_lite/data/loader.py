@@ -43,6 +43,16 @@ class LoadedBatch(NamedTuple):
     indices: Any = None
 
 
+class FailedRead:
+    """Stands for a batch that could not be read.
+
+    :ivar error: what was raised
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class OwnShard:
     """Marks batches that are this process's own, already different on every process.
 
@@ -73,6 +83,8 @@ class ShardedLoader(ABC):
     limit: int | None = None
     #: Batches of images, tensors of 4 dimensions, are laid out in memory with the channels last.
     channels_last = False
+    #: Give a :class:`FailedRead` for a batch that cannot be read, and go on, where the source can be indexed.
+    yields_failures = False
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, fill: bool) -> None:
         self.source = source
@@ -261,8 +273,11 @@ class MapLoader(ShardedLoader):
         self._shares.set_position(epoch, start, self._left)
         if self._memory is None and self._inner is None:
             self._inner = self._create_inner(self.source)
-        for batch in self._read_memory() if self._inner is None else self._inner:
+        for batch in self._read_memory() if self._inner is None else self._read(self._inner):
             yield LoadedBatch(batch, *self._shares.counts.popleft())
+
+    def _read(self, inner: DataLoader[Any]) -> Iterable[Any]:
+        return _with_failures(inner) if self.yields_failures else inner
 
     def _read_memory(self) -> Iterator[list[torch.Tensor]]:
         assert self._memory is not None
@@ -370,6 +385,17 @@ class OwnLoader(ShardedLoader):
         if self._length < 0:
             raise TypeError(f"{type(self.source).__name__} has no length.") from self._no_length
         return self._length
+
+
+def _with_failures(batches: Iterable[Any]) -> Iterator[Any]:
+    iterator = iter(batches)
+    while True:
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield FailedRead(error)
 
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from pytorch_accel_lite.utils import check_choice
+
 
 class NamedDatasets(Dataset[Any]):
     """Map datasets by name. A sample is a dict with a sample of each, so a batch is a dict with a batch of each.
@@ -20,8 +22,7 @@ class NamedDatasets(Dataset[Any]):
     """
 
     def __init__(self, datasets: Mapping[str, Any], length: Literal["min", "max"] = "min") -> None:
-        if length not in ("min", "max"):
-            raise ValueError(f"length={length!r} must be 'min' or 'max'.")
+        check_choice("length", length, ("min", "max"))
         if not datasets:
             raise ValueError("A dict of datasets needs at least one.")
         sizes = {}

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 from torchmetrics import CatMetric, MaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
@@ -41,7 +43,10 @@ from pytorch_accel_lite.callbacks import (
     MetricsCallback,
     ModelEmaCallback,
     SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
+    TimeLimitCallback,
     WSDCheckpointCallback,
 )
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
@@ -61,6 +66,13 @@ def world_size() -> int:
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """Give a folder that the ranks share."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(sys.argv[1] if world_size() > 1 else own)
 
 
 class Recorder(TrainerCallback):
@@ -220,6 +232,95 @@ def case_stop_on_one_rank() -> Any:
     trainer = quiet_trainer(model, callbacks=[StopOnOneRank])
     trainer.train(regression_data(2000), 2, per_device_batch_size=1)
     return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
+
+
+class Fussy(nn.Module):
+    """Refuses, on the last rank, batches with certain samples or more than one sample."""
+
+    def __init__(self, poison: float | None = None, alone: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(small_model(), nn.BatchNorm1d(1, momentum=0.5).double())
+        self.poison, self.alone = poison, alone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner[0](x) if self.alone else self.inner(x)
+        if rank() == world_size() - 1 and self.training:
+            if self.alone and len(x) > 1:
+                raise torch.OutOfMemoryError("out of memory.")
+            if self.poison is not None and (x[:, 0] == self.poison).any():
+                raise ValueError("cannot digest this")
+        return y
+
+
+def _poisoned(size: int) -> TensorDataset:
+    """Data in which one sample of the last rank's second batch is poison."""
+    data = regression_data(size)
+    data.tensors[0][11, 0] = 7.0
+    return data
+
+
+def case_failed_batches() -> Any:
+    """What is left trains as data without the failed batch; with accumulation the windows differ."""
+    results = {}
+    batches = [[*range(6 * i, 6 * i + 6)] for i in (0, 2, 3)]  # of all ranks, without the second
+    for name, accumulation in (("each", 1), ("window", 2)):
+        skip = SkipFailedBatchesCallback()
+        model = Fussy(poison=7.0)
+        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[skip])
+        options = {"per_device_batch_size": _global_batch(6), "gradient_accumulation_steps": accumulation}
+        trainer.train(_poisoned(24), 2, train_dataloader_kwargs=IN_ORDER, **options)
+        order = [sample for batch in batches for sample in batch]
+        unharmed = Fussy()
+        data = Subset(_poisoned(24), order)
+        expected = quiet_trainer(unharmed, optimizer=torch.optim.SGD(unharmed.parameters(), lr=0.1))
+        expected.train(data, 2, train_dataloader_kwargs=IN_ORDER, **options)
+        results[name] = {
+            "failures": skip.failures,
+            "progress": trainer.progress.state_dict(),
+            "found": weights(model),
+            "expected": weights(unharmed),
+        }
+    return results
+
+
+def case_out_of_memory() -> Any:
+    """One rank alone runs out of memory: all split, and the gradients are those of the whole batch."""
+    results = {}
+    for alone in (True, False):
+        model = Fussy(alone=alone)
+        model.inner[1] = nn.Identity()
+        trainer = quiet_trainer(model)
+        trainer.train(
+            regression_data(27),
+            2,
+            per_device_batch_size=_global_batch(12),
+            gradient_accumulation_steps=2,
+            train_dataloader_kwargs=IN_ORDER,
+            auto_microbatch=True,
+        )
+        results["split" if alone else "whole"] = {
+            "weights": weights(model),
+            "history": trainer.run_history.to_dict(),
+            "parts": trainer.num_microbatches,
+        }
+    return results
+
+
+def case_time_limit() -> Any:
+    """A run that pauses again and again, and one that does not."""
+    outcomes = []
+    with shared_folder() as folder:
+        for limit in (1e-9, 3600):
+            updates, reason = [], ""
+            while reason is not None:
+                model = small_model()
+                saving = SaveTrainingStateCallback(folder / f"limit {limit}", save_at_end=False)
+                trainer = quiet_trainer(model, callbacks=[TimeLimitCallback(limit), saving], seed=3)
+                trainer.train(regression_data(24), 2, per_device_batch_size=3, resume_from="latest")
+                reason = trainer.stop_reason
+                updates.append(trainer.progress.update)
+            outcomes.append({"updates": updates, "weights": weights(model)})
+    return outcomes
 
 
 def _classes(size: int) -> TensorDataset:
@@ -397,10 +498,9 @@ def case_batch_sampler() -> Any:
 
 def case_callbacks() -> Any:
     """Everything on: what is printed is looked at by the test, through the output of the launch."""
-    with tempfile.TemporaryDirectory() as own_folder:
-        folder = sys.argv[1] if world_size() > 1 else own_folder  # one that the ranks share
+    with shared_folder() as folder:
         model = small_model()
-        best = SaveBestModelCallback(Path(folder) / "best.pt")
+        best = SaveBestModelCallback(folder / "best.pt")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         trainer = Trainer(
             model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), best, EarlyStoppingCallback(2, 0.0)]
@@ -612,20 +712,21 @@ def case_limits() -> Any:
 
 def case_wsd() -> Any:
     """A run with a decay, one that goes on from before it, and the same in one go: 8, 4 + 8 and 12 updates."""
-    with tempfile.TemporaryDirectory() as own_folder:
-        folder = Path(sys.argv[1] if world_size() > 1 else own_folder) / "wsd"  # one that the ranks share
+    with shared_folder() as folder:
 
         def run(name: str, epochs: int, ratio: float, initial: Path | None = None) -> Any:
             model = small_model()
-            trainer = quiet_trainer(model, callbacks=[WSDCheckpointCallback(folder / name, initial_checkpoint=initial)])
+            trainer = quiet_trainer(
+                model, callbacks=[WSDCheckpointCallback(folder / f"wsd {name}", initial_checkpoint=initial)]
+            )
             create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=ratio)
             batch = {"per_device_batch_size": _global_batch(6), "train_dataloader_kwargs": IN_ORDER}
             trainer.train(regression_data(24), epochs, create_scheduler_fn=create, **batch)
             return weights(model)
 
         run("first", 2, 0.5)
-        continued = run("second", 2, 0.5, folder / "first" / "checkpoint_4_wsd_pre_decay.pt")
-        names = sorted(path.name for path in (folder / "first").iterdir())
+        continued = run("second", 2, 0.5, folder / "wsd first" / "checkpoint_4_wsd_pre_decay.pt")
+        names = sorted(path.name for path in (folder / "wsd first").iterdir())
         return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}
 
 

@@ -1,0 +1,63 @@
+"""Going on when a batch fails: leaving it out, or splitting it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class SkipFailedBatchesCallback(TrainerCallback):
+    """Leaves out a training batch that cannot be read or computed, on all processes together, and says which.
+
+    The update is made of the other batches of its accumulation window; a window of which nothing is left makes none.
+    Gradients, buffers and generators are as if the batch had not been tried. Batches of a stream or of a loader of
+    your own must be readable.
+
+    On several processes the gradients are averaged after the backward pass instead of during it.
+
+    :param max_failures: batches that may fail in a run; the next one ends it with its error
+    :ivar failures: of each failed batch, a dict with ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in
+        the dataset (``None`` when not known) and the ``error``
+    """
+
+    skips_failed_batches = True
+
+    def __init__(self, max_failures: int = 10) -> None:
+        self.max_failures = check_positive_int("max_failures", max_failures)
+        self.failures: list[dict[str, Any]] = []
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self.failures = []
+
+    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        for failure in kwargs["failures"]:
+            place = {"epoch": trainer.progress.epoch, "step": kwargs["step"]}
+            self.failures.append(place | failure._asdict())
+            samples = "" if failure.indices is None else f", samples {failure.indices}"
+            trainer.print(
+                f"Batch skipped: epoch {place['epoch']}, step {place['step']}, process {failure.rank}{samples}: "
+                f"{failure.error}"
+            )
+        if len(self.failures) > self.max_failures:
+            reason = f"More than max_failures={self.max_failures} batches have failed."
+            trainer.print(reason)
+            raise kwargs["error"] or RuntimeError(f"{reason} The last: {self.failures[-1]}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the failures so far."""
+        return {"failures": [dict(failure) for failure in self.failures]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self.failures = [dict(failure) for failure in state["failures"]]
+
+
+class OutOfMemoryCallback(TrainerCallback):
+    """Splits batches that do not fit into memory: the same as ``train(auto_microbatch=True)``."""
+
+    splits_batches = True

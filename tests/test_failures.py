@@ -1,0 +1,315 @@
+"""Batches that fail are left out, batches that do not fit are split; nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import OutOfMemoryCallback, SaveTrainingStateCallback, SkipFailedBatchesCallback
+from tests.small import Broken, Stream, make_trainer, train
+from tests.tasks import Rows, equal, largest_difference, quiet_trainer, regression_data, weights
+
+IN_ORDER = {"shuffle": False, "num_workers": 0}
+
+
+class Fussy(nn.Module):
+    """Refuses batches with certain samples, or with too many."""
+
+    def __init__(
+        self, poison: float | None = None, limit: int | None = None, error: type[Exception] = ValueError
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = nn.Linear(5, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)
+        self.layers = nn.Sequential(*layers).double()
+        self.poison, self.limit, self.error = poison, limit, error
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        y = self.layers(x)
+        if self.poison is not None and (x[:, 0] == self.poison).any():
+            raise self.error("cannot digest this")
+        if self.limit is not None and len(x) > self.limit and self.training:
+            if self.error is MemoryError:
+                raise MemoryError
+            y = y + torch.empty(2**46, dtype=torch.float64).sum()  # 512 TiB: the allocator refuses
+        return y
+
+
+def without_dropout(**kwargs: Any) -> Fussy:
+    model = Fussy(**kwargs)
+    model.layers[1] = nn.Identity()
+    return model
+
+
+class Batches:
+    """A batch sampler of given batches."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def fit(model: nn.Module, callbacks: Any = (), data: Any = None, loader: Any = None, **kwargs: Any) -> Trainer:
+    trainer = quiet_trainer(model, callbacks=list(callbacks))
+    kwargs = {"per_device_batch_size": 4, "num_epochs": 2} | kwargs
+    torch.manual_seed(4)
+    trainer.train(data or regression_data(20), train_dataloader_kwargs=IN_ORDER | (loader or {}), **kwargs)
+    return trainer
+
+
+def histories_agree(first: Trainer, second: Trainer) -> bool:
+    one, other = first.run_history.to_dict(), second.run_history.to_dict()
+    return one.keys() == other.keys() and all(one[name] == pytest.approx(other[name]) for name in one)
+
+
+ALL_BUT_THE_THIRD = {"batch_sampler": Batches([[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19]])}
+
+
+def test_a_batch_that_fails_is_left_out_as_if_it_had_not_been_there(capsys):
+    poison = regression_data(20)[9][0][0].item()
+    skip = SkipFailedBatchesCallback()
+    found = fit(Fussy(poison), [skip])
+    expected = fit(Fussy(), loader=ALL_BUT_THE_THIRD)
+    assert equal(weights(found.model), weights(expected.model))
+    assert found.run_history.to_dict() == expected.run_history.to_dict()
+    assert found.progress.update == 8
+    assert found.progress.samples == 40  # what was read, not what was trained on
+    error = "ValueError: cannot digest this"
+    assert skip.failures == [
+        {"epoch": epoch, "step": 2, "rank": 0, "indices": [8, 9, 10, 11], "error": error} for epoch in (1, 2)
+    ]
+    assert f"Batch skipped: epoch 1, step 2, process 0, samples [8, 9, 10, 11]: {error}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_sample_that_cannot_be_read_costs_its_batch_only(workers, seed):
+    skip = SkipFailedBatchesCallback()
+    trainer = make_trainer([skip], seed=seed)
+    train(trainer, train_dataset=Broken(8, 4), train_dataloader_kwargs={"shuffle": False, "num_workers": workers})
+    assert [(f["step"], f["indices"]) for f in skip.failures] == [(2, [4, 5])]
+    assert "scan 4 is unreadable" in skip.failures[0]["error"]
+    assert trainer.progress.update == 3
+
+
+def test_without_the_callback_the_error_ends_the_run():
+    with pytest.raises(OSError, match="scan 4 is unreadable"):
+        train(make_trainer(), train_dataset=Broken(8, 4), train_dataloader_kwargs={"num_workers": 0})
+
+
+def test_an_update_is_made_of_what_is_left_of_its_window():
+    poison = regression_data(20)[9][0][0].item()  # in the third of five batches
+    found = fit(without_dropout(poison=poison), [SkipFailedBatchesCallback()], gradient_accumulation_steps=3)
+    batches = {"batch_sampler": Batches([[*range(8)], [*range(12, 20)]])}
+    expected = fit(without_dropout(), loader=batches)
+    assert found.progress.update == expected.progress.update == 4
+    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
+
+
+def test_a_window_of_which_nothing_is_left_makes_no_update():
+    data = regression_data(20)
+    data.tensors[0][8:16, 0] = 7.0
+    found = fit(without_dropout(poison=7.0), [SkipFailedBatchesCallback()], data, gradient_accumulation_steps=2)
+    batches = {"batch_sampler": Batches([[*range(8)], [*range(16, 20)]])}
+    expected = fit(without_dropout(), loader=batches, data=data)
+    assert found.progress.update == expected.progress.update == 4
+    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
+
+
+def test_an_epoch_of_which_nothing_is_left_is_an_error():
+    data = regression_data(20)
+    data.tensors[0][:, 0] = 7.0
+    with pytest.raises(ValueError, match="Every batch of the epoch was skipped"):
+        fit(Fussy(7.0), [SkipFailedBatchesCallback()], data)
+
+
+def test_one_failure_too_many_ends_the_run_with_its_error():
+    data = regression_data(20)
+    data.tensors[0][8:, 0] = 7.0
+    skip = SkipFailedBatchesCallback(max_failures=2)
+    with pytest.raises(KeyError, match="cannot digest this"):
+        fit(Fussy(7.0, error=KeyError), [skip], data)
+    assert [failure["step"] for failure in skip.failures] == [2, 3, 4]
+
+
+def test_what_failed_is_known_to_a_run_that_was_resumed(tmp_path):
+    poison = regression_data(20)[9][0][0].item()
+
+    def run(epochs: int, **kwargs: Any) -> tuple[Trainer, SkipFailedBatchesCallback]:
+        skip = SkipFailedBatchesCallback()
+        saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
+        return fit(Fussy(poison), [skip, saving], num_epochs=epochs, **kwargs), skip
+
+    whole, skipped = run(2)
+    resumed, again = run(2, resume_from=tmp_path / "update-000000003")
+    assert again.failures == skipped.failures
+    assert equal(weights(resumed.model), weights(whole.model))
+
+
+def test_callbacks_are_told_of_a_skipped_batch_in_place_of_its_end():
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_train_step_end(self, trainer, step, **kwargs):
+            seen.append(step)
+
+        def on_train_batch_skipped(self, trainer, step, failures, error, **kwargs):
+            seen.append((step, failures[0].rank, type(error)))
+
+    poison = regression_data(20)[9][0][0].item()
+    fit(Fussy(poison), [SkipFailedBatchesCallback(), Watch()], num_epochs=1)
+    assert seen == [0, 1, (2, 0, ValueError), 3, 4]
+
+
+def test_a_stream_goes_on_when_the_model_refuses_a_batch():
+    class Refuses(nn.Linear):
+        def forward(self, x):
+            if (x == Stream().data[2][0]).all(1).any():
+                raise ValueError("no")
+            return super().forward(x)
+
+    skip = SkipFailedBatchesCallback()
+    trainer = make_trainer([skip], model=Refuses(4, 1))
+    train(trainer, train_dataset=Stream(), train_dataloader_kwargs={})
+    assert [failure["indices"] for failure in skip.failures] == [None]
+    assert (trainer.progress.update, trainer.progress.samples) == (2, 6)
+
+
+@pytest.mark.parametrize("callbacks", [[], [OutOfMemoryCallback]])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_batch_that_does_not_fit_is_split_and_has_the_gradient_of_the_whole(callbacks, error, capsys):
+    model = without_dropout(limit=3, error=error)
+    found = fit(model, callbacks, per_device_batch_size=10, auto_microbatch=not callbacks)
+    expected = fit(without_dropout(), per_device_batch_size=10)
+    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
+    assert histories_agree(found, expected)
+    assert found.progress == expected.progress
+    assert found.num_microbatches == 4
+    assert model.sizes == [10, 5, 2, 3, 2, 3, *[2, 3, 2, 3] * 3]
+    assert capsys.readouterr().out.splitlines() == [
+        f"Out of memory with {samples} samples: from now on each batch is split into {parts} micro-batches. "
+        "The gradients are still those of the whole batch."
+        for samples, parts in ((10, 2), (5, 4))
+    ]
+
+
+def test_a_run_in_which_all_fits_is_the_same_with_and_without():
+    assert equal(weights(fit(Fussy(), auto_microbatch=True).model), weights(fit(Fussy()).model))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_split_batches_accumulate(accumulation):
+    arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": accumulation, "gradient_clip_norm": 0.5}
+    data = regression_data(18)  # the last batch is smaller, and so is the last window
+    found = fit(without_dropout(limit=3), data=data, auto_microbatch=True, **arguments)
+    expected = fit(without_dropout(), data=data, **arguments)
+    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
+
+
+class Tokens(Trainer):
+    """A loss over items of which samples have different numbers."""
+
+    def calculate_train_batch_loss(self, batch):
+        x, y = batch
+        outputs = self.model(x)
+        mask = x[:, 1:2] > -1
+        count = mask.sum()
+        return {
+            "loss": {"error": ((outputs - y) ** 2 * mask).sum() / count, "size": (outputs.abs() * mask).sum() / count},
+            "model_outputs": outputs,
+            "num_items_in_batch": count,
+            "names": ["a"] * len(x),
+        }
+
+
+def test_parts_of_a_batch_are_weighed_by_their_items():
+    def run(model: nn.Module, **kwargs: Any) -> tuple[Trainer, list[Any]]:
+        seen = []
+
+        class Watch(TrainerCallback):
+            def on_train_step_end(self, trainer, batch_output, **kwargs):
+                output = dict(batch_output)
+                seen.append(
+                    (
+                        output["model_outputs"].detach(),
+                        float(output["loss"].detach()),
+                        int(output["num_items_in_batch"]),
+                    )
+                )
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Tokens(model, None, optimizer, callbacks=[Watch])
+        trainer.train(regression_data(20), 1, per_device_batch_size=10, train_dataloader_kwargs=IN_ORDER, **kwargs)
+        return trainer, seen
+
+    found, outputs = run(without_dropout(limit=3), auto_microbatch=True)
+    expected, expected_outputs = run(without_dropout())
+    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
+    assert histories_agree(found, expected)
+    for (whole, loss, items), (of_parts, loss_of_parts, items_of_parts) in zip(expected_outputs, outputs, strict=True):
+        assert torch.allclose(whole, of_parts)
+        assert (loss_of_parts, items_of_parts) == (pytest.approx(loss), items)
+
+
+def test_a_resumed_run_still_splits_and_ends_in_the_same_bits(tmp_path, capsys):
+    def run(**kwargs: Any) -> Trainer:
+        saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
+        return fit(Fussy(limit=3), [saving], per_device_batch_size=10, auto_microbatch=True, **kwargs)
+
+    whole = run()
+    capsys.readouterr()
+    resumed = run(resume_from=tmp_path / "update-000000001")
+    assert "Out of memory" not in capsys.readouterr().out
+    assert equal(weights(resumed.model), weights(whole.model))
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error():
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        fit(Fussy(limit=0), auto_microbatch=True)
+
+
+def test_without_the_argument_memory_that_is_not_there_ends_the_run():
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        fit(Fussy(limit=3))
+
+
+def test_batches_of_dicts_and_lists_are_split():
+    sizes = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 1).double()
+
+        def forward(self, x, names, scale):
+            sizes.append((len(x), names, scale.item()))
+            if len(x) > 2:
+                raise MemoryError
+            return self.layer(x) * scale
+
+    x, y = regression_data(4).tensors
+
+    def collate(rows: Any) -> dict[str, Any]:
+        batch = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        return {"x": batch[0], "y": batch[1], "names": [f"{i}" for i in range(len(rows))], "scale": torch.tensor(2.0)}
+
+    data = Rows(TensorDataset(x, y))
+    fit(Model(), data=data, collate_fn=collate, num_epochs=1, auto_microbatch=True)
+    assert sizes == [(4, ["0", "1", "2", "3"], 2.0), (2, ["0", "1"], 2.0), (2, ["2", "3"], 2.0)]
+
+
+def test_max_failures_must_be_positive():
+    with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
+        SkipFailedBatchesCallback(0)
