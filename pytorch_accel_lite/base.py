@@ -103,6 +103,8 @@ class TrainerBase:
         self._update_limit: int | None = None
         self._eval_every_n_epochs = 1
         self._must_rehearse = False
+        self._gradient_norm: torch.Tensor | None = None
+        self._skips_update = False
         self._guard: StepGuard | None = None
         self.num_microbatches = 1
         self._trained_model: nn.Module | None = None  # while run_evaluation() has another one in its place

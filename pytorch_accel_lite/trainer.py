@@ -305,7 +305,7 @@ class Trainer(TrainerBase):
         if config.gradient_clip_value is not None:
             self.accelerator.clip_grad_value_(self.model.parameters(), config.gradient_clip_value)
         if config.gradient_clip_norm is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), config.gradient_clip_norm)
+            self._gradient_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), config.gradient_clip_norm)
 
     def optimizer_step(self) -> None:
         """Update the weights."""
@@ -464,9 +464,11 @@ class Trainer(TrainerBase):
         if self._guard is not None:
             self._guard.finish_window()
         self.gradient_window.finish(self._optimized_parameters(), self.device)
+        self._gradient_norm, self._skips_update = None, False
         self.clip_gradients()
         self._call_event("on_optimizer_step_start")
-        self.optimizer_step()
+        if not self._skips_update:
+            self.optimizer_step()
         self.progress.update += 1
         each_update = self.scheduler is not None and self._config.scheduler_interval == "update"
         if each_update and not self.update_was_skipped:
@@ -671,9 +673,32 @@ class Trainer(TrainerBase):
 
     @property
     def update_was_skipped(self) -> bool:
-        """Whether a gradient scaler has left out the last update, because gradients were not finite."""
+        """Whether the last update was left out: by :meth:`skip_update`, or by a gradient scaler that met infinities."""
         assert self._preparation is not None
-        return not self._preparation.is_plain and self.accelerator.optimizer_step_was_skipped
+        return self._skips_update or (not self._preparation.is_plain and self.accelerator.optimizer_step_was_skipped)
+
+    def skip_update(self) -> None:
+        """Leave out the update that is about to happen: weights, optimizer and scheduler stay as they are.
+
+        To be called in ``on_optimizer_step_start``, on every process. ``progress.update`` counts it all the same.
+        """
+        self._skips_update = True
+        scaler = self.accelerator.scaler
+        if scaler is not None:  # it would complain of gradients that are unscaled twice
+            scaler.update(scaler.get_scale())
+
+    @property
+    def gradient_norm(self) -> torch.Tensor:
+        """The total norm of the gradients of an update, on the device; before they were clipped by norm, if they were.
+
+        For ``on_optimizer_step_start``. The same on all processes; computed when first asked for.
+        """
+        if self._gradient_norm is None:
+            if self.accelerator.scaler is not None and self._config.gradient_clip_value is None:
+                self.accelerator.unscale_gradients(self.optimizer)
+            gradients = [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
+            self._gradient_norm = nn.utils.get_total_norm(gradients)
+        return self._gradient_norm
 
     def diagnose(
         self,

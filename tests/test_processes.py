@@ -125,6 +125,13 @@ def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
         assert result["each"]["progress"]["samples"] == 48
 
 
+def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
+    *others, last = ranks["nan_report"]
+    rank = ranks.world_size - 1
+    assert last["report"] == f"epoch-1-step-1-rank-{rank}.pt"
+    assert all(last["report"] in result["error"] for result in [*others, last])
+
+
 def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
     for result in ranks["out_of_memory"]:
         split, whole = result["split"], result["whole"]

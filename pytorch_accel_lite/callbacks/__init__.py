@@ -10,7 +10,9 @@ from pytorch_accel_lite.callbacks.evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback, SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
+from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback, replay
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
+from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
@@ -29,6 +31,7 @@ __all__ = [
     "CallbackHandler",
     "ConvertSyncBatchNormCallback",
     "EarlyStoppingCallback",
+    "GradientSpikeCallback",
     "GradualUnfreezingCallback",
     "KeepBest",
     "LimitBatchesCallback",
@@ -37,6 +40,7 @@ __all__ = [
     "MetricsCallback",
     "ModelEmaCallback",
     "MoveModulesToDeviceCallback",
+    "NaNReportCallback",
     "NonFiniteLossError",
     "OutOfMemoryCallback",
     "PrintProgressCallback",
@@ -53,6 +57,7 @@ __all__ = [
     "TrainerCallback",
     "WSDCheckpointCallback",
     "get_default_callbacks",
+    "replay",
 ]
 
 

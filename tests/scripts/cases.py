@@ -42,6 +42,7 @@ from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     MetricsCallback,
     ModelEmaCallback,
+    NaNReportCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
@@ -281,6 +282,19 @@ def case_failed_batches() -> Any:
             "expected": weights(unharmed),
         }
     return results
+
+
+def case_nan_report() -> Any:
+    """One rank meets a batch that is not finite: it alone writes a report, and all end together."""
+    with shared_folder() as folder:
+        report = NaNReportCallback(folder / "nan reports")
+        data = regression_data(60)
+        data.tensors[0][11, 0] = float("nan")
+        trainer = quiet_trainer(small_model(), callbacks=[report])
+        try:
+            trainer.train(data, 1, per_device_batch_size=_global_batch(6), train_dataloader_kwargs=IN_ORDER)
+        except NonFiniteLossError as error:
+            return {"error": str(error), "report": None if report.report is None else report.report.name}
 
 
 def case_out_of_memory() -> Any:

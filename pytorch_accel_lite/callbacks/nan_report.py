@@ -1,0 +1,267 @@
+"""When a loss or a gradient is not finite: write down what is needed to see it happen again, and run it again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import recursively_apply, send_to_device
+from torch import nn
+
+from pytorch_accel_lite.batches import total_loss
+from pytorch_accel_lite.checkpoint import fit_model_state, model_state, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.resuming import generator_states, set_generator_states
+from pytorch_accel_lite.tracking import host_number
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+@dataclass
+class NonFinite:
+    """Where numbers stopped being finite in a forward pass.
+
+    :param layer: the name of the first module whose output is not finite, ``None`` when all outputs are
+    :param kind: its class
+    :param inputs_are_finite: whether what the module was given is finite
+    :param weights_are_finite: whether its own parameters and buffers are
+    """
+
+    layer: str | None = None
+    kind: str = ""
+    inputs_are_finite: bool = True
+    weights_are_finite: bool = True
+
+    def __str__(self) -> str:
+        if self.layer is None:
+            return "The outputs of all layers are finite."
+        where = f"The first layer with an output that is not finite is {self.layer or 'the model itself'} ({self.kind})"
+        causes = [
+            name
+            for name, fine in (("inputs", self.inputs_are_finite), ("weights", self.weights_are_finite))
+            if not fine
+        ]
+        return f"{where}; its {' and its '.join(causes)} are not finite either." if causes else f"{where}."
+
+
+@dataclass
+class Replay:
+    """What :func:`replay` saw.
+
+    :param losses: the loss of each batch of the accumulation window
+    :param origin: where numbers stopped being finite, in the first batch where they did
+    :param gradients: the names of the parameters whose gradients are not finite
+    """
+
+    losses: list[float]
+    origin: NonFinite
+    gradients: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Step:
+    generators: dict[str, Any]
+    batch: Any = None
+    indices: list[Any] | None = None
+
+
+class NaNReportCallback(TrainerCallback):
+    """Writes a report when a loss or a gradient is infinite or NaN, before the weights are touched, and ends the run.
+
+    The report holds the batches of the accumulation window with the indices of their samples, the states of the
+    generators, the weights before the step and the name of the first layer with an output that is not finite;
+    :func:`replay` runs the step again. Beside it lies a summary to read, ``.json``. Every process writes its own.
+
+    A tool for finding a fault: it reads the loss of every batch and the norm of the gradients of every update from the
+    device, and keeps a copy of the buffers.
+
+    :param directory: where reports are written
+    :param check_gradients: look at gradients too, and not only at losses; not with a gradient scaler (fp16), for which
+        infinite gradients are the usual way to find its scale
+    :ivar report: the report of this process, ``None`` when all was finite
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] = "nan_reports", check_gradients: bool = True) -> None:
+        self.directory = Path(directory)
+        self.check_gradients = check_gradients
+        self._clear()
+
+    def _clear(self) -> None:
+        self.report: Path | None = None
+        self._window: list[_Step] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._clear()
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not self._window:
+            self._buffers = {name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()}
+        self._window.append(_Step(generator_states()))
+
+    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        step = self._window[-1]
+        step.batch, step.indices = kwargs["batch"], trainer.batch_indices
+        loss = kwargs["batch_output"]["loss"].detach()
+        if self.report is None and not math.isfinite(host_number(loss) if loss.is_cpu else float(loss)):
+            self._write(trainer, "loss")
+
+    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.num_microbatches > 1:  # another part of the batch may follow
+            self._window.append(_Step(generator_states()))
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.check_gradients and trainer.accelerator.scaler is None:
+            norm = trainer.gradient_norm.detach()
+            is_finite = math.isfinite(host_number(norm) if norm.is_cpu else float(norm))
+            # The norm is the same on all processes; of one of them the loss may have been the cause.
+            if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
+                self._write(trainer, "gradient")
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._window = []
+
+    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._window = self._window[:-1]
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._window, self._buffers = [], {}
+
+    def _write(self, trainer: Trainer, what: str) -> None:
+        progress, rank, model = trainer.progress, trainer.ranks.rank, trainer.get_model()
+        window = [step for step in self._window if step.batch is not None]
+        gradients = _non_finite_gradients(model) if what == "gradient" else []
+        origin = NonFinite()
+        for step in window if not trainer.is_sharded else ():
+            if origin.layer is None:
+                origin = _forward(trainer, step)[1]
+        # Sharded weights are gathered by all processes together, which are not all here.
+        weights = {} if trainer.is_sharded else model_state(trainer.get_model(keep_torch_compile=False), keep=True)
+        weights |= {name.replace("_orig_mod.", ""): buffer for name, buffer in self._buffers.items() if name in weights}
+        name = f"epoch-{progress.epoch}-step-{progress.step}-rank-{rank}"
+        summary = {
+            "not_finite": what,
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "update": progress.update,
+            "rank": rank,
+            "indices": [step.indices for step in window],
+            "origin": asdict(origin),
+            "parameters_with_such_gradients": gradients,
+        }
+        steps = [{"batch": step.batch, "generators": step.generators} for step in window]
+        modes = {name: module.training for name, module in model.named_modules()}
+        self.report = self.directory / f"{name}.pt"
+        write_checkpoint({"model_state_dict": weights, "steps": steps, "modes": modes, **summary}, self.report)
+        self.report.with_suffix(".json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+        raise NonFiniteLossError(
+            f"A {what} is not finite in epoch {progress.epoch}, step {progress.step}. {origin} Written to "
+            f"{os.fspath(self.report)!r}; replay(path, trainer) runs the step again."
+        )
+
+
+def replay(path: str | os.PathLike[str], trainer: Trainer) -> Replay:
+    """Run the step of a report again, forward and backward, as it was; the trainer is put back afterwards.
+
+    Set a breakpoint in the model, or wrap the call in ``torch.autograd.detect_anomaly()``, to look closer.
+
+    :param path: a report written by :class:`NaNReportCallback`
+    :param trainer: made as in the run that failed, outside of a run
+    :raises ValueError: when the file is no report, or does not fit the trainer's model
+    """
+    report = read_checkpoint(path)
+    if "steps" not in report:
+        raise ValueError(f"The file {os.fspath(path)!r} is no report of NaNReportCallback: it has no 'steps'.")
+    if trainer.is_running:
+        raise RuntimeError("replay() cannot be called within a run.")
+    with trainer._prepared(training=True), _put_back(trainer):
+        model = trainer.get_model()
+        model.load_state_dict(fit_model_state(model, report["model_state_dict"], path))
+        for name, module in model.named_modules():
+            module.training = report["modes"].get(name, module.training)
+        seen = Replay([], NonFinite())
+        for step in report["steps"]:
+            batch = send_to_device(step["batch"], trainer.device)
+            loss, origin = _forward(trainer, _Step(step["generators"], batch), keep_buffers=False)
+            seen.losses.append(float(loss.detach()))
+            trainer.backward_step(loss / len(report["steps"]))
+            if seen.origin.layer is None:
+                seen.origin = origin
+        seen.gradients = _non_finite_gradients(model)
+    return seen
+
+
+def _forward(trainer: Trainer, step: _Step, keep_buffers: bool = True) -> tuple[torch.Tensor, NonFinite]:
+    """Go forward with a batch as the step did, on this process alone, and find where numbers stop being finite."""
+    wrapped, model = trainer.model, trainer.get_model()
+    before, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, generator_states()
+    found = NonFinite()
+    names = {module: name for name, module in model.named_modules()}
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if found.layer is None and not _is_finite(output):
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            found.layer, found.kind = names[module], type(module).__name__
+            found.inputs_are_finite, found.weights_are_finite = _is_finite(inputs), _is_finite(tensors)
+
+    hooks = [module.register_forward_hook(look) for module in names]
+    trainer.model = model
+    try:
+        set_generator_states(step.generators)
+        with torch.compiler.set_stance("force_eager"):  # hooks are not called in compiled code
+            loss = total_loss(trainer.calculate_train_batch_loss(step.batch)["loss"])
+    finally:
+        trainer.model = wrapped
+        for hook in hooks:
+            hook.remove()
+        if keep_buffers:
+            set_generator_states(generators)
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+    return loss, found
+
+
+@contextmanager
+def _put_back(trainer: Trainer) -> Iterator[None]:
+    model, generators = trainer.get_model(), generator_states()
+    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        set_generator_states(generators)
+        with torch.no_grad():
+            for tensor, before in tensors:
+                tensor.copy_(before)
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _is_finite(value: Any) -> bool:
+    finite = True
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal finite
+        if tensor.is_floating_point():
+            finite = finite and bool(torch.isfinite(tensor).all())
+        return tensor
+
+    recursively_apply(look, value)
+    return finite
+
+
+def _non_finite_gradients(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]

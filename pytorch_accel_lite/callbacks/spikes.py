@@ -1,0 +1,117 @@
+"""Guarding the weights against single updates with gradients far larger than usual."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
+from pytorch_accel_lite.tracking import host_number
+from pytorch_accel_lite.utils import check_choice, check_positive_int, check_range
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class GradientSpikeCallback(TrainerCallback):
+    """Skips updates whose gradients are unusually large, or scales their gradients down to what is usual.
+
+    Usual is the running mean of the total norms of the gradients (before clipping by norm, if they are clipped), an
+    exponential average over the updates that were no spikes.
+
+    :param factor: a norm larger than so many times the usual one is a spike
+    :param action: ``"skip"``: leave the weights, the optimizer and the scheduler as they are, also when gradients are
+        infinite or NaN. This reads one number from the device in every update. ``"clip"``: scale the gradients to
+        ``factor`` times the usual norm, which reads nothing.
+    :param warm_up_updates: updates of a run before the first that can be a spike
+    :param decay: of the average, for each update
+    :param max_skips_in_a_row: so many spikes in a row are no spikes, but training that has diverged: the run is stopped
+    :ivar skipped: the numbers of the updates that were skipped, from 1
+    """
+
+    def __init__(
+        self,
+        factor: float = 10.0,
+        action: str = "skip",
+        warm_up_updates: int = 50,
+        decay: float = 0.98,
+        max_skips_in_a_row: int = 10,
+    ) -> None:
+        check_range("factor", factor, above=1)
+        if not 0 < check_range("decay", decay) < 1:
+            raise ValueError(f"decay={decay!r} must be greater than 0 and less than 1.")
+        self.factor = factor
+        self.action = check_choice("action", action, ("skip", "clip"))
+        self.warm_up_updates = check_positive_int("warm_up_updates", warm_up_updates)
+        self.decay = decay
+        self.max_skips_in_a_row = check_positive_int("max_skips_in_a_row", max_skips_in_a_row)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.skipped: list[int] = []
+        self._in_a_row = 0
+        self._count = 0
+        self._average: Any = 0.0  # a tensor on the device when action="clip"
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._clear()
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        norm = trainer.gradient_norm.detach()
+        if self.action == "clip":
+            self._clip(trainer, gradients, norm)
+        else:
+            self._skip(trainer, host_number(norm) if norm.is_cpu else float(norm))
+
+    def _skip(self, trainer: Trainer, norm: float) -> None:
+        usual, is_known = self._usual(), trainer.progress.update >= self.warm_up_updates and self._count
+        if math.isfinite(norm) and not (is_known and norm > self.factor * usual):
+            self._in_a_row = 0
+            self._add(norm)
+            return
+        trainer.skip_update()
+        self._in_a_row += 1
+        self.skipped.append(trainer.progress.update + 1)
+        trainer.print(
+            f"Update {self.skipped[-1]} skipped: its gradients have the norm {norm:.3g}, usual is {usual:.3g}."
+        )
+        if self._in_a_row >= self.max_skips_in_a_row:
+            raise StopTrainingError(
+                f"Stopping: the gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as "
+                "large as usual, or not finite. Lower the learning rate, or raise factor."
+            )
+
+    def _clip(self, trainer: Trainer, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
+        """Clip and average without knowing any of the numbers."""
+        largest = torch.as_tensor(math.inf, device=norm.device)
+        if trainer.progress.update >= self.warm_up_updates:
+            largest = self.factor * torch.as_tensor(self._usual(), device=norm.device)
+            now = torch.nn.utils.get_total_norm(gradients)  # they may have been clipped
+            torch._foreach_mul_(gradients, (largest / now).clamp(max=1.0).to(gradients[0].dtype))
+        norm = norm.double() if norm.device.type != "mps" else norm
+        self._add(torch.where(torch.isfinite(norm) & (norm <= largest), norm, self._usual()))
+
+    def _usual(self) -> Any:
+        """Return the average; its beginning with 0 is corrected for, as in Adam."""
+        return self._average / (1 - self.decay**self._count) if self._count else self._average
+
+    def _add(self, norm: Any) -> None:
+        self._count += 1
+        self._average = self._average + (norm - self._average) * (1 - self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and what was skipped."""
+        return {
+            "count": self._count,
+            "average": float(self._average),
+            "in_a_row": self._in_a_row,
+            "skipped": list(self.skipped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._count, self._average = state["count"], state["average"]
+        self._in_a_row, self.skipped = state["in_a_row"], list(state["skipped"])

@@ -1,0 +1,250 @@
+"""Losses and gradients that are not finite: guarded against, reported, and run again."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import NonFiniteLossError, Trainer
+from pytorch_accel_lite.callbacks import (
+    GradientSpikeCallback,
+    NaNReportCallback,
+    SaveTrainingStateCallback,
+    TerminateOnNaNCallback,
+    replay,
+)
+from tests.small import listener, same
+from tests.tasks import regression_data, weights
+
+IN_ORDER = {"shuffle": False, "num_workers": 0}
+
+
+class Root(nn.Module):
+    """The square root: NaN below 0, and an infinite gradient at 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt()
+
+
+def make_model(bad: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    square = Root() if bad else nn.Identity()
+    first = nn.Linear(5, 6)
+    with torch.no_grad():
+        first.bias.fill_(4.0)
+    layers = [first, nn.BatchNorm1d(6, affine=False), nn.Softplus(), nn.Dropout(0.2), nn.Linear(6, 1)]
+    return nn.Sequential(*layers[:3], square, *layers[3:]).double()
+
+
+def make_trainer(callbacks: Any, model: nn.Module | None = None, lr: float = 0.01, **kwargs: Any) -> Trainer:
+    model = make_model() if model is None else model
+    return Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=lr), callbacks=callbacks, **kwargs)
+
+
+def fit(trainer: Trainer, data: Any, epochs: int = 2, **kwargs: Any) -> Trainer:
+    trainer.train(data, epochs, per_device_batch_size=5, train_dataloader_kwargs=IN_ORDER, **kwargs)
+    return trainer
+
+
+def spoilt(index: int = 12, value: float = math.nan, size: int = 30) -> Any:
+    data = regression_data(size)
+    data.tensors[0][index, 2] = value
+    return data
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_report_holds_what_is_needed_to_run_the_step_again(tmp_path, accumulation):
+    before: list[Any] = []
+    remember = listener(on_train_step_start=lambda t: before.append(weights(t.model)))
+    report = NaNReportCallback(tmp_path)
+    trainer = make_trainer([remember, report, TerminateOnNaNCallback])
+    torch.manual_seed(3)
+    with pytest.raises(NonFiniteLossError, match=r"loss is not finite in epoch 1, step 2.*layer .*is 0 \(Linear\)"):
+        fit(trainer, spoilt(), gradient_accumulation_steps=accumulation)
+    assert report.report == tmp_path / "epoch-1-step-2-rank-0.pt"
+    summary = json.loads(report.report.with_suffix(".json").read_text())
+    assert summary["indices"] == [[10, 11, 12, 13, 14]]
+    assert summary["origin"] == {
+        "layer": "0", "kind": "Linear", "inputs_are_finite": False, "weights_are_finite": True
+    }  # fmt: skip
+    content = torch.load(report.report, weights_only=True)
+    assert same(content["model_state_dict"], before[2])
+
+    fresh = make_trainer([])
+    start, generators = weights(fresh.model), torch.get_rng_state()
+    seen = replay(report.report, fresh)
+    assert [math.isnan(loss) for loss in seen.losses] == [True]
+    assert seen.origin.layer == "0"
+    assert "5.weight" in seen.gradients
+    assert same(weights(fresh.model), start)
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert all(parameter.grad is None for parameter in fresh.model.parameters())
+
+
+def test_the_step_that_is_run_again_is_the_same_to_the_bit(tmp_path):
+    """In a window of two batches the second has a loss that is not finite: the first is run again too."""
+    losses: list[float] = []
+    watch = listener(on_backward_start=lambda t, batch_output, **_: losses.append(float(batch_output["loss"].detach())))
+    report = NaNReportCallback(tmp_path)
+    with pytest.raises(NonFiniteLossError):
+        fit(make_trainer([watch, report]), spoilt(18), gradient_accumulation_steps=2)
+    seen = replay(report.report, make_trainer([]))
+    assert len(losses) == 4
+    assert seen.losses[0] == losses[2]  # with dropout, batch norm and all
+    assert math.isnan(seen.losses[1])
+
+
+def test_a_gradient_that_is_not_finite_is_reported_before_it_spoils_the_weights(tmp_path):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(5, 1, bias=False).double()
+            self.root = Root()
+
+        def forward(self, x):
+            return self.root(self.scale(x) ** 2)  # at 0: the value is 0, the gradient 0 times infinity
+
+    data = regression_data(30)
+    data.tensors[0][12] = 0.0
+    report = NaNReportCallback(tmp_path)
+    trainer = make_trainer([report], Gated())
+    with pytest.raises(NonFiniteLossError, match=r"gradient is not finite in epoch 1, step 2.*all layers are finite"):
+        fit(trainer, data)
+    assert torch.isfinite(trainer.model.scale.weight).all()
+    summary = json.loads(report.report.with_suffix(".json").read_text())
+    assert summary["parameters_with_such_gradients"] == ["scale.weight"]
+    seen = replay(report.report, make_trainer([], Gated()))
+    assert seen.gradients == ["scale.weight"]
+    assert math.isfinite(seen.losses[0])
+    quiet = NaNReportCallback(tmp_path / "quiet", check_gradients=False)
+    fit(make_trainer([quiet], Gated()), data, epochs=1, max_num_train_steps=3)
+    assert quiet.report is None
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    model = make_model()
+    with torch.no_grad():
+        model[5].bias.fill_(math.inf)
+    report = NaNReportCallback(tmp_path)
+    with pytest.raises(NonFiniteLossError, match=r"is 5 \(Linear\); its weights are not finite either"):
+        fit(make_trainer([report], model), regression_data(30))
+
+
+def test_a_compiled_model_is_looked_into(tmp_path):
+    report = NaNReportCallback(tmp_path)
+    trainer = make_trainer([report], compile_model={"backend": "eager"})
+    with pytest.raises(NonFiniteLossError, match=r"is 0 \(Linear\)"):
+        fit(trainer, spoilt())
+
+
+def test_a_run_in_which_all_is_finite_leaves_no_report(tmp_path):
+    report = NaNReportCallback(tmp_path / "reports")
+    fit(make_trainer([report]), regression_data(30))
+    assert report.report is None
+    assert not (tmp_path / "reports").exists()
+
+
+def test_only_reports_can_be_run_again(tmp_path):
+    trainer = make_trainer([])
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="no report of NaNReportCallback"):
+        replay(tmp_path / "model.pt", trainer)
+    with pytest.raises(FileNotFoundError):
+        replay(tmp_path / "none.pt", trainer)
+
+
+# ---------------------------------------------------------------------------------------------- spikes
+
+
+def spiky(at: int = 20, size: int = 50, value: float = 1e3) -> Any:
+    """Data of which the fifth batch has enormous targets."""
+    data = regression_data(size)
+    data.tensors[1][at : at + 5] = value
+    return data
+
+
+@pytest.mark.parametrize("value", [1e3, math.nan])
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
+    kept: list[Any] = []
+    keep = listener(on_train_step_end=lambda t, **_: kept.append(weights(t.model)))
+    guard = GradientSpikeCallback(warm_up_updates=3)
+    trainer = make_trainer([guard, keep], nn.Linear(5, 1).double())
+    fit(trainer, spiky(value=value), epochs=1, gradient_clip_norm=clip)
+    assert guard.skipped == [5]
+    assert same(kept[4], kept[3])
+    assert not same(kept[5], kept[4])
+    assert trainer.progress.update == 10
+    assert "Update 5 skipped: its gradients have the norm" in capsys.readouterr().out
+
+
+def test_the_schedule_waits_for_an_update_that_is_skipped():
+    guard = GradientSpikeCallback(warm_up_updates=3)
+    trainer = make_trainer([guard], nn.Linear(5, 1).double())
+    create = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
+    fit(trainer, spiky(), epochs=1, create_scheduler_fn=create)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**9
+
+
+def test_a_spike_is_clipped_to_what_is_usual():
+    norms: list[float] = []
+    look = listener(
+        on_optimizer_step_start=lambda t: norms.append(
+            torch.nn.utils.get_total_norm([p.grad for p in t.model.parameters()]).item()
+        )
+    )
+    guard = GradientSpikeCallback(factor=3, action="clip", warm_up_updates=3, decay=0.5)
+    trainer = make_trainer([look, guard, look], nn.Linear(5, 1).double(), lr=1e-4)
+    fit(trainer, spiky(), epochs=1)
+    before, after = norms[::2], norms[1::2]
+    weights_of = [0.5**i for i in range(4)][::-1]
+    usual = sum(w * n for w, n in zip(weights_of, before[:4], strict=True)) / sum(weights_of)
+    assert before[4] > 100
+    assert after[4] == pytest.approx(3 * usual)
+    assert after[:4] + after[5:] == before[:4] + before[5:]
+    assert guard.skipped == []
+
+
+def test_spike_after_spike_is_no_spike_but_ends_the_run():
+    data = regression_data(50)
+    data.tensors[1][15:] = 1e3
+    guard = GradientSpikeCallback(warm_up_updates=3, max_skips_in_a_row=4)
+    trainer = fit(make_trainer([guard], nn.Linear(5, 1).double()), data)
+    assert "gradients of 4 updates in a row" in trainer.stop_reason
+    assert guard.skipped == [4, 5, 6, 7]
+
+
+def test_the_guard_goes_on_in_a_resumed_run(tmp_path):
+    def run(action: str, **kwargs: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        guard = GradientSpikeCallback(action=action, factor=3, warm_up_updates=3)
+        saving = SaveTrainingStateCallback(tmp_path / action, save_every_n_steps=1)
+        trainer = fit(make_trainer([guard, saving], nn.Linear(5, 1).double(), seed=2), spiky(), epochs=1, **kwargs)
+        return weights(trainer.model), guard.state_dict()
+
+    for action in ("skip", "clip"):
+        whole, state = run(action)
+        resumed, again = run(action, resume_from=tmp_path / action / "update-000000003")
+        assert same(resumed, whole)
+        assert again == state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"factor": 1}, ValueError, "factor=1 must be greater than 1"),
+        ({"action": "drop"}, ValueError, "action='drop' must be 'skip' or 'clip'"),
+        ({"decay": 1.0}, ValueError, "decay=1.0"),
+        ({"decay": "0.9"}, TypeError, "decay='0.9'"),
+        ({"warm_up_updates": 0}, ValueError, "warm_up_updates=0"),
+        ({"max_skips_in_a_row": 0}, ValueError, "max_skips_in_a_row=0"),
+    ],
+)
+def test_senseless_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        GradientSpikeCallback(**arguments)
