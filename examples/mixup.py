@@ -1,4 +1,6 @@
-"""Mixup and CutMix with timm: training batches are mixed in an overridden step, evaluation stays as it is.
+"""Mixup and CutMix with timm, and averaged weights: training batches are mixed in an overridden step.
+
+Evaluation stays as it is, of the model and of the average of its weights.
 
     python examples/mixup.py
 
@@ -6,6 +8,9 @@ The data are those of examples/digits.py. Needs the extra ``timm``.
 """
 
 from __future__ import annotations
+
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite.callbacks import ModelEmaCallback
 
 
 class MixupTrainer(Trainer):
@@ -53,18 +59,22 @@ def main() -> None:
         nn.Flatten(),
         nn.Linear(1024, 10),
     )
+    average = ModelEmaCallback(decay=0.98, save_path=Path(tempfile.mkdtemp()) / "ema_model.pt")
     trainer = MixupTrainer(
         model,
         nn.CrossEntropyLoss(),
         torch.optim.AdamW(model.parameters(), lr=0.003),
-        callbacks=get_default_callbacks(progress_bar=False),
+        callbacks=[*get_default_callbacks(progress_bar=False), average],
         seed=0,
     )
     trainer.train(
         TensorDataset(images[train], labels[train]), num_epochs=10, eval_dataset=test_set, per_device_batch_size=32
     )
-    accuracy = (trainer.predict(test_set, per_device_batch_size=64).argmax(1) == labels[test]).float().mean()
-    trainer.print(f"\nTest accuracy: {accuracy:.2%} of {len(test)} digits the model has never seen")
+    for name in ("last", "averaged"):
+        if name == "averaged":
+            trainer.load_checkpoint(average.save_path, load_optimizer=False)
+        accuracy = (trainer.predict(test_set, per_device_batch_size=64).argmax(1) == labels[test]).float().mean()
+        trainer.print(f"Test accuracy of the {name} weights: {accuracy:.2%} of {len(test)} digits")
 
 
 if __name__ == "__main__":

@@ -184,6 +184,7 @@ class Trainer(TrainerBase):
             self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs), training=True
         )
         self._create_eval_loaders(eval_dataset, per_device_batch_size, eval_dataloader_kwargs)
+        self._apply_model_options()  # now, so that a callback's copy of the model has them too
         self._call_event("on_dataloaders_created")
         with self._prepared(training=True):
             self.run_config = self._create_run_config(per_device_batch_size, request)

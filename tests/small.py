@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
@@ -67,6 +68,17 @@ def listener(**methods: Callable[..., Any]) -> TrainerCallback:
         return lambda self, trainer, **kwargs: method(trainer, **kwargs)
 
     return type("Listener", (TrainerCallback,), {name: event(method) for name, method in methods.items()})()
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts how often a number is read from a tensor."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Stream(IterableDataset[Any]):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import sys
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanSquaredError
 
-import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -32,50 +28,8 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     TimeLimitCallback,
 )
-from pytorch_accel_lite.schedulers import WSDLrScheduler
-from tests.small import Broken, Stream, listener, make_data, make_model, make_trainer, same, train, weights
-
-SHIPPED = [
-    value
-    for value in (getattr(shipped, name) for name in shipped.__all__)
-    if isinstance(value, type) and issubclass(value, TrainerCallback) and value is not TrainerCallback
-]
-# Arguments of the shipped callbacks that cannot be made without.
-NEEDED: dict[str, dict[str, Any]] = {
-    "LimitBatchesCallback": {"num_batches": 2},
-    "LimitEvalStepsCallback": {"num_eval_steps": 2},
-    "MetricsCallback": {"metrics": MeanSquaredError()},
-    "StepBasedEvaluationCallback": {"eval_every_n_steps": 2},
-    "TimeLimitCallback": {"limit": 3600},
-}
-
-
-# Arguments of train() that runs with a shipped callback need.
-RUN: dict[str, dict[str, Any]] = {
-    "WSDCheckpointCallback": {"create_scheduler_fn": partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)}
-}
-
-# Arguments with which a run leaves a trace in the callback's state, where the defaults leave none.
-STATEFUL: dict[str, dict[str, Any]] = {"MetricsCallback": {"metrics": MeanSquaredError(), "train": True}}
-if hasattr(shipped, "KeepBest"):
-    STATEFUL["SaveTrainingStateCallback"] = {"save_every_n_epochs": 1, "keep_best": shipped.KeepBest("eval_loss_epoch")}
-
-
-# Arguments of train() with which a run leaves a trace in the callback's state, where a quiet run leaves none.
-EVENTFUL: dict[str, dict[str, Any]] = {
-    "SkipFailedBatchesCallback": {"train_dataset": Broken(), "train_dataloader_kwargs": {"num_workers": 0}}
-}
-
-
-def build(callback_class: type[TrainerCallback]) -> TrainerCallback:
-    """Make a callback with its defaults, and with NEEDED where it has none."""
-    required = [
-        name
-        for name, parameter in inspect.signature(callback_class).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    return callback_class(**NEEDED[callback_class.__name__]) if required else callback_class()
+from tests.shipped import EVENTFUL, RUN, SHIPPED, STATEFUL, build
+from tests.small import CountsReads, Stream, listener, make_data, make_model, make_trainer, same, train, weights
 
 
 @pytest.fixture
@@ -212,6 +166,38 @@ def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class
     train(make_trainer([keep], seed=seed), eval_dataset=True, **arguments)
     assert len(seen) == 3
     assert all(map(same, with_callback, seen))
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(callback_class, here):
+    def run(folder: str, **kwargs: Any) -> tuple[Trainer, TrainerCallback]:
+        callback = build(callback_class)
+        trainer = make_trainer([callback, SaveTrainingStateCallback(here / folder, save_every_n_steps=1)], seed=1)
+        arguments = {"train_dataloader_kwargs": {"shuffle": True}, **RUN.get(callback_class.__name__, {}), **kwargs}
+        return train(trainer, epochs=2, eval_dataset=make_data(), **arguments), callback
+
+    whole, callback = run("whole")
+    middle = max(here.glob("whole/update-*")).parent / "update-000000002"
+    resumed, again = run("resumed", resume_from=middle)
+    assert same(weights(resumed.model), weights(whole.model))
+    assert resumed.run_history.to_dict() == whole.run_history.to_dict()
+    assert resumed.progress == whole.progress
+    if hasattr(callback, "state_dict") and not callback.saves_training_states:
+        assert alike(again.state_dict(), callback.state_dict())
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_a_shipped_callback_reads_no_number_from_the_device_in_a_step(callback_class, here):
+    reads = []
+    for size in (20, 220):
+        callback = build(callback_class)
+        if callback_class is StepBasedEvaluationCallback:
+            callback = callback_class(10_000)
+        with CountsReads() as counted:
+            arguments = RUN.get(callback_class.__name__, {})
+            train(make_trainer([callback]), size=size, eval_dataset=make_data(), **arguments)
+        reads.append(counted.reads)
+    assert reads[1] < reads[0] + 10  # of 100 steps more
 
 
 def test_all_shipped_callbacks_work_together(here):

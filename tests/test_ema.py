@@ -12,9 +12,11 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.ema import ModelEma
+from tests.scripts.cases import image_data, image_model
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model
 
 
 def normed_model() -> nn.Module:
@@ -142,6 +144,49 @@ def test_tied_frozen_and_compiled_models_are_averaged():
     assert average.second.weight is average.first.weight
     assert torch.equal(average.frozen.weight, inner.frozen.weight)
     assert not torch.equal(average.first.weight, inner.first.weight)
+
+
+@pytest.mark.parametrize("option", ["compile_model", "channels_last"])
+def test_the_average_of_a_model_that_is_prepared_otherwise_is_the_same(option, tmp_path):
+    def average(**options: Any) -> tuple[nn.Module, list[float]]:
+        model = image_model()
+        ema = ModelEmaCallback(0.8, save_path=tmp_path / "ema.pt")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = quiet_trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=[ema], seed=0, **options)
+        trainer.train(image_data(), 2, image_data(7), per_device_batch_size=6)
+        return ema.ema.module, trainer.run_history.get_metric_values("ema_model_eval_loss_epoch")
+
+    plain, losses = average()
+    found, own_losses = average(**{option: {"backend": "eager"} if option == "compile_model" else True})
+    assert largest_difference(found.state_dict(), plain.state_dict()) < 1e-10
+    assert own_losses == pytest.approx(losses)
+    assert found[0].weight.is_contiguous(memory_format=torch.channels_last) == (option == "channels_last")
+    assert torch.allclose(found(image_data().tensors[0]), plain(image_data().tensors[0]))
+
+
+@pytest.mark.parametrize("order", ["average first", "average last"])
+@pytest.mark.parametrize("change", ["compile", "channels last", "synchronised batch norm"])
+def test_an_average_of_ones_own_may_be_made_before_or_after_the_model_is_prepared(order, change):
+    model = image_model()
+    prepare = {
+        "compile": lambda: model.compile(backend="eager") or model,
+        "channels last": lambda: model.to(memory_format=torch.channels_last),
+        "synchronised batch norm": lambda: synchronised(model),
+    }[change]
+    if order == "average first":
+        average = ModelEma(model, decay=0.75)
+        prepared = prepare()
+    else:
+        prepared = prepare()
+        average = ModelEma(prepared, decay=0.75)
+    before = copy.deepcopy(prepared.state_dict())
+    with torch.no_grad():
+        for tensor in (*prepared.parameters(), *prepared.buffers()):
+            tensor.add_(1)
+    average.update(prepared)
+    for name, value in average.module.state_dict().items():
+        expected = before[name] + 0.25 if value.is_floating_point() else before[name] + 1
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])

@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
 from tests.scripts import cases
+from tests.small import CountsReads
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
 
 
@@ -156,15 +156,6 @@ def test_a_users_accelerator_can_only_be_given_by_overriding_a_private_method():
 
     model = small_model()
     assert Own(model, nn.MSELoss(), None)._accelerator is accelerator
-
-
-class CountsReads(TorchDispatchMode):
-    reads = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.reads += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])

@@ -28,11 +28,13 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
         if trainer.accelerator.num_processes == 1 or trainer.train_dataloader is None:  # None: evaluate()
             return
         if trainer.device.type in ("cpu", "mps"):
-            warnings.warn(
-                f"ConvertSyncBatchNormCallback: torch cannot synchronise batch norm on {trainer.device.type!r}. The "
-                "model is left as it is: each process normalises with the statistics of its own batches.",
-                stacklevel=2,
-            )
+            if trainer.accelerator.is_main_process:
+                warnings.warn(
+                    "ConvertSyncBatchNormCallback: torch cannot synchronise batch norm on "
+                    f"{trainer.device.type!r}. The model is left as it is: each process normalises with the statistics "
+                    "of its own batches.",
+                    stacklevel=2,
+                )
             return
         trainer.model = synchronised(trainer.model)
 

@@ -12,13 +12,18 @@ from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
+    GradientSpikeCallback,
     GradualUnfreezingCallback,
     LimitBatchesCallback,
     LimitEvalStepsCallback,
     MetricsCallback,
     ModelEmaCallback,
+    NaNReportCallback,
+    OutOfMemoryCallback,
     ProgressBarCallback,
+    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
+    TimeLimitCallback,
 )
 from tests.scripts.resumable import run
 
@@ -49,6 +54,11 @@ extra = (
     GradualUnfreezingCallback(),
     LimitBatchesCallback(3),
     LimitEvalStepsCallback(2),
+    SkipFailedBatchesCallback(),
+    OutOfMemoryCallback(),
+    GradientSpikeCallback(warm_up_updates=2),
+    NaNReportCallback(folder / "reports"),
+    TimeLimitCallback(3600),
     Dies(),
 )
 result = run(folder, extra=extra, schedule=False)

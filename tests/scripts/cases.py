@@ -6,6 +6,7 @@ A case named ``case_x`` is the entry ``x``. With one process, tests call the fun
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import sys
@@ -13,7 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from pytorch_accel_lite.finetuning import ModelFreezer
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from tests.launching import Failed
+from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model, weights
 
 IN_ORDER = {"shuffle": False}
@@ -233,6 +235,33 @@ def case_stop_on_one_rank() -> Any:
     trainer = quiet_trainer(model, callbacks=[StopOnOneRank])
     trainer.train(regression_data(2000), 2, per_device_batch_size=1)
     return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
+
+
+def case_shipped_callbacks() -> Any:
+    """Each shipped callback in a run of its own: the weights, and what ranks but the first print."""
+    results, home = {}, Path.cwd()
+    with shared_folder() as folder:
+        for callback_class in SHIPPED:
+            name = callback_class.__name__
+            work = folder / f"shipped {name}"
+            work.mkdir(exist_ok=True)
+            model = small_model()
+            output = io.StringIO()
+            os.chdir(work)  # where callbacks write by default
+            with redirect_stdout(output), redirect_stderr(output):
+                trainer = quiet_trainer(model, callbacks=[build(callback_class)])
+                data = regression_data(20)
+                trainer.train(data, 2, regression_data(7), per_device_batch_size=3, **RUN.get(name, {}))
+                evaluated = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+                predicted = trainer.predict(regression_data(5), per_device_batch_size=2)
+            results[name] = {
+                "weights": weights(model),
+                "evaluated": evaluated,
+                "predicted": predicted,
+                "printed": output.getvalue() if rank() else "",
+            }
+            os.chdir(home)
+    return results
 
 
 class Fussy(nn.Module):
