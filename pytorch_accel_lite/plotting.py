@@ -12,7 +12,8 @@ from pytorch_accel_lite.utils import import_extra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = {"train": "#1f77b4", "eval": "#d95f02"}
+# The label "" is that of a metric that is neither of training nor of evaluation by its name.
+_COLOURS = {"train": "#1f77b4", "eval": "#d95f02", "": "#d95f02"}
 
 
 def plot_curves(
@@ -43,13 +44,14 @@ def plot_curves(
     for axis, (panel, lines) in zip(axes, panels.items(), strict=False):
         for label, (epochs, numbers) in lines.items():
             marker = "o" if len(numbers) < 30 else None
-            axis.plot(epochs, numbers, label=label, marker=marker, markersize=3, color=_COLOURS.get(label))
+            axis.plot(epochs, numbers, label=label or "eval", marker=marker, markersize=3, color=_COLOURS.get(label))
         axis.set_title(panel.replace("_", " "))
         axis.set_xlabel("epoch")
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        if list(lines) != [""]:
+            axis.legend(frameon=False)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     if path is not None:
@@ -65,4 +67,4 @@ def _panel_of(name: str) -> tuple[str, str]:
         before, found, after = plain.partition(f"{label}_")
         if found and (not before or before.endswith("_")):
             return after, f"{before}{label}"
-    return plain, "eval"
+    return plain, ""

@@ -190,15 +190,21 @@ class InMemoryRunHistory(RunHistory):
         """Return the values of every metric by name, oldest first, as copies."""
         return {name: list(values) for name, values in self._metrics.items()}
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it."""
+        table: dict[int, dict[str, Any]] = {}
+        for name, values in self._metrics.items():
+            for epoch, value in zip(self._epochs[name], values, strict=True):
+                table.setdefault(epoch, {"epoch": epoch})[name] = value
+        return [table[epoch] for epoch in sorted(table)]
+
     def to_dataframe(self) -> pd.DataFrame:
         """Return a ``pandas.DataFrame`` with a row for each epoch and a column for each metric.
 
         A metric recorded several times in an epoch shows its last value there. Needs the extra ``dataframe``.
         """
         pandas = import_extra("pandas", "dataframe", "to_dataframe()")
-        columns = {name: dict(zip(self._epochs[name], self._metrics[name], strict=True)) for name in self._metrics}
-        table = pandas.DataFrame(columns).sort_index()
-        return table.rename_axis("epoch")
+        return pandas.DataFrame(self.rows(), columns=["epoch", *self._metrics]).set_index("epoch")
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the curve of every metric over the epochs; train and eval of one metric share a panel.

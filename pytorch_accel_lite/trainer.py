@@ -195,6 +195,7 @@ class Trainer(TrainerBase):
             self._check_scheduler(request)
             clear_gradients(self.optimizer)  # what a run that failed within a window may have left
             self.progress = Progress()
+            self.step_metrics.clear()
             self._guard, self.num_microbatches = self._create_guard(auto_microbatch), 1
             if reset_run_history:
                 self.run_history.reset()

@@ -35,6 +35,7 @@ RUN: dict[str, dict[str, Any]] = {
 
 # Arguments with which a run leaves a trace in the callback's state, where the defaults leave none.
 STATEFUL: dict[str, dict[str, Any]] = {"MetricsCallback": {"metrics": MeanSquaredError(), "train": True}}
+STATEFUL["MetricsFileCallback"] = {"every_n_updates": 1}
 if hasattr(shipped, "KeepBest"):
     STATEFUL["SaveTrainingStateCallback"] = {"save_every_n_epochs": 1, "keep_best": shipped.KeepBest("eval_loss_epoch")}
 
@@ -43,6 +44,13 @@ if hasattr(shipped, "KeepBest"):
 EVENTFUL: dict[str, dict[str, Any]] = {
     "SkipFailedBatchesCallback": {"train_dataset": Broken(), "train_dataloader_kwargs": {"num_workers": 0}}
 }
+
+
+# Leaves a trace only with a gradient scaler; see test_monitoring.py.
+NEEDS_A_GPU = {"LossScaleCallback"}
+
+# What these record differs from run to run.
+NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback"}
 
 
 def build(callback_class: type[TrainerCallback]) -> TrainerCallback:

@@ -28,7 +28,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     TimeLimitCallback,
 )
-from tests.shipped import EVENTFUL, RUN, SHIPPED, STATEFUL, build
+from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, build
 from tests.small import CountsReads, Stream, listener, make_data, make_model, make_trainer, same, train, weights
 
 
@@ -122,7 +122,9 @@ def test_a_shipped_callback_comes_through_a_run_that_fails_or_stops_and_serves_t
         pending.extend(errors)
 
 
-@pytest.mark.parametrize("callback_class", [c for c in SHIPPED if hasattr(c, "state_dict")])
+@pytest.mark.parametrize(
+    "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in NEEDS_A_GPU]
+)
 def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, here):
     callback = callback_class(**STATEFUL.get(callback_class.__name__, {}))
     before = callback.state_dict()
@@ -180,7 +182,8 @@ def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(
     middle = max(here.glob("whole/update-*")).parent / "update-000000002"
     resumed, again = run("resumed", resume_from=middle)
     assert same(weights(resumed.model), weights(whole.model))
-    assert resumed.run_history.to_dict() == whole.run_history.to_dict()
+    if callback_class.__name__ not in NOT_REPEATABLE:
+        assert resumed.run_history.to_dict() == whole.run_history.to_dict()
     assert resumed.progress == whole.progress
     if hasattr(callback, "state_dict") and not callback.saves_training_states:
         assert alike(again.state_dict(), callback.state_dict())

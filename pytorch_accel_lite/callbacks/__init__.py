@@ -10,10 +10,21 @@ from pytorch_accel_lite.callbacks.evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback, SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
+from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
+from pytorch_accel_lite.callbacks.monitoring import (
+    DeviceMemoryCallback,
+    GradientNormCallback,
+    LearningRateMonitorCallback,
+    LossScaleCallback,
+    ModelSummaryCallback,
+    ThroughputCallback,
+)
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback, replay
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
+from pytorch_accel_lite.callbacks.run_log import RunLogCallback
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback, TimeLimitCallback
+from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
@@ -30,15 +41,21 @@ __all__ = [
     "DEFAULT_CALLBACKS",
     "CallbackHandler",
     "ConvertSyncBatchNormCallback",
+    "DeviceMemoryCallback",
     "EarlyStoppingCallback",
+    "GradientNormCallback",
     "GradientSpikeCallback",
     "GradualUnfreezingCallback",
     "KeepBest",
+    "LearningRateMonitorCallback",
     "LimitBatchesCallback",
     "LimitEvalStepsCallback",
     "LogMetricsCallback",
+    "LossScaleCallback",
     "MetricsCallback",
+    "MetricsFileCallback",
     "ModelEmaCallback",
+    "ModelSummaryCallback",
     "MoveModulesToDeviceCallback",
     "NaNReportCallback",
     "NonFiniteLossError",
@@ -46,6 +63,7 @@ __all__ = [
     "PrintProgressCallback",
     "ProgressBarCallback",
     "RunInterruptedError",
+    "RunLogCallback",
     "RunPausedError",
     "SaveBestModelCallback",
     "SaveTrainingStateCallback",
@@ -53,7 +71,9 @@ __all__ = [
     "StepBasedEvaluationCallback",
     "StopTrainingError",
     "TerminateOnNaNCallback",
+    "ThroughputCallback",
     "TimeLimitCallback",
+    "TrackerCallback",
     "TrainerCallback",
     "WSDCheckpointCallback",
     "get_default_callbacks",

@@ -28,7 +28,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
     """
     # The weights are tensors by name; their mapping carries versions of modules, which a copy would lose.
     content = {k: v if k == "model_state_dict" else storable(v, f"checkpoint[{k!r}]") for k, v in checkpoint.items()}
-    with _replacing(Path(path)) as temporary, durable_file(temporary) as file:
+    with replacing(Path(path)) as temporary, durable_file(temporary) as file:
         torch.save(content, file)
 
 
@@ -39,7 +39,7 @@ def write_weights(weights: Mapping[str, torch.Tensor], path: StrPath) -> None:
 
     :raises OSError: when they cannot be written; the previous file is left as it was
     """
-    with _replacing(Path(path)) as temporary:
+    with replacing(Path(path)) as temporary:
         write_tensors(weights, temporary)
 
 
@@ -77,7 +77,7 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """Give a temporary file that takes the place of another when the block ends, and is removed when it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)

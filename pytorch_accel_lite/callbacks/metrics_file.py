@@ -1,0 +1,133 @@
+"""The metrics of a run in a file that any program reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.callbacks.step_rows import StepRows
+from pytorch_accel_lite.checkpoint.portable import replacing
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+Row = dict[str, Any]
+
+
+class MetricsFileCallback(StepRows):
+    """Writes the metrics of the run history to a file, a row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
+
+    The file is replaced as a whole after each epoch, so a crash never leaves half a file, and a resumed run has every
+    row once. A metric that was recorded several times in an epoch shows its last value. Numbers that are not finite
+    are written as the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is no number, as a text.
+
+    :param path: where to write; missing folders are made. A run that is not resumed replaces the file.
+    :param every_n_updates: also write a row every n updates, with ``update``, ``epoch``, the mean ``loss`` since the
+        row before and the ``step_metrics`` of other callbacks, to a second file: ``metrics.jsonl`` has
+        ``metrics_updates.jsonl`` beside it
+    :raises ValueError: for another suffix
+    :raises OSError: at the start of a run, when the file cannot be written
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "metrics.jsonl", every_n_updates: int | None = None) -> None:
+        super().__init__(every_n_updates)
+        self.path = Path(path)
+        if self.path.suffix not in (".jsonl", ".csv"):
+            raise ValueError(f"path={os.fspath(path)!r} must end in .jsonl (JSON lines) or .csv.")
+        self.updates_path = self.path.with_name(f"{self.path.stem}_updates{self.path.suffix}")
+        self._columns: list[str] = []
+        self._trained = False
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        super().on_training_run_start(trainer)
+        if not hasattr(trainer.run_history, "rows"):
+            raise TypeError(
+                f"MetricsFileCallback needs a run history with rows(), which {type(trainer.run_history).__name__} has "
+                "not. Derive it from InMemoryRunHistory."
+            )
+        self._trained = True
+        trainer.ranks.run_together(lambda: self._begin_files(trainer), only_first=True)
+
+    def _begin_files(self, trainer: Trainer) -> None:
+        self._write_epochs(trainer)
+        if self.every_n_updates is not None:
+            update = trainer.progress.update
+            rows = [row for row in _read(self.updates_path) if int(row["update"]) <= update] if update else []
+            self._columns = list(dict.fromkeys(name for row in rows for name in row))
+            _replace(self.updates_path, rows)
+
+    def _write_epochs(self, trainer: Trainer) -> None:
+        _replace(self.path, trainer.run_history.rows())  # type: ignore[attr-defined]
+
+    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:  # noqa: D102
+        row = {"update": update, "epoch": epoch, **values}
+        if self.path.suffix == ".csv" and not row.keys() <= set(self._columns):
+            self._columns = list(dict.fromkeys([*self._columns, *row]))
+            _replace(self.updates_path, [*_read(self.updates_path), row], self._columns)
+            return
+        with self.updates_path.open("a") as file:
+            file.write(_as_text([row], self.path.suffix, self._columns, header=False))
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._update(trainer)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        super().on_training_run_end(trainer)
+        self._update(trainer)
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._trained:  # otherwise the file, if there is one, is that of another program's run
+            self._update(trainer)
+
+    def _update(self, trainer: Trainer) -> None:
+        if trainer.accelerator.is_main_process:
+            self._write_epochs(trainer)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as it is written."""
+    if isinstance(value, (str, bool, int)) or value is None:
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _as_text(rows: Iterable[Row], suffix: str, columns: list[str], header: bool) -> str:
+    plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
+    if suffix == ".jsonl":
+        return "".join(json.dumps(row) + "\n" for row in plain)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(plain)
+    return text.getvalue()
+
+
+def _replace(path: Path, rows: list[Row], columns: list[str] | None = None) -> None:
+    """Replace a file by one with these rows, whole or not at all."""
+    columns = columns or list(dict.fromkeys(name for row in rows for name in row))
+    with replacing(path) as temporary:
+        temporary.write_text(_as_text(rows, path.suffix, columns, header=bool(columns)))
+
+
+def _read(path: Path) -> list[Row]:
+    """Read the whole rows of a file: the last may be half written."""
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    if path.suffix == ".csv":
+        return [dict(row) for row in csv.DictReader(lines)]
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,253 @@
+"""Watching a run: learning rates, gradients, throughput, loss scale, memory, and what the model is made of.
+
+Each records a value per epoch in the run history, and what is known of an update in ``trainer.step_metrics``, where
+loggers find it. Nothing is read from the device in a step.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+_MIB = 2**20
+
+
+class LearningRateMonitorCallback(TrainerCallback):
+    """Records the learning rate of each parameter group: ``lr``, or ``lr_0``, ``lr_1`` ... of several.
+
+    Of an epoch, that of its last update.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Any] = {}
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        groups = trainer.optimizer.param_groups
+        if len(groups) == 1:
+            self._latest = {"lr": groups[0]["lr"]}
+        else:
+            self._latest = {f"lr_{number}": group["lr"] for number, group in enumerate(groups)}
+        trainer.step_metrics.update(self._latest)
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        for name, value in self._latest.items():
+            trainer.run_history.update_metric(name, float(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the learning rates of the latest update."""
+        return {"latest": {name: float(value) for name, value in self._latest.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._latest = dict(state["latest"])
+
+
+class GradientNormCallback(TrainerCallback):
+    """Records the total norm of the gradients, before they are clipped by norm.
+
+    Of an epoch: the mean over its updates as ``gradient_norm_mean``, the largest as ``gradient_norm_max`` and, when the
+    run clips by norm, the share of updates that were clipped as ``clipped_updates``.
+    """
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sum: Any = 0.0
+        self._max: Any = 0.0
+        self._clipped: Any = 0.0
+        self._count = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._clear()
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        norm = trainer.step_metrics["gradient_norm"] = trainer.gradient_norm.detach()
+        self._sum = norm + self._sum
+        self._max = torch.clamp(norm, min=self._max) if self._count else norm
+        self._count += 1
+        limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
+        if limit is not None:
+            self._clipped = (norm > limit) + self._clipped
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not self._count:
+            return
+        trainer.run_history.update_metric("gradient_norm_mean", float(self._sum) / self._count)
+        trainer.run_history.update_metric("gradient_norm_max", float(self._max))
+        if trainer.run_config is not None and trainer.run_config.gradient_clip_norm is not None:
+            trainer.run_history.update_metric("clipped_updates", float(self._clipped) / self._count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of the epoch so far."""
+        return {"sum": self._sum, "max": self._max, "clipped": self._clipped, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._sum, self._max, self._clipped, self._count = (state[key] for key in ("sum", "max", "clipped", "count"))
+
+
+class ThroughputCallback(TrainerCallback):
+    """Records the training samples of the whole job per second, and its tokens where steps count them.
+
+    Of an epoch without its evaluation ``samples_per_second_epoch``, and ``items_per_second_epoch`` when steps return
+    ``num_items_in_batch``; of the latest updates ``samples_per_second`` in ``trainer.step_metrics``.
+
+    :param window: updates over which the latest rate is taken
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        self.window = check_positive_int("window", window)
+        self._restart(0)
+
+    def _restart(self, samples: int) -> None:
+        self._recent: deque[tuple[float, int]] = deque(maxlen=self.window)
+        self._items: Any = None
+        self._first = samples
+        self._start = time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        # The part of an epoch that was trained before a resume has taken no time now.
+        self._restart(trainer.progress.samples_in_epoch)
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        items = kwargs["batch_output"].get("num_items_in_batch")
+        if items is not None:
+            items = items.detach() if isinstance(items, torch.Tensor) else items
+            self._items = items if self._items is None else self._items + items
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        now, samples = time.perf_counter(), trainer.progress.samples_in_epoch
+        since, before = self._recent[0] if self._recent else (self._start, self._first)
+        self._recent.append((now, samples))
+        trainer.step_metrics["samples_per_second"] = (samples - before) / (now - since)
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        mine = time.perf_counter() - self._start, None if self._items is None else float(self._items)
+        everyone = trainer.all_gather_object(mine)
+        seconds = max(taken for taken, _ in everyone)
+        rate = (trainer.progress.samples_in_epoch - self._first) / seconds
+        trainer.run_history.update_metric("samples_per_second_epoch", rate)
+        items = [count for _, count in everyone if count is not None]
+        if items:
+            trainer.run_history.update_metric("items_per_second_epoch", sum(items) / seconds)
+
+
+class LossScaleCallback(TrainerCallback):
+    """Records the scale of the gradient scaler (fp16) and the updates it skipped; without a scaler it does nothing.
+
+    Of an epoch: ``loss_scale`` at its end, and ``skipped_updates``.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._skipped = 0
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._skipped += trainer.update_was_skipped
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        scaler = trainer.accelerator.scaler
+        if scaler is not None:
+            trainer.run_history.update_metric("loss_scale", scaler.get_scale())
+            trainer.run_history.update_metric("skipped_updates", self._skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of the epoch so far."""
+        return {"skipped": self._skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._skipped = state["skipped"]
+
+
+class DeviceMemoryCallback(TrainerCallback):
+    """Records the most memory that any process has used, in MiB.
+
+    On a GPU, in the epoch: ``memory_allocated_mib`` and ``memory_reserved_mib``. Elsewhere ``memory_resident_mib``, the
+    largest size of a process since it was started.
+    """
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.device)
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.device.type == "cuda":
+            used = {
+                "memory_allocated_mib": torch.cuda.max_memory_allocated(trainer.device) / _MIB,
+                "memory_reserved_mib": torch.cuda.max_memory_reserved(trainer.device) / _MIB,
+            }
+        else:
+            kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+            used = {"memory_resident_mib": kibibytes / (1024 if sys.platform != "darwin" else _MIB)}
+        for name, largest in zip(used, trainer.ranks.max(list(used.values())), strict=True):
+            trainer.run_history.update_metric(name, largest)
+
+
+class ModelSummaryCallback(TrainerCallback):
+    """Prints at the start of a run what the model is made of: its layers, their parameters and their sizes.
+
+    :param depth: how deep modules within modules are listed
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = check_positive_int("depth", depth)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        trainer.print(summarise(trainer.get_model(keep_torch_compile=False), self.depth))
+
+
+def summarise(model: nn.Module, depth: int = 1) -> str:
+    """Return a table of a model's layers with their parameters, those that are trained, and their size.
+
+    Tied parameters count once, in the layer that has them first. Of sharded weights the whole is counted.
+
+    :param depth: how deep modules within modules are listed
+    """
+    rows = [("layer", "class", "parameters", "trainable", "MiB")]
+    counted: set[nn.Parameter] = set()
+    for name, module in model.named_modules():
+        level = name.count(".") + 1 if name else 0
+        is_leaf = level == depth or not any(True for _ in module.children())
+        if not name or level > depth or (not is_leaf and not list(module.parameters(recurse=False))):
+            continue
+        own = list(module.parameters(recurse=level == depth))
+        rows.append((name, type(module).__name__, *_count([p for p in own if p not in counted])))
+        counted.update(own)
+    everything = _count(list(model.parameters()))
+    rows.append(("total", type(model).__name__, *everything))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _count(parameters: list[nn.Parameter]) -> tuple[str, str, str]:
+    known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
+    if len(known) < len(parameters):
+        return "?", "?", "?"  # of a lazy module: known after the first batch
+    trained = sum(p.numel() for p in known if p.requires_grad)
+    size = sum(p.numel() * p.element_size() for p in known) / _MIB
+    return f"{sum(p.numel() for p in known):,}", f"{trained:,}", f"{size:.2f}"

@@ -1,0 +1,235 @@
+"""Logging to TensorBoard, Weights & Biases, MLflow and the other trackers that Accelerate knows."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+from pytorch_accel_lite.callbacks.step_rows import StepRows
+from pytorch_accel_lite.utils import did_you_mean
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class TrackerCallback(StepRows):
+    """Logs a run to a tracker: its configuration, numbers every n updates and every epoch, and pictures.
+
+    The step of everything is the number of updates made. A resumed run goes on in the same curves: TensorBoard forgets
+    what was logged after the state that is resumed from, MLflow is not given twice what it has, Weights & Biases drops
+    it by itself; the id of the run is kept in the training state. Other trackers may show such steps twice.
+
+    What Accelerate makes of it is also among ``trainer.accelerator.trackers`` while the run lasts.
+
+    :param tracker: a name: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``,
+        ``"dvclive"``, ``"swanlab"`` or ``"trackio"``; or a ``GeneralTracker`` of yours
+    :param project_name: what the tracker calls the project or experiment; TensorBoard's folder in ``project_dir``
+    :param project_dir: where trackers that write files do so
+    :param every_n_updates: log the mean loss since the last time and the ``step_metrics`` of other callbacks;
+        ``None``: only epochs
+    :param config: hyper-parameters of yours, logged with the run's configuration
+    :param init_kwargs: arguments for the tracker: a run's name, tags ...
+    :raises ValueError: when there is no such tracker
+    :raises ImportError: when its package is not installed
+    """
+
+    def __init__(
+        self,
+        tracker: str | GeneralTracker = "tensorboard",
+        project_name: str = "training",
+        project_dir: str | os.PathLike[str] = "runs",
+        every_n_updates: int | None = 50,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(every_n_updates)
+        if isinstance(tracker, str):
+            _check_tracker(tracker)
+        elif not isinstance(tracker, GeneralTracker):
+            raise TypeError(f"tracker={tracker!r} must be the name of a tracker, or an accelerate GeneralTracker.")
+        self.tracker = tracker
+        self.project_name = project_name
+        self.project_dir = os.fspath(project_dir)
+        self.config = dict(config or {})
+        self.init_kwargs = dict(init_kwargs or {})
+        self.run_id: str | None = None
+        self._started: Any = None
+        self._trainer: Trainer | None = None
+        self._logged: dict[str, int] = {}
+        self._known: dict[str, set[int]] = {}
+        self._first_update = 0
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        super().on_training_run_start(trainer)
+        self._trainer, self._started, self._known = trainer, None, {}
+        self._first_update = trainer.progress.update
+        self.run_id = None
+        self._logged = self._counts(trainer)
+        trainer.ranks.run_together(self._check_directory, only_first=True)
+
+    def _check_directory(self) -> None:
+        if self.tracker == "tensorboard":
+            os.makedirs(os.path.join(self.project_dir, self.project_name), exist_ok=True)
+
+    # Started at the first use: what is resumed from is known only after on_training_run_start.
+    @property
+    def _running(self) -> Any:
+        if self._started is None:
+            trainer = self._trainer
+            assert trainer is not None
+            self._started = self._create(trainer)
+            self._started.start()
+            trainer.accelerator.trackers.append(self._started)
+            if not self._first_update:
+                configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
+                self._started.store_init_configuration(
+                    {name: _plain(value) for name, value in {**configuration, **self.config}.items()}
+                )
+            self._note_run()
+        return self._started
+
+    def _create(self, trainer: Trainer) -> Any:
+        if not isinstance(self.tracker, str):
+            return self.tracker
+        tracker_class, arguments = LOGGER_TYPE_TO_CLASS[self.tracker], dict(self.init_kwargs)
+        if self.tracker == "tensorboard":
+            arguments.setdefault("purge_step", self._first_update)  # readers pass over what was logged from there
+        elif self.run_id is not None:
+            arguments |= {"wandb": {"id": self.run_id, "resume": "must"}, "mlflow": {"run_id": self.run_id}}.get(
+                self.tracker, {}
+            )
+        if tracker_class.requires_logging_directory:
+            return tracker_class(self.project_name, self.project_dir, **arguments)
+        return tracker_class(self.project_name, **arguments)
+
+    def _note_run(self) -> None:
+        """Note the id of the run, and what it holds already."""
+        if self.tracker == "wandb":
+            self.run_id = self._started.run.id
+        elif self.tracker == "mlflow":
+            from mlflow.tracking import MlflowClient
+
+            self.run_id, client = self._started.active_run.info.run_id, MlflowClient()
+            for name in client.get_run(self.run_id).data.metrics:
+                self._known[name] = {metric.step for metric in client.get_metric_history(self.run_id, name)}
+
+    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:  # noqa: D102
+        self._log({"epoch": epoch, **values}, update)
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._log_new(trainer)
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._started is not None:  # within a run
+            self._log_new(trainer)
+
+    def _log_new(self, trainer: Trainer) -> None:
+        counts = self._counts(trainer)
+        new = {
+            name: trainer.run_history.get_latest_metric(name)
+            for name, count in counts.items()
+            if count > self._logged.get(name, 0)
+        }
+        self._logged = counts
+        if new and trainer.accelerator.is_main_process:
+            self._log(new, trainer.progress.update)
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        plain = {name: _plain(value) for name, value in values.items()}
+        running = self._running
+        new = {name: value for name, value in plain.items() if step not in self._known.setdefault(name, set())}
+        for name in new:
+            self._known[name].add(step)
+        if new:
+            running.log(new, step=step)
+
+    def log_images(self, trainer: Trainer, images: Mapping[str, Any], step: int | None = None) -> None:
+        """Log pictures. To be called on the first process, or on all.
+
+        :param images: by name, arrays of shape (height, width, channels) with values from 0 to 255
+        :param step: by default the updates made
+        """
+        if not trainer.accelerator.is_main_process or self._trainer is None:
+            return
+        step = trainer.progress.update if step is None else step
+        for name, image in images.items():
+            picture = np.asarray(image)
+            if self.tracker == "tensorboard":
+                self._running.writer.add_image(name, picture, global_step=step, dataformats="HWC")
+            elif self.tracker == "mlflow":
+                import mlflow
+
+                mlflow.log_image(picture, artifact_file=f"{name}/{step}.png")
+            elif hasattr(self._running, "log_images"):
+                self._running.log_images({name: [picture]}, step=step)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        super().on_training_run_end(trainer)
+        self._log_new(trainer)
+        self._finish(trainer)
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        if self._started is not None:
+            self._started.finish()
+            trainer.accelerator.trackers.remove(self._started)
+            self._started = None
+
+    def _counts(self, trainer: Trainer) -> dict[str, int]:
+        history = trainer.run_history
+        return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is pending, and return the id of the run and what was logged last."""
+        state = super().state_dict() | {"logged": dict(self._logged)}
+        if self._started is not None and self.tracker == "tensorboard":
+            self._started.writer.flush()  # what is in memory only would be lost when the program is killed
+        run_id = self.run_id
+        if self._trainer is not None:  # the first process alone knows it
+            run_id = self._trainer.ranks.broadcast_object(lambda: self.run_id)
+        return state | {"run_id": run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, and log again what belongs to the update that it was taken at.
+
+        Whether that was logged before or after the state was taken depends on the order of the callbacks.
+        """
+        super().load_state_dict(state)
+        self.run_id, self._logged = state["run_id"], dict(state["logged"])
+        trainer, row = self._trainer, self._last_row
+        if trainer is None:
+            return
+        if trainer.accelerator.is_main_process and row.get("update") == trainer.progress.update:
+            self.write_row(row["update"], row["epoch"], row["values"])
+        if not trainer.progress.is_mid_epoch and hasattr(trainer.run_history, "rows"):
+            rows = trainer.run_history.rows()
+            self._logged = self._counts(trainer)
+            if rows and trainer.accelerator.is_main_process:
+                self._log({name: value for name, value in rows[-1].items() if name != "epoch"}, trainer.progress.update)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a type that every tracker takes."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def _check_tracker(name: str) -> None:
+    if name not in LOGGER_TYPE_TO_CLASS:
+        known = list(LOGGER_TYPE_TO_CLASS)
+        raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    if importlib.util.find_spec(name) is None:
+        extra = name if name in ("tensorboard", "mlflow") else None
+        install = f'pip install "pytorch-accel-lite[{extra}]"' if extra else f"pip install {name.replace('_', '-')}"
+        raise ImportError(f"tracker={name!r} needs the package {name}. Install it: {install}")

@@ -1,0 +1,61 @@
+"""A run with every logger, which may be killed at any time: python logged.py FOLDER [DELAY]. Run again, it goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    GradientNormCallback,
+    LearningRateMonitorCallback,
+    MetricsFileCallback,
+    RunLogCallback,
+    SaveTrainingStateCallback,
+    TrackerCallback,
+)
+from tests.tasks import quiet_trainer, regression_data, small_model
+
+EPOCHS, UPDATES = 3, 12
+
+
+class Slow(TrainerCallback):
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+
+    def on_train_step_end(self, trainer, **kwargs):
+        time.sleep(self.delay)
+
+
+def loggers(folder: Path, mlflow: bool = True) -> list[Any]:
+    trackers = [TrackerCallback("tensorboard", "run", folder / "tensorboard", every_n_updates=2, config={"mine": 3})]
+    if mlflow:
+        trackers.append(TrackerCallback("mlflow", every_n_updates=1))
+    files = MetricsFileCallback(folder / "metrics.jsonl", 1), MetricsFileCallback(folder / "metrics.csv", 3)
+    return [*files, *trackers, RunLogCallback(folder / "log", {"mine": 3})]
+
+
+def run(folder: Path, saver_first: bool = False, delay: float = 0.0, mlflow: bool = True) -> Any:
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
+    callbacks = [Slow(delay), LearningRateMonitorCallback(), GradientNormCallback(), *loggers(folder, mlflow)]
+    callbacks = [saving, *callbacks] if saver_first else [*callbacks, saving]
+    trainer = quiet_trainer(small_model(), callbacks=callbacks, seed=2)
+    data = regression_data(24)
+    trainer.train(data, EPOCHS, data, per_device_batch_size=6 // trainer.ranks.world_size, resume_from="latest")
+    return trainer
+
+
+if __name__ == "__main__":
+    import mlflow
+
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    mlflow.set_tracking_uri((folder / "mlruns").as_uri())
+    trainer = run(folder, "--saver-first" in sys.argv, float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    print("world size", trainer.ranks.world_size)

@@ -1,0 +1,290 @@
+"""What is logged is there once, in files, trackers and the folder of a run: also after kills, and of all processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, TrackerCallback
+from tests.launching import ROOT, environment, torchrun
+from tests.scripts.logged import EPOCHS, UPDATES, run
+from tests.small import listener, make_data, make_trainer, train
+
+SCRIPT = [sys.executable, "tests/scripts/logged.py"]
+
+
+def json_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows: the steps and values of every curve."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def mlflow_metrics(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What the file store of MLflow holds; each line is a time, a value and a step."""
+    found = {}
+    for path in folder.glob("mlruns/*/*/metrics/*"):
+        lines = [line.split() for line in path.read_text().splitlines()]
+        found[path.name] = [(int(step), float(value)) for _, value, step in lines]
+    return found
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    """Everything that a run has logged, for comparing."""
+    return {
+        "epochs": json_rows(folder / "metrics.jsonl"),
+        "updates": json_rows(folder / "metrics_updates.jsonl"),
+        "csv": csv_rows(folder / "metrics.csv"),
+        "csv updates": csv_rows(folder / "metrics_updates.csv"),
+        "tensorboard": scalars(folder / "tensorboard" / "run"),
+        "mlflow": mlflow_metrics(folder),
+        "page": json.loads((folder / "log" / "run.json").read_text())["metrics"],
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logged")
+    done = subprocess.run([*SCRIPT, str(folder)], env=environment(), cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_logger_has_every_row_once(uninterrupted):
+    logged = whole(uninterrupted)
+    assert [row["epoch"] for row in logged["epochs"]] == [1, 2, 3]
+    assert {"train_loss_epoch", "eval_loss_epoch", "lr", "gradient_norm_max"} <= logged["epochs"][0].keys()
+    assert [(row["update"], row["epoch"]) for row in logged["updates"]] == [(u, (u - 1) // 4 + 1) for u in range(1, 13)]
+    assert [row["epoch"] for row in logged["csv"]] == ["1", "2", "3"]
+    assert [row["update"] for row in logged["csv updates"]] == ["3", "6", "9", "12"]
+    assert logged["page"] == logged["epochs"]
+    tensorboard, mlflow = logged["tensorboard"], logged["mlflow"]
+    assert [step for step, _ in tensorboard["loss"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _ in tensorboard["eval_loss_epoch"]] == [4, 8, 12]
+    assert [step for step, _ in tensorboard["lr"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _ in mlflow["loss"]] == list(range(1, 13))
+    assert [value for _, value in mlflow["loss"]] == [row["loss"] for row in logged["updates"]]
+    assert [value for _, value in mlflow["train_loss_epoch"]] == [row["train_loss_epoch"] for row in logged["epochs"]]
+    (params,) = uninterrupted.glob("mlruns/*/*/params/num_epochs")
+    assert params.read_text() == "3"
+
+
+def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
+    logged = whole(uninterrupted)
+    losses = [row["loss"] for row in logged["updates"]]
+    for number, row in enumerate(logged["epochs"]):
+        of_epoch = losses[4 * number : 4 * number + 4]
+        assert row["train_loss_epoch"] == pytest.approx(sum(of_epoch) / 4)
+    by_twos = [sum(losses[i : i + 2]) / 2 for i in range(0, 12, 2)]
+    assert [value for _, value in logged["tensorboard"]["loss"]] == pytest.approx(by_twos, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [[], ["--saver-first"]])
+def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, order):
+    """SIGKILL at random times; KILLS=20 for more of them."""
+    kills, wanted, chance = 0, int(os.environ.get("KILLS", "3")), random.Random(5)
+    for _ in range(20 * wanted):
+        process = subprocess.Popen([*SCRIPT, str(tmp_path), "0.05", *order], env=environment(), cwd=ROOT)
+        if kills < wanted:
+            seen = len(list(tmp_path.glob("states/update-*")))
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                if len(list(tmp_path.glob("states/update-*"))) > seen:
+                    time.sleep(chance.random() * 0.1)
+                    break
+                time.sleep(0.01)
+            kills += process.poll() is None
+            process.send_signal(signal.SIGKILL)
+        process.wait(timeout=120)
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0
+    assert kills == wanted
+    logged, expected = whole(tmp_path), whole(uninterrupted)
+    for name in ("epochs", "updates", "csv", "csv updates", "page", "tensorboard"):
+        assert logged[name] == expected[name], name
+    # A run that was killed before its first state has begun anew, as a run of its own.
+    runs = Counter(path.parent.parent for path in tmp_path.glob("mlruns/*/*/metrics/loss"))
+    assert len(runs) == 1
+    assert logged["mlflow"] == expected["mlflow"]
+    attempts = json.loads((tmp_path / "log" / "run.json").read_text())["attempts"]
+    assert attempts[-1]["outcome"] == "finished"
+
+
+@pytest.mark.processes
+def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted):
+    done = torchrun(2, "tests/scripts/logged.py", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "world size 2" in done.stdout
+    logged, expected = whole(tmp_path), whole(uninterrupted)
+    for row, other in zip(logged["updates"], expected["updates"], strict=True):
+        assert row == pytest.approx(other)
+    assert logged["tensorboard"].keys() == expected["tensorboard"].keys()
+    assert len(list(tmp_path.glob("tensorboard/run/events*"))) == 1
+    assert len(logged["mlflow"]["loss"]) == UPDATES
+
+
+# ---------------------------------------------------------------------------------------- metrics files
+
+
+def test_what_json_and_csv_cannot_hold_is_written_as_text(tmp_path):
+    odd = {"nan": math.nan, "inf": -math.inf, "words": "two words", "list": [1, 2]}
+
+    def record(trainer: Any) -> None:
+        for name, value in odd.items():
+            trainer.run_history.update_metric(name, value)
+
+    files = [MetricsFileCallback(tmp_path / name) for name in ("m.jsonl", "m.csv")]
+    train(make_trainer([listener(on_train_epoch_end=record), *files]))
+    expected = {"nan": "NaN", "inf": "-Infinity", "words": "two words", "list": "[1, 2]"}
+    assert json_rows(tmp_path / "m.jsonl")[0].items() >= expected.items()
+    assert csv_rows(tmp_path / "m.csv")[0].items() >= expected.items()
+
+
+def test_columns_may_come_later(tmp_path):
+    def measure(trainer: Any) -> None:
+        if trainer.progress.update >= 1:
+            trainer.step_metrics["late"] = trainer.progress.update
+
+    files = [MetricsFileCallback(tmp_path / name, 1) for name in ("m.jsonl", "m.csv")]
+    train(make_trainer([listener(on_optimizer_step_start=measure), *files]), epochs=2, eval_dataset=True)
+    assert [row["late"] for row in csv_rows(tmp_path / "m_updates.csv")] == ["", "1.0", "2.0", "3.0", "4.0", "5.0"]
+    assert [row.get("late") for row in json_rows(tmp_path / "m_updates.jsonl")] == [None, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_an_evaluation_after_the_run_is_in_the_row_of_its_last_epoch(tmp_path):
+    trainer = train(make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]), epochs=2)
+    loss = trainer.evaluate(make_data())["evaluation_loss"]
+    rows = json_rows(tmp_path / "m.jsonl")
+    assert [row.get("evaluation_loss") for row in rows] == [None, loss]
+
+
+def test_an_evaluation_alone_leaves_the_file_of_an_earlier_run(tmp_path):
+    train(make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]))
+    before = (tmp_path / "m.jsonl").read_text()
+    make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]).evaluate(make_data())
+    assert (tmp_path / "m.jsonl").read_text() == before
+
+
+# ---------------------------------------------------------------------------------------- the run's folder
+
+
+def test_the_folder_of_a_run_says_how_it_went(tmp_path):
+    log = RunLogCallback(tmp_path / "log", {"idea": "wider <layers>"})
+    train(make_trainer([log]), epochs=2, eval_dataset=True)
+    record = json.loads((tmp_path / "log" / "run.json").read_text())
+    assert record["attempts"][-1]["outcome"] == "finished"
+    assert record["config"]["idea"] == "wider <layers>"
+    assert record["config"]["num_epochs"] == 2
+    assert record["versions"]["torch"]
+    assert record["git"] is None or len(record["git"]["commit"]) == 40
+    assert [row["epoch"] for row in record["metrics"]] == [1, 2]
+    page = (tmp_path / "log" / "summary.html").read_text()
+    assert "data:image/svg+xml;base64," in page
+    assert "wider &lt;layers&gt;" in page
+    assert "http" not in page.replace("http-equiv", "")
+    text = (tmp_path / "log" / "summary.md").read_text()
+    assert "- **Outcome**: finished" in text
+    assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
+
+
+def test_the_error_of_a_run_is_in_its_folder(tmp_path):
+    def fail(trainer: Any, **kwargs: Any) -> None:
+        raise ValueError("nothing works")
+
+    with pytest.raises(ValueError, match="nothing works"):
+        train(make_trainer([RunLogCallback(tmp_path), listener(on_train_step_end=fail)]))
+    attempt = json.loads((tmp_path / "run.json").read_text())["attempts"][-1]
+    assert attempt["outcome"] == "failed: ValueError: nothing works"
+    assert "in fail" in attempt["traceback"]
+    assert "nothing works" in (tmp_path / "summary.html").read_text()
+
+
+def test_without_matplotlib_the_page_has_tables(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    train(make_trainer([RunLogCallback(tmp_path)]))
+    page = (tmp_path / "summary.html").read_text()
+    assert "pytorch-accel-lite[plot]" in page
+    assert "train_loss_epoch" in page
+
+
+# ---------------------------------------------------------------------------------------------- trackers
+
+
+def test_pictures_are_logged_at_the_update(tmp_path):
+    import numpy as np
+
+    tracker = TrackerCallback("tensorboard", "run", tmp_path)
+    picture = np.zeros((4, 5, 3), dtype=np.uint8)
+    draw = listener(on_train_epoch_end=lambda t: tracker.log_images(t, {"sample": picture}))
+    train(make_trainer([tracker, draw]), epochs=2)
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [(e.step, e.width, e.height) for e in events.Images("sample")] == [(3, 5, 4), (6, 5, 4)]
+
+
+def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
+    names: list[list[str]] = []
+    look = listener(on_epoch_checkpoint=lambda t: names.append([x.name for x in t.accelerator.trackers]))
+    trainer = train(make_trainer([TrackerCallback("tensorboard", "run", tmp_path), look]))
+    assert names == [["tensorboard"]]
+    assert trainer.accelerator.trackers == []
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TrackerCallback("tensorbord"), ValueError, "tensorbord' is not known. Did you mean 'tensorboard'"),
+        (lambda: TrackerCallback("wandb"), ImportError, "needs the package wandb. Install it: pip install wandb"),
+        (lambda: TrackerCallback(3), TypeError, "tracker=3 must be the name"),
+        (lambda: TrackerCallback(every_n_updates=0), ValueError, "every_n_updates=0"),
+        (lambda: MetricsFileCallback("metrics.txt"), ValueError, r"path='metrics.txt' must end in .jsonl"),
+    ],
+)
+def test_bad_arguments_are_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: TrackerCallback(project_dir=folder),
+        lambda folder: MetricsFileCallback(folder / "metrics.jsonl"),
+        lambda folder: RunLogCallback(folder),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_known_before_training_begins(make, tmp_path):
+    (tmp_path / "file").touch()
+    steps: list[int] = []
+    trainer = make_trainer([make(tmp_path / "file"), listener(on_train_step_start=lambda t: steps.append(1))])
+    with pytest.raises(OSError, match="file"):
+        train(trainer)
+    assert not steps
+
+
+def test_the_number_of_epochs_of_the_script_is_what_the_tests_say(tmp_path):
+    trainer = run(tmp_path, mlflow=False)
+    assert (trainer.progress.epochs_completed, trainer.progress.update) == (EPOCHS, UPDATES)

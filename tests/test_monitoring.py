@@ -1,0 +1,156 @@
+"""What monitoring callbacks record is what can be computed by hand, and costs no read in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import (
+    DeviceMemoryCallback,
+    GradientNormCallback,
+    LearningRateMonitorCallback,
+    LossScaleCallback,
+    ModelSummaryCallback,
+    SaveTrainingStateCallback,
+    ThroughputCallback,
+)
+from tests.small import listener, make_model, make_trainer, train
+
+
+def test_learning_rates_are_those_that_the_updates_were_made_with():
+    seen: list[Any] = []
+    look = listener(on_optimizer_step_end=lambda t: seen.append(t.step_metrics["lr"]))
+    trainer = make_trainer([LearningRateMonitorCallback, look])
+    halve = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    train(trainer, epochs=2, create_scheduler_fn=halve)
+    assert seen == [0.1 * 0.5**i for i in range(6)]
+    assert trainer.run_history.get_metric_values("lr") == [seen[2], seen[5]]
+
+
+def test_each_group_has_its_learning_rate():
+    model = make_model()
+    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in ((model[0], 0.1), (model[2], 0.01))]
+    trainer = train(make_trainer([LearningRateMonitorCallback], model=model, optimizer=torch.optim.SGD(groups)))
+    assert [trainer.run_history.get_latest_metric(name) for name in ("lr_0", "lr_1")] == [0.1, 0.01]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradient_norms_are_those_before_clipping(clip):
+    norms: list[float] = []
+
+    class Norms(Trainer):
+        def clip_gradients(self):
+            norms.append(float(nn.utils.get_total_norm([p.grad for p in self.model.parameters()])))
+            super().clip_gradients()
+
+    trainer = make_trainer([GradientNormCallback], trainer_class=Norms)
+    train(trainer, gradient_clip_norm=clip, eval_dataset=True)
+    values = {name: trainer.run_history.get_metric_values(name) for name in trainer.run_history.get_metric_names()}
+    assert values["gradient_norm_mean"] == [pytest.approx(sum(norms) / 3)]
+    assert values["gradient_norm_max"] == [pytest.approx(max(norms))]
+    assert float(trainer.step_metrics["gradient_norm"]) == pytest.approx(norms[-1])
+    if clip is None:
+        assert "clipped_updates" not in values
+    else:
+        assert values["clipped_updates"] == [sum(norm > clip for norm in norms) / 3]
+        assert values["clipped_updates"][0] > 0
+
+
+def test_an_epoch_that_was_resumed_has_the_norms_of_all_its_updates(tmp_path):
+    def run(**kwargs: Any) -> dict[str, Any]:
+        saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
+        trainer = make_trainer([GradientNormCallback, saving], seed=0)
+        train(trainer, epochs=1, gradient_clip_norm=0.5, **kwargs)
+        return trainer.run_history.to_dict()
+
+    whole = run()
+    assert run(resume_from=tmp_path / "update-000000002") == whole
+
+
+class Counted(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        return super().calculate_train_batch_loss(batch) | {"num_items_in_batch": torch.tensor(7)}
+
+
+def test_throughput_counts_samples_and_items():
+    rates: list[float] = []
+    look = listener(on_optimizer_step_end=lambda t: rates.append(t.step_metrics["samples_per_second"]))
+    trainer = make_trainer([ThroughputCallback, look], trainer_class=Counted)
+    train(trainer, epochs=2)
+    samples, items = (
+        trainer.run_history.get_metric_values(f"{name}_per_second_epoch") for name in ("samples", "items")
+    )
+    assert [i / s for i, s in zip(items, samples, strict=True)] == [pytest.approx(3 * 7 / 6)] * 2
+    assert len(rates) == 6
+    assert min(rates) > 0
+    plain = train(make_trainer([ThroughputCallback]))
+    assert "items_per_second_epoch" not in plain.run_history.get_metric_names()
+
+
+def test_memory_is_recorded_in_mebibytes():
+    trainer = train(make_trainer([DeviceMemoryCallback]), epochs=2)
+    used = trainer.run_history.get_metric_values("memory_resident_mib")
+    assert len(used) == 2
+    assert 50 < used[0] <= used[1] < 100_000
+
+
+def test_skipped_updates_are_counted_over_a_resume():
+    counts, skip = LossScaleCallback(), listener(on_optimizer_step_start=lambda t: t.skip_update())
+    train(make_trainer([skip, counts]))
+    restored = LossScaleCallback()
+    restored.load_state_dict(counts.state_dict())
+    assert restored.state_dict() == {"skipped": 3}
+
+
+def test_without_a_scaler_there_is_no_scale():
+    trainer = train(make_trainer([LossScaleCallback]))
+    assert trainer.run_history.get_metric_names() == ["train_loss_epoch"]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU()))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(8, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.body[0].requires_grad_(False)
+
+
+def test_a_summary_counts_each_parameter_once_and_says_what_is_trained(capsys):
+    from pytorch_accel_lite.callbacks.monitoring import summarise
+
+    assert summarise(Tied()).splitlines() == [
+        "layer  class       parameters  trainable   MiB",
+        "----------------------------------------------",
+        "embed  Embedding          800        800  0.00",
+        "body   Sequential         136         64  0.00",
+        "head   Linear               0          0  0.00",
+        "----------------------------------------------",
+        "total  Tied               939        867  0.00",
+    ]
+    deep = summarise(Tied(), depth=3).splitlines()
+    assert [line.split()[0] for line in deep[2:-2]] == ["embed", "body.0", "body.1.0", "body.1.1", "head"]
+    train(make_trainer([ModelSummaryCallback]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ["0", "Linear", "15", "15", "0.00"]
+    assert lines[-1].split() == ["total", "Sequential", "19", "19", "0.00"]
+
+
+def test_a_lazy_layer_is_not_known_yet():
+    from pytorch_accel_lite.callbacks.monitoring import summarise
+
+    assert "?" in summarise(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [(lambda: ThroughputCallback(0), "window=0"), (lambda: ModelSummaryCallback(0), "depth=0")]
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
