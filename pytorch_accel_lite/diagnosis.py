@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.batches import find_batch_size, total_loss
-from pytorch_accel_lite.resuming import generator_states, set_generator_states
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -67,7 +65,7 @@ def diagnose(trainer: Trainer, num_steps: int) -> Diagnosis:
         raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
     again = itertools.islice(itertools.cycle(held), num_steps)
     in_memory = list(again)
-    warm_up, trainer_state = in_memory[: min(10, num_steps)], _snapshot(trainer)
+    warm_up = in_memory[: min(10, num_steps)]
     try:
         trainer.train_epoch_start()
         for step in (_forward, _backward, _update):
@@ -79,7 +77,6 @@ def diagnose(trainer: Trainer, num_steps: int) -> Diagnosis:
         whole, _ = _time(trainer, _read(loader, num_steps), _update)
     finally:
         loader.stop_workers()
-        _restore(trainer, trainer_state)
     samples = sum(map(find_batch_size, held)) / len(held)
     found = Diagnosis(count, samples, data, forward, max(backward - forward, 0), max(update - backward, 0), whole)
     found.advice = list(_advise(trainer, found))
@@ -122,22 +119,6 @@ def _update(trainer: Trainer, batch: Any) -> None:
     trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch)["loss"]))
     trainer.optimizer_step()
     trainer.optimizer_zero_grad()
-
-
-def _snapshot(trainer: Trainer) -> tuple[Any, ...]:
-    modes = [(module, module.training) for module in trainer.model.modules()]
-    states = copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()))
-    return *states, generator_states(), modes
-
-
-def _restore(trainer: Trainer, state: tuple[Any, ...]) -> None:
-    model, optimizer, generators, modes = state
-    trainer.model.load_state_dict(model)
-    trainer.optimizer.load_state_dict(optimizer)
-    trainer.optimizer.zero_grad()
-    set_generator_states(generators)
-    for module, mode in modes:
-        module.training = mode
 
 
 def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:

@@ -114,7 +114,7 @@ class StepGuard:
         if not isinstance(loaded.batch, FailedRead):
             size = find_batch_size(loaded.batch)
         if error is not None:
-            if self._splits and _is_out_of_memory(error):
+            if self._splits and is_out_of_memory(error):
                 outcome = _OUT_OF_MEMORY
             elif self._skips:
                 outcome = _FAILED
@@ -188,7 +188,8 @@ def _parameters(trainer: Trainer) -> list[nn.Parameter]:
     return list(dict.fromkeys([*trainer.get_model().parameters(), *trainer._optimized_parameters()]))
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there was not enough memory, on the device or the host."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
 
 

@@ -60,6 +60,39 @@ def plot_curves(
     return figure
 
 
+def plot_range_test(
+    lrs: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    suggestion: float | None,
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """Draw the losses of a learning rate range test."""
+    figures = import_extra("matplotlib.figure", "plot", "plot()")
+    figure: Figure = figures.Figure(figsize=(6.4, 4), layout="constrained", dpi=120)
+    axis = figure.subplots()
+    axis.plot(lrs, losses, color="#1f77b4", alpha=0.3, label="loss")
+    axis.plot(lrs, smoothed, color="#1f77b4", label="smoothed")
+    if suggestion is not None:
+        axis.axvline(suggestion, color="#d95f02", linestyle="--", label=f"suggestion {suggestion:.2g}")
+    low, high = min(smoothed), max(smoothed)
+    axis.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))  # single losses may be far out
+    axis.set_xscale("log")
+    axis.set(xlabel="learning rate", ylabel="loss", title="learning rate range test")
+    return _finish(figure, axis, path)
+
+
+def _finish(figure: Figure, axis: Any, path: str | os.PathLike[str] | None) -> Figure:
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False)
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return figure
+
+
 def _panel_of(name: str) -> tuple[str, str]:
     """Split a metric's name into its panel and its label there: ``clean_eval_loss_epoch``: ``loss``, ``clean_eval``."""
     plain = name.removesuffix("_epoch")

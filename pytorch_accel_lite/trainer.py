@@ -20,6 +20,7 @@ from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.diagnosis import Diagnosis, diagnose
+from pytorch_accel_lite.finding import LearningRates, check_range_test, largest_batch, range_test
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients
 from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.placeholders import (
@@ -39,7 +40,8 @@ from pytorch_accel_lite.resuming import (
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.trials import unchanged
+from pytorch_accel_lite.utils import check_positive_int, check_range
 from pytorch_accel_lite.validation import check_data, check_scheduler, check_training, has_no_batch
 
 __all__ = [
@@ -718,23 +720,119 @@ class Trainer(TrainerBase):
         :param num_steps: steps of each kind
         :return: the measurements and the advice, which are also printed
         """
-        check_training(self.optimizer, self.accelerator, RunRequest(num_epochs=1), None)
         check_positive_int("num_steps", num_steps)
-        if self._preparation is not None:
-            raise RuntimeError("diagnose() cannot be called within a run. Call it before train().")
-        check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn, False)
-        before = {name: getattr(self, name) for name in (*_OF_A_RUN, "train_dataset", "data_seed")}
-        self.train_dataset, self.collate_fn = train_dataset, collate_fn
-        self.data_seed = self.seed or 0
-        try:
-            loader = self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs)
-            self._train_dataloader = self._shard(loader, training=True)
-            with self._prepared(training=True):
-                found = diagnose(self, num_steps)
-        finally:
-            vars(self).update(before)
+        request = RunRequest(num_epochs=1)
+        with self._trial(
+            "diagnose", train_dataset, per_device_batch_size, request, train_dataloader_kwargs, collate_fn
+        ):
+            found = diagnose(self, num_steps)
         self.print(found)
         return found
+
+    def find_lr(
+        self,
+        train_dataset: Any,
+        per_device_batch_size: int = 8,
+        min_lr: float = 1e-6,
+        max_lr: float = 10.0,
+        num_steps: int = 100,
+        gradient_accumulation_steps: int = 1,
+        gradient_clip_value: float | None = None,
+        train_dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        gradient_clip_norm: float | None = None,
+        diverged: float = 4.0,
+    ) -> LearningRates:
+        """Try learning rates from small to large, one an update, and suggest one (a learning rate range test).
+
+        Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). Everything is put back afterwards: the
+        model, the optimizer, the generators; the history and the callbacks see nothing of it. To be called on every
+        process. Other arguments are those of :meth:`train`.
+
+        :param min_lr: the first learning rate; of the parameter group with the largest, to which others stay in
+            proportion
+        :param max_lr: the last
+        :param num_steps: updates, at least 10
+        :param diverged: stop when the smoothed loss is so many times its smallest value
+        :return: the rates, the losses, a ``suggestion`` and ``plot()``; what it says is also printed
+        """
+        check_range_test(min_lr, max_lr, num_steps)
+        check_range("diverged", diverged, above=1)
+        request = RunRequest(1, None, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm)
+        with self._trial("find_lr", train_dataset, per_device_batch_size, request, train_dataloader_kwargs, collate_fn):
+            found = range_test(self, min_lr, max_lr, num_steps, diverged)
+        self.print(found)
+        return found
+
+    def find_batch_size(
+        self,
+        train_dataset: Any,
+        start: int = 2,
+        max_batch_size: int | None = None,
+        num_steps: int = 2,
+        train_dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> int:
+        """Find the largest batch size of a process with which training fits into memory.
+
+        Sizes are doubled until one does not fit, and then halved between; all processes agree. Everything is put back
+        afterwards, as with :meth:`find_lr`. The largest that fits just fits: a little less is safer where samples
+        differ in size.
+
+        :param start: the first size to try
+        :param max_batch_size: do not try larger ones; by default the share of the dataset that a process gets
+        :param num_steps: updates to be made with each size
+        :raises RuntimeError: when not even one sample fits
+        """
+        check_positive_int("start", start)
+        check_positive_int("num_steps", num_steps)
+        most = len(train_dataset) // self.ranks.world_size
+        if max_batch_size is not None:
+            most = min(most, check_positive_int("max_batch_size", max_batch_size))
+        if most < 1:
+            raise ValueError(f"train_dataset has {len(train_dataset)} samples: too few for a batch on every process.")
+
+        def load(size: int) -> Any:
+            loader = self._shard(self.create_train_dataloader(size, train_dataloader_kwargs), training=True)
+            try:
+                return next(iter(loader.steps(1))).batch
+            finally:
+                loader.stop_workers()
+
+        request = RunRequest(num_epochs=1)
+        with self._trial("find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn):
+            self.train_epoch_start()
+            found = largest_batch(self, load, start, most, num_steps)
+        if not found:
+            raise RuntimeError("Not even a batch of one sample fits into memory.")
+        self.print(f"The largest batch size that fits is {found}{' (the most there is)' if found == most else ''}.")
+        return found
+
+    @contextmanager
+    def _trial(
+        self, name: str, train_dataset: Any, batch_size: int, request: RunRequest, loader_kwargs: Any, collate_fn: Any
+    ) -> Iterator[None]:
+        """Set the trainer up for training outside of a run, and put everything back."""
+        check_training(self.optimizer, self.accelerator, request, None)
+        if self._preparation is not None:
+            raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
+        check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
+        names = (*_OF_A_RUN, "train_dataset", "data_seed", "gradient_window", "_gradient_norm")
+        before = {name: getattr(self, name) for name in names}
+        self.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+        self.collate_fn, self.data_seed = collate_fn, self.seed or 0
+        try:
+            loader = self.create_train_dataloader(batch_size, loader_kwargs)
+            self._train_dataloader = self._shard(loader, training=True)
+            with self._prepared(training=True), unchanged(self):
+                self.run_config = self._create_run_config(batch_size, request)
+                self.gradient_window = GradientWindow(self.ranks, request.gradient_accumulation_steps, batch_size)
+                yield
+        finally:
+            if isinstance(self._train_dataloader, ShardedLoader):
+                self._train_dataloader.stop_workers()
+            vars(self).update(before)
 
     # ---------------------------------------------------------------------------- evaluation, prediction
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from pytorch_accel_lite.checkpoint import fit_model_state, model_state, read_che
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.resuming import generator_states, set_generator_states
 from pytorch_accel_lite.tracking import host_number
+from pytorch_accel_lite.trials import unchanged
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -182,7 +181,7 @@ def replay(path: str | os.PathLike[str], trainer: Trainer) -> Replay:
         raise ValueError(f"The file {os.fspath(path)!r} is no report of NaNReportCallback: it has no 'steps'.")
     if trainer.is_running:
         raise RuntimeError("replay() cannot be called within a run.")
-    with trainer._prepared(training=True), _put_back(trainer):
+    with trainer._prepared(training=True), unchanged(trainer):
         model = trainer.get_model()
         model.load_state_dict(fit_model_state(model, report["model_state_dict"], path))
         for name, module in model.named_modules():
@@ -227,27 +226,6 @@ def _forward(trainer: Trainer, step: _Step, keep_buffers: bool = True) -> tuple[
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
     return loss, found
-
-
-@contextmanager
-def _put_back(trainer: Trainer) -> Iterator[None]:
-    model, generators = trainer.get_model(), generator_states()
-    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        set_generator_states(generators)
-        with torch.no_grad():
-            for tensor, before in tensors:
-                tensor.copy_(before)
-        for module, mode in modes:
-            module.training = mode
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,0 +1,237 @@
+"""find_lr() and find_batch_size(): they find what there is to find, and leave everything as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+
+
+def everything(trainer: Trainer) -> dict[str, Any]:
+    """What a trial must leave alone."""
+    return copy.deepcopy(
+        {
+            "weights": weights(trainer.model),
+            "gradients": [p.grad for p in trainer.model.parameters()],
+            "modes": [module.training for module in trainer.model.modules()],
+            "optimizer": trainer.optimizer.state_dict(),
+            "generators": torch.get_rng_state(),
+            "history": trainer.run_history.to_dict(),
+            "progress": trainer.progress,
+            "config": trainer.run_config,
+            "metrics": trainer.step_metrics,
+        }
+    )
+
+
+def alike(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(alike(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(alike, first, second))
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and torch.equal(first, second)
+    return first == second
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)
+    return nn.Sequential(*layers).double()
+
+
+def trained() -> Trainer:
+    """A trainer that has a past, so that there is something to disturb."""
+    trainer = quiet_trainer(make_model())
+    trainer.train(regression_data(24), 1, per_device_batch_size=6)
+    trainer.model[0].weight.grad = torch.ones_like(trainer.model[0].weight)
+    trainer.model[1].eval()
+    return trainer
+
+
+ACTIONS = {
+    "find_lr": lambda trainer, data: trainer.find_lr(data, 6, num_steps=20, gradient_accumulation_steps=2),
+    "find_batch_size": lambda trainer, data: trainer.find_batch_size(data),
+    "diagnose": lambda trainer, data: trainer.diagnose(data, 6, num_steps=4),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("fails", [None, RuntimeError, KeyboardInterrupt])
+def test_what_is_tried_changes_nothing_even_when_it_fails(action, fails):
+    trainer = trained()
+    before = everything(trainer)
+    if fails is None:
+        ACTIONS[action](trainer, regression_data(24))
+    else:
+        calls = []
+
+        def fail(module: Any, inputs: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise fails("in the middle")
+
+        hook = trainer.model.register_forward_pre_hook(fail)
+        with pytest.raises(fails):
+            ACTIONS[action](trainer, regression_data(24))
+        hook.remove()
+    assert alike(everything(trainer), before)
+
+
+def test_a_run_after_a_trial_is_the_run_without_it():
+    results = []
+    for tries in (False, True):
+        torch.manual_seed(0)
+        trainer = quiet_trainer(make_model(), seed=4)
+        if tries:
+            trainer.find_lr(regression_data(24), 6, num_steps=15)
+            trainer.find_batch_size(regression_data(24))
+        trainer.train(regression_data(24), 2, per_device_batch_size=6)
+        results.append(weights(trainer.model))
+    assert equal(*results)
+
+
+def test_the_suggestion_lies_where_the_loss_falls(tmp_path, capsys):
+    """A quadratic bowl of curvature 2: gradient descent falls fastest near 1/2, and explodes above 1."""
+
+    class Bowl(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.at = nn.Parameter(torch.full((1,), 3.0, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.at.expand(len(x), 1)
+
+    model = Bowl()
+    data = torch.utils.data.TensorDataset(torch.zeros(50, 1), torch.zeros(50, 1, dtype=torch.float64))
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    found = trainer.find_lr(data, 10, min_lr=1e-4, max_lr=100)
+    assert 0.01 < found.suggestion < 1
+    assert len(found.lrs) == len(found.losses) == len(found.smoothed) < 100  # stopped when it exploded
+    assert found.lrs[0] == 1e-4
+    assert found.lrs == sorted(found.lrs)
+    assert found.losses[0] == 9
+    assert f"falls fastest at {found.suggestion:.3g}" in capsys.readouterr().out
+    figure = found.plot(tmp_path / "plots" / "lr.png")
+    assert (tmp_path / "plots" / "lr.png").stat().st_size > 5000
+    assert figure.axes[0].get_xscale() == "log"
+
+
+def test_the_losses_are_those_of_training_with_these_rates():
+    """By hand: the same batches, the same rates, accumulation of ragged micro-batches and clipping."""
+    data = regression_data(10)
+    model, by_hand = small_model(), small_model()
+    order = {"shuffle": False}
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    found = trainer.find_lr(
+        data, 4, 1e-3, 1e-1, 10, gradient_accumulation_steps=3, gradient_clip_norm=0.5, train_dataloader_kwargs=order
+    )
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=1)
+    for lr, loss in zip(found.lrs, found.losses, strict=True):  # a window is an epoch: 4, 4 and 2 samples
+        optimizer.param_groups[0]["lr"] = lr
+        expected = nn.functional.mse_loss(by_hand(data.tensors[0]), data.tensors[1])
+        expected.backward()
+        nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_groups_keep_their_proportions():
+    model = small_model()
+    groups = [{"params": model[0].parameters(), "lr": 0.001}, {"params": model[2].parameters(), "lr": 0.01}]
+    seen = []
+
+    class Watch(Trainer):
+        def optimizer_step(self):
+            seen.append([group["lr"] for group in self.optimizer.param_groups])
+            super().optimizer_step()
+
+    trainer = Watch(model, nn.MSELoss(), torch.optim.SGD(groups), callbacks=[])
+    found = trainer.find_lr(regression_data(12), 6, num_steps=10, max_lr=0.1)
+    assert [high for _, high in seen] == found.lrs
+    assert all(low == pytest.approx(high / 10) for low, high in seen)
+
+
+class Hungry(nn.Module):
+    """Takes more memory than there is for batches above a size."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.limit = limit
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        if len(x) > self.limit:
+            torch.empty(2**46, dtype=torch.float64)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("limit", "start"), [(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)])
+def test_the_largest_batch_that_fits_is_found(limit, start, capsys):
+    model = Hungry(limit)
+    assert quiet_trainer(model).find_batch_size(regression_data(100), start, num_steps=1) == limit
+    assert f"largest batch size that fits is {limit}." in capsys.readouterr().out
+    assert len(model.sizes) <= 12
+
+
+@pytest.mark.parametrize(("largest", "found"), [(None, 37), (16, 16)])
+def test_no_batch_is_larger_than_asked_for_or_than_the_data(largest, found, capsys):
+    trainer = quiet_trainer(small_model())
+    assert trainer.find_batch_size(regression_data(37), max_batch_size=largest) == found
+    assert "the most there is" in capsys.readouterr().out
+
+
+def test_a_model_that_is_too_large_for_one_sample_is_an_error():
+    with pytest.raises(RuntimeError, match="Not even a batch of one sample fits"):
+        quiet_trainer(Hungry(0)).find_batch_size(regression_data(10))
+
+
+def test_other_errors_are_errors():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        quiet_trainer(Broken()).find_batch_size(regression_data(10))
+
+
+@pytest.mark.parametrize(
+    ("provoke", "error", "message"),
+    [
+        (lambda t, d: t.find_lr(d, min_lr=1, max_lr=0.1), ValueError, "min_lr=1 must be less than max_lr=0.1"),
+        (lambda t, d: t.find_lr(d, min_lr=0), ValueError, "min_lr=0 must be greater than 0"),
+        (lambda t, d: t.find_lr(d, num_steps=5), ValueError, "num_steps=5 must be at least 10"),
+        (lambda t, d: t.find_lr(d, diverged=1), ValueError, "diverged=1 must be greater than 1"),
+        (lambda t, d: t.find_lr([]), ValueError, "train_dataset"),
+        (lambda t, d: t.find_batch_size(d, start=0), ValueError, "start=0"),
+        (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0"),
+        (lambda t, d: Trainer(small_model(), nn.MSELoss(), None, callbacks=[]).find_lr(d), ValueError, "optimizer"),
+    ],
+)
+def test_bad_input_is_named(provoke, error, message):
+    with pytest.raises(error, match=message):
+        provoke(quiet_trainer(small_model()), regression_data(20))
+
+
+@pytest.mark.processes
+def test_on_several_processes_all_find_the_same(ranks):
+    results = ranks["finding"]
+    assert len(results) == ranks.world_size
+    for result in results:
+        assert result["lr"] == results[0]["lr"]
+        assert result["losses"] == pytest.approx(result["alone"], rel=1e-9)
+        assert result["batch"] == 3
+        assert result["unchanged"]
