@@ -98,7 +98,8 @@ def _smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     at = np.arange(len(losses))
     weights = np.exp(-0.5 * ((at[:, None] - at) / max(2.0, len(losses) / 20)) ** 2)
     averages: np.ndarray[Any, Any] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max())
-    return averages / weights.sum(1)
+    averages /= weights.sum(1)
+    return averages
 
 
 def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:

@@ -206,10 +206,11 @@ class InMemoryRunHistory(RunHistory):
         pandas = import_extra("pandas", "dataframe", "to_dataframe()")
         return pandas.DataFrame(self.rows(), columns=["epoch", *self._metrics]).set_index("epoch")
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
         """Draw the curve of every metric over the epochs; train and eval of one metric share a panel.
 
         :param path: where to save the picture, by suffix (``.png``, ``.pdf``, ``.svg``); ``None``: not saved
+        :param metrics: the names of those to draw; ``None``: all
         :return: the matplotlib figure
         :raises ValueError: when nothing has been recorded
 
@@ -217,7 +218,10 @@ class InMemoryRunHistory(RunHistory):
         """
         from pytorch_accel_lite.plotting import plot_curves
 
-        curves = {name: (self._epochs[name], self._metrics[name]) for name in self._metrics}
+        for name in metrics or ():
+            self.get_latest_metric(name)  # raises an error that lists those that there are
+        chosen = self._metrics if metrics is None else metrics
+        curves = {name: (self._epochs[name], self._metrics[name]) for name in chosen}
         return plot_curves(curves, path)
 
 

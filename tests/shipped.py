@@ -6,6 +6,7 @@ import inspect
 from functools import partial
 from typing import Any
 
+import torch
 from torchmetrics import MeanSquaredError
 
 import pytorch_accel_lite.callbacks as shipped
@@ -23,6 +24,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "LimitBatchesCallback": {"num_batches": 2},
     "LimitEvalStepsCallback": {"num_eval_steps": 2},
     "MetricsCallback": {"metrics": MeanSquaredError()},
+    "SnapshotCallback": {"fn": lambda model, samples: torch.zeros(4, 4)},
     "StepBasedEvaluationCallback": {"eval_every_n_steps": 2},
     "TimeLimitCallback": {"limit": 3600},
 }

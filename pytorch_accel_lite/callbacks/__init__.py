@@ -20,6 +20,7 @@ from pytorch_accel_lite.callbacks.monitoring import (
     ThroughputCallback,
 )
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback, replay
+from pytorch_accel_lite.callbacks.pictures import PlotMetricsCallback, SnapshotCallback
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
@@ -27,6 +28,7 @@ from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, Termina
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
+from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.events import (
     CallbackHandler,
@@ -60,6 +62,7 @@ __all__ = [
     "NaNReportCallback",
     "NonFiniteLossError",
     "OutOfMemoryCallback",
+    "PlotMetricsCallback",
     "PrintProgressCallback",
     "ProgressBarCallback",
     "RunInterruptedError",
@@ -68,6 +71,7 @@ __all__ = [
     "SaveBestModelCallback",
     "SaveTrainingStateCallback",
     "SkipFailedBatchesCallback",
+    "SnapshotCallback",
     "StepBasedEvaluationCallback",
     "StopTrainingError",
     "TerminateOnNaNCallback",
@@ -76,6 +80,7 @@ __all__ = [
     "TrackerCallback",
     "TrainerCallback",
     "WSDCheckpointCallback",
+    "WorstSamplesCallback",
     "get_default_callbacks",
     "replay",
 ]

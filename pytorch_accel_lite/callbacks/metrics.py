@@ -165,7 +165,7 @@ def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torc
         targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
     if not isinstance(predictions, torch.Tensor) or not isinstance(targets, torch.Tensor):
         raise ValueError(
-            f"MetricsCallback cannot tell predictions and targets from a model that returns {type(outputs).__name__} "
+            f"Predictions and targets cannot be told from a model that returns {type(outputs).__name__} "
             f"and a batch that is {type(batch).__name__}. Pass transform=lambda batch, batch_output: (preds, targets)."
         )
     return predictions, targets

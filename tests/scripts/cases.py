@@ -49,6 +49,7 @@ from pytorch_accel_lite.callbacks import (
     SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
     TimeLimitCallback,
+    WorstSamplesCallback,
     WSDCheckpointCallback,
 )
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
@@ -362,6 +363,18 @@ def case_finding() -> Any:
         "alone": losses,
         "unchanged": equal(weights(model), before),
     }
+
+
+def case_worst_samples() -> Any:
+    """Twice, with fewer samples than ranks too; by hand on the whole set."""
+    found, expected = [], []
+    for size in (23, 2):
+        data, model, worst = regression_data(size), small_model(), WorstSamplesCallback(6)
+        quiet_trainer(model, callbacks=[worst]).evaluate(data, per_device_batch_size=2)
+        losses = nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1], reduction="none")[:, 0]
+        found.append([sample.index for sample in worst.samples])
+        expected.append(losses.sort(descending=True).indices[:6].tolist())
+    return {"found": found, "expected": expected}
 
 
 def case_out_of_memory() -> Any:

@@ -1,0 +1,144 @@
+"""Pictures of a run while it goes on: the curves of its metrics, and what a function of the user's draws."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pytorch_accel_lite.checkpoint.portable import replacing
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.preparation import evaluation_mode
+from pytorch_accel_lite.resuming import generator_states, set_generator_states
+from pytorch_accel_lite.utils import check_positive_int, import_extra
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class PlotMetricsCallback(TrainerCallback):
+    """Draws the curves of the metrics after each epoch: to a file, and live in a notebook (extra ``plot``).
+
+    :param path: where to save the picture, by suffix (``.png``, ``.svg``, ``.pdf``); replaced as a whole
+    :param metrics: the names of the metrics to draw; ``None``: all with numbers
+    :raises ImportError: when matplotlib is not installed
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "metrics.png", metrics: list[str] | None = None) -> None:
+        import_extra("matplotlib.figure", "plot", "PlotMetricsCallback")
+        self.path = Path(path)
+        self.metrics = metrics
+        self._display: Any = None
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._display = None
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not trainer.accelerator.is_main_process:
+            return
+        figure = trainer.run_history.plot(metrics=self.metrics)  # type: ignore[attr-defined]
+        with replacing(self.path) as temporary, temporary.open("wb") as file:
+            figure.savefig(file, format=self.path.suffix[1:] or "png")
+        if "ipykernel" in sys.modules:
+            self._show(figure)
+
+    def _show(self, figure: Any) -> None:
+        """Show the picture in the notebook, in the place of the one before."""
+        from IPython.display import Image, display
+
+        data = io.BytesIO()
+        figure.savefig(data, format="png")
+        picture = Image(data.getvalue())  # type: ignore[no-untyped-call]
+        if self._display is None:
+            self._display = display(picture, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._display.update(picture)
+
+
+class SnapshotCallback(TrainerCallback):
+    """Lets a function of yours draw what the model makes of fixed samples, and keeps the pictures.
+
+    They are saved as PNG files, and sent to every tracker of the trainer. The model is in evaluation mode meanwhile;
+    modes and generators are put back, so training is the same with and without. A function that raises an error is
+    reported once, and the run goes on.
+
+    :param fn: called as ``fn(model, samples)`` on the first process, without gradients; returns a picture or a dict of
+        pictures: a matplotlib figure, a PIL image, or an array or tensor of shape ``(height, width)``,
+        ``(height, width, channels)`` or ``(channels, height, width)``
+    :param samples: what it is given; moved to the device when it is a tensor
+    :param every_n_epochs: how often
+    :param directory: where the pictures are saved, as ``NAME-epoch-0001.png``
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Any], Any],
+        samples: Any = None,
+        every_n_epochs: int = 1,
+        directory: str | os.PathLike[str] = "snapshots",
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"fn={fn!r} must be callable: it draws a picture from the model and the samples.")
+        self.fn = fn
+        self.samples = samples
+        self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
+        self.directory = Path(directory)
+        self._failed = False
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._failed = False
+        trainer.ranks.run_together(lambda: self.directory.mkdir(parents=True, exist_ok=True), only_first=True)
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.progress.epoch % self.every_n_epochs or not trainer.accelerator.is_main_process:
+            return
+        try:
+            pictures = self._draw(trainer)
+        except Exception as error:
+            if not self._failed:
+                reason = f"{type(error).__name__}: {error}"
+                trainer.print(f"SnapshotCallback: its function failed, and the run goes on. {reason}")
+            self._failed = True
+            return
+        for name, picture in pictures.items():
+            self._save(picture, self.directory / f"{name}-epoch-{trainer.progress.epoch:04d}.png")
+        for callback in trainer.callback_handler:
+            if hasattr(callback, "log_images"):
+                callback.log_images(trainer, pictures)
+
+    def _draw(self, trainer: Trainer) -> dict[str, np.ndarray[Any, Any]]:
+        samples = self.samples.to(trainer.device) if isinstance(self.samples, torch.Tensor) else self.samples
+        model, generators = trainer.get_model(), generator_states()
+        try:
+            with evaluation_mode(model), torch.no_grad():
+                drawn = self.fn(model, samples)
+        finally:
+            set_generator_states(generators)
+        named = drawn if isinstance(drawn, Mapping) else {"snapshot": drawn}
+        return {name: _as_bytes(picture) for name, picture in named.items()}
+
+    def _save(self, picture: np.ndarray[Any, Any], path: Path) -> None:
+        image = import_extra("PIL.Image", "plot", "SnapshotCallback")
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            image.fromarray(picture).save(file, format="PNG")
+
+
+def _as_bytes(picture: Any) -> np.ndarray[Any, Any]:
+    """Return a picture as an array of shape (height, width, 3) with values from 0 to 255."""
+    from pytorch_accel_lite.plotting import as_picture
+
+    if hasattr(picture, "savefig"):
+        image = import_extra("PIL.Image", "plot", "SnapshotCallback")
+        data = io.BytesIO()
+        picture.savefig(data, format="png")
+        picture = image.open(data).convert("RGB")
+    array = as_picture(picture)
+    if array.dtype != np.uint8:
+        array = (array * 255).round().astype(np.uint8)
+    return np.repeat(array[:, :, None], 3, axis=2) if array.ndim == 2 else array[:, :, :3]

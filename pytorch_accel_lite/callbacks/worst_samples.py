@@ -1,0 +1,186 @@
+"""Looking at the samples of an evaluation that a model gets most wrong."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.callbacks.metrics import default_transform
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class WorstSample(NamedTuple):
+    """A sample with a large loss.
+
+    :param index: in the dataset; ``None`` for a stream
+    :param loss: of this sample alone
+    :param prediction: what the model makes of it: the class of a classifier, otherwise its output
+    :param target: what was wanted
+    :param dataset: the name of the dataset, when several are evaluated; else empty
+    """
+
+    index: Any
+    loss: float
+    prediction: Any
+    target: Any
+    dataset: str = ""
+
+
+class WorstSamplesCallback(TrainerCallback):
+    """Keeps the samples of the latest evaluation with the largest losses, over all processes.
+
+    The losses stay on the device until the evaluation ends.
+
+    :param k: how many samples to keep
+    :param loss: called as ``loss(model_outputs, targets)``, returns a loss for each sample, of shape
+        ``(batch_size, ...)``, further dimensions of which are averaged. By default the trainer's loss function with
+        ``reduction="none"``.
+    :param transform: called as ``transform(batch, batch_output)``, returns the outputs and the targets; by default the
+        model's output (or its ``logits``) and the batch's second element (or its ``labels``)
+    :param show: print a table after each evaluation
+    :ivar samples: the worst, the largest loss first: :class:`WorstSample`. A loss that is NaN is the largest.
+    """
+
+    def __init__(
+        self,
+        k: int = 10,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        transform: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+        *,
+        show: bool = False,
+    ) -> None:
+        self.k = check_positive_int("k", k)
+        self.loss = loss
+        self.transform = transform or default_transform
+        self.show = show
+        self.samples: list[WorstSample] = []
+        self._kept: dict[str, Any] | None = None
+        self._gathered: list[WorstSample] = []
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.eval_dataloader is not None:
+            self._loss = self.loss or _without_reduction(trainer.loss_func)
+
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._kept = None
+        self._name = trainer.run_history.metric_name_prefix.rstrip("_")
+        if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
+            self._gathered = []
+
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        indices = trainer.batch_indices
+        if indices == []:  # a batch that only keeps this process in step
+            return
+        outputs, targets = self.transform(kwargs["batch"], kwargs["batch_output"])
+        with torch.no_grad():
+            losses = _per_sample(self._loss(outputs, targets), len(targets))
+        new = {"loss": losses, "prediction": _predicted(outputs, targets), "target": targets}
+        if indices is not None:
+            new["index"] = torch.as_tensor(indices, device=losses.device)
+        both = new if self._kept is None else {key: torch.cat([self._kept[key], new[key]]) for key in new}
+        ranking = torch.nan_to_num(both["loss"], nan=math.inf, posinf=math.inf)
+        best = ranking.topk(min(self.k, len(ranking))).indices
+        self._kept = {key: value[best] for key, value in both.items()}
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        mine: list[WorstSample] = []
+        if self._kept is not None:
+            columns = {key: value.cpu() for key, value in self._kept.items()}
+            count = len(columns["loss"])
+            index = columns["index"].tolist() if "index" in columns else [None] * count
+            mine = [
+                WorstSample(
+                    index[i],
+                    float(columns["loss"][i]),
+                    _plain(columns["prediction"][i]),
+                    _plain(columns["target"][i]),
+                    self._name,
+                )
+                for i in range(count)
+            ]
+        for samples in trainer.all_gather_object(mine):
+            self._gathered.extend(samples)
+        self._kept = None
+        self.samples = sorted(self._gathered, key=lambda s: math.inf if math.isnan(s.loss) else s.loss, reverse=True)
+        self.samples = self._gathered = self.samples[: self.k]
+        if self.show:
+            trainer.print(self)
+
+    def __str__(self) -> str:
+        """Return the samples as a table."""
+        rows = [("index", "loss", "prediction", "target")]
+        rows += [
+            (f"{s.dataset} {s.index}".strip(), f"{s.loss:.4g}", _short(s.prediction), _short(s.target))
+            for s in self.samples
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+    def plot(
+        self, dataset: Any, path: str | os.PathLike[str] | None = None, classes: list[str] | None = None
+    ) -> Figure:
+        """Draw the samples, which are images, as a sheet (extra ``plot``).
+
+        :param dataset: what was evaluated; its samples are tuples that begin with an image of shape
+            ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+        :param path: where to save the picture; ``None``: not saved
+        :param classes: the names of the classes
+        :raises ValueError: when there is nothing to draw, or it is no image
+        """
+        from pytorch_accel_lite.plotting import plot_sheet
+
+        if not self.samples or any(sample.index is None for sample in self.samples):
+            raise ValueError("There is nothing to draw: no samples with an index have been evaluated yet.")
+
+        def name(value: Any) -> str:
+            return classes[value] if classes is not None and isinstance(value, int) else _short(value)
+
+        titles = [f"{name(s.prediction)}, not {name(s.target)}\nloss {s.loss:.3g}, #{s.index}" for s in self.samples]
+        return plot_sheet([dataset[sample.index][0] for sample in self.samples], titles, path)
+
+
+def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
+    """Return a loss function that gives a value for each sample."""
+    if isinstance(loss_func, nn.Module) and hasattr(loss_func, "reduction"):
+        loss_func = copy.copy(loss_func)
+        loss_func.reduction = "none"
+        return loss_func  # type: ignore[no-any-return]
+    raise ValueError(
+        f"WorstSamplesCallback: of the loss function {loss_func!r} no loss for each sample can be had. Pass "
+        "loss=, a function of outputs and targets that returns one value per sample."
+    )
+
+
+def _per_sample(losses: Any, size: int) -> torch.Tensor:
+    if not isinstance(losses, torch.Tensor) or not losses.ndim or len(losses) != size:
+        found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(f"WorstSamplesCallback: loss must return a value for each of {size} samples, not {found}.")
+    return losses.detach().float().flatten(1).mean(1) if losses.ndim > 1 else losses.detach().float()
+
+
+def _predicted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the classes that a classifier chooses; of anything else the outputs."""
+    is_classifier = outputs.ndim == targets.ndim + 1 and not targets.is_floating_point()
+    return outputs.detach().argmax(1) if is_classifier else outputs.detach()
+
+
+def _plain(value: torch.Tensor) -> Any:
+    return value.item() if value.numel() == 1 else value.clone()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

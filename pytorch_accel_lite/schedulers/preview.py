@@ -1,0 +1,57 @@
+"""What a schedule will do, found without training."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values
+from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
+from pytorch_accel_lite.utils import check_positive_int
+
+
+def schedule_values(
+    create_scheduler_fn: Callable[..., Any], num_updates: int, lr: float | Sequence[float] = 1.0, num_epochs: int = 1
+) -> list[list[float]]:
+    """Return the learning rate of each update, for each parameter group.
+
+    :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are filled in
+    :param num_updates: optimizer updates in the run
+    :param lr: the optimizer's learning rate, or one for each parameter group
+    :param num_epochs: epochs of the run
+    """
+    check_positive_int("num_updates", num_updates)
+    check_positive_int("num_epochs", num_epochs)
+    rates = [lr] if isinstance(lr, (int, float)) else list(lr)
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+    per_epoch = math.ceil(num_updates / num_epochs)
+    plan: Any = SimpleNamespace(
+        run_config=SimpleNamespace(
+            num_epochs=num_epochs,
+            num_update_steps_per_epoch=per_epoch,
+            num_local_update_steps_per_epoch=per_epoch,
+            max_num_train_steps=num_updates,
+        ),
+        train_dataloader=range(per_epoch),
+        eval_dataloaders=[],
+    )
+    scheduler = replace_trainer_placeholder_values(plan, create_scheduler_fn)(optimizer)
+    is_timms = hasattr(scheduler, "step_update") and not isinstance(scheduler, SchedulerBase)
+    curves: list[list[float]] = [[] for _ in rates]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants optimizer.step() first, which would do nothing here
+        for update in range(1, num_updates + 1):
+            for curve, group in zip(curves, optimizer.param_groups, strict=True):
+                curve.append(float(group["lr"]))
+            if is_timms:
+                scheduler.step_update(update)
+                if update % per_epoch == 0:
+                    scheduler.step(update // per_epoch)
+            elif update < num_updates:
+                scheduler.step()
+    return curves

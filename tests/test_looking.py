@@ -1,0 +1,241 @@
+"""Worst samples, snapshots and plots show what there is, and change nothing."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import PlotMetricsCallback, SnapshotCallback, TrackerCallback, WorstSamplesCallback
+from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
+from pytorch_accel_lite.schedulers import CosineLrScheduler
+from pytorch_accel_lite.schedulers.preview import schedule_values
+from tests.small import Stream, listener, make_data, make_trainer, same, train, weights
+from tests.tasks import equal, quiet_trainer, regression_data, small_model
+
+
+def classes(size: int = 40, pixels: int = 4) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 1, pixels, pixels, generator=generator)
+    return TensorDataset(x, torch.randint(3, (size,), generator=generator))
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+
+# ---------------------------------------------------------------------------------------- worst samples
+
+
+def test_the_worst_samples_are_those_with_the_largest_losses(capsys):
+    model, data = classifier(), classes()
+    worst = WorstSamplesCallback(5, show=True)
+    trainer = Trainer(model, nn.CrossEntropyLoss(), None, callbacks=[worst])
+    trainer.evaluate(data, per_device_batch_size=7)
+    x, y = data.tensors
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none").detach()
+    expected = losses.sort(descending=True).indices[:5].tolist()
+    assert [sample.index for sample in worst.samples] == expected
+    assert [sample.loss for sample in worst.samples] == pytest.approx(losses[expected].tolist())
+    assert [sample.prediction for sample in worst.samples] == model(x).argmax(1)[expected].tolist()
+    assert [sample.target for sample in worst.samples] == y[expected].tolist()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["index", "loss", "prediction", "target"]
+    assert lines[1].split()[0] == str(expected[0])
+    assert len(lines) == 6
+
+
+def test_regression_with_several_outputs_a_nan_and_fewer_samples_than_asked_for():
+    x = torch.randn(4, 5)
+    y = torch.zeros(4, 2)
+    y[2, 0] = math.nan
+    worst = WorstSamplesCallback(10)
+    trainer = Trainer(nn.Linear(5, 2), nn.MSELoss(), None, callbacks=[worst])
+    trainer.evaluate(TensorDataset(x, y), per_device_batch_size=3)
+    assert len(worst.samples) == 4
+    assert worst.samples[0].index == 2
+    assert math.isnan(worst.samples[0].loss)
+    by_hand = (trainer.model(x) ** 2).mean(1)
+    for sample in worst.samples[1:]:
+        assert sample.loss == pytest.approx(by_hand[sample.index].item())
+        assert torch.equal(sample.prediction, trainer.model(x)[sample.index].detach()) or sample.prediction.shape == (
+            2,
+        )
+
+
+def test_a_loss_of_ones_own_and_streams_and_evaluations_by_name():
+    worst = WorstSamplesCallback(2, loss=lambda outputs, targets: (outputs - targets).abs().squeeze(1))
+    trainer = make_trainer([worst])
+    train(trainer, eval_dataset={"a": make_data(6), "b": make_data(3)})
+    assert {sample.dataset for sample in worst.samples} <= {"a", "b"}
+    assert len(worst.samples) == 2
+    trainer.evaluate(Stream(), per_device_batch_size=2)
+    assert [sample.index for sample in worst.samples] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("loss_func", "arguments", "message"),
+    [
+        (lambda outputs, targets: (outputs - targets).mean(), {}, "no loss for each sample can be had. Pass loss="),
+        (nn.MSELoss(), {"loss": nn.functional.mse_loss}, "must return a value for each of 2 samples, not"),
+    ],
+)
+def test_a_loss_without_values_for_samples_is_refused(loss_func, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer([WorstSamplesCallback(**arguments)], loss_func=loss_func).evaluate(
+            make_data(), per_device_batch_size=2
+        )
+
+
+def test_images_are_drawn_as_a_sheet(tmp_path):
+    data = classes()
+    worst = WorstSamplesCallback(7)
+    Trainer(classifier(), nn.CrossEntropyLoss(), None, callbacks=[worst]).evaluate(data, per_device_batch_size=8)
+    figure = worst.plot(data, tmp_path / "sheets" / "worst.png", classes=["ant", "bee", "cat"])
+    first = worst.samples[0]
+    named = ["ant", "bee", "cat"]
+    assert figure.axes[0].get_title().startswith(f"{named[first.prediction]}, not {named[first.target]}")
+    assert Image.open(tmp_path / "sheets" / "worst.png").width > 500
+    with pytest.raises(ValueError, match="nothing to draw"):
+        WorstSamplesCallback().plot(data)
+
+
+@pytest.mark.processes
+def test_the_worst_samples_of_all_processes_are_found(ranks):
+    for result in ranks["worst_samples"]:
+        assert result["found"] == result["expected"]
+
+
+# -------------------------------------------------------------------------------------------- snapshots
+
+
+def test_snapshots_are_saved_and_sent_to_trackers_and_change_nothing(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def draw(model: nn.Module, samples: Any) -> dict[str, Any]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        torch.rand(3)  # leaves no trace
+        figure = Figure(figsize=(2, 1))
+        figure.subplots().plot(model(samples).numpy())
+        return {"curve": figure, "noise": np.zeros((3, 8, 8)), "grey": torch.arange(16.0).reshape(4, 4)}
+
+    results = []
+    for with_it in (True, False):
+        model = small_model()
+        snapshots = SnapshotCallback(draw, torch.randn(9, 5).double(), 2, tmp_path / "snapshots")
+        tracker = TrackerCallback("tensorboard", "run", tmp_path)
+        trainer = quiet_trainer(model, callbacks=[snapshots, tracker] if with_it else [], seed=0)
+        trainer.train(regression_data(), 4)
+        results.append(weights(model))
+    assert same(*results)
+    names = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
+    assert names == [f"{name}-epoch-{epoch:04d}.png" for name in ("curve", "grey", "noise") for epoch in (2, 4)]
+    assert np.asarray(Image.open(tmp_path / "snapshots" / "grey-epoch-0002.png"))[:, :, 0].tolist()[3][3] == 255
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [event.step for event in events.Images("noise")] == [10, 20]
+
+
+def test_a_function_that_fails_is_reported_once(tmp_path, capsys):
+    def fail(model: nn.Module, samples: Any) -> Any:
+        raise KeyError("no such thing")
+
+    trainer = train(make_trainer([SnapshotCallback(fail, directory=tmp_path)]), epochs=3)
+    assert trainer.progress.epochs_completed == 3
+    assert capsys.readouterr().out.count("its function failed, and the run goes on. KeyError: 'no such thing'") == 1
+
+
+def test_a_picture_that_is_none_is_reported(tmp_path, capsys):
+    train(make_trainer([SnapshotCallback(lambda model, samples: torch.zeros(2, 3, 4, 5), directory=tmp_path)]))
+    assert "is no image" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ plots
+
+
+def test_metrics_are_plotted_after_each_epoch(tmp_path):
+    seen = []
+    path = tmp_path / "plots" / "metrics.png"
+    look = listener(on_training_run_epoch_end=lambda t: seen.append(path.exists()))
+    train(make_trainer([look, PlotMetricsCallback(path)]), epochs=2, eval_dataset=True)
+    assert seen == [False, True]
+    assert Image.open(path).width > 300
+    train(make_trainer([PlotMetricsCallback(tmp_path / "loss.svg", ["train_loss_epoch"])]))
+    assert "train loss" not in (tmp_path / "loss.svg").read_text()[:100]
+
+
+def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    with pytest.raises(ValueError, match=r"'train_los_epoch'.*Did you mean 'train_loss_epoch'"):
+        train(make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])]))
+
+
+def test_chosen_metrics_alone_are_drawn():
+    history = InMemoryRunHistory()
+    for name in ("train_loss_epoch", "eval_loss_epoch", "accuracy"):
+        history.update_metric(name, 1.0)
+    assert [axis.get_title() for axis in history.plot(metrics=["accuracy"]).axes] == ["accuracy"]
+    assert history.plot(metrics=["accuracy"]).axes[0].get_legend() is None
+
+
+def test_a_schedule_is_seen_before_it_is_used(tmp_path):
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    plan = partial(OneCycleLR, max_lr=0.5, total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
+    used: list[float] = []
+    watch = listener(on_optimizer_step_start=lambda t: used.append(t.optimizer.param_groups[0]["lr"]))
+    train(make_trainer([watch]), epochs=2, create_scheduler_fn=plan)
+    assert schedule_values(plan, 6, 0.1, num_epochs=2) == [used]
+    figure = plot_schedule(plan, 6, 0.1, 2, tmp_path / "schedule.png")
+    assert list(figure.axes[0].lines[0].get_ydata()) == used
+    assert (tmp_path / "schedule.png").stat().st_size > 5000
+
+
+def test_schedules_of_groups_and_of_timm_are_seen():
+    from timm.scheduler import StepLRScheduler
+
+    assert schedule_values(partial(StepLRScheduler, decay_t=1, decay_rate=0.5), 6, [1.0, 0.1], num_epochs=3) == [
+        [1, 1, 0.5, 0.5, 0.25, 0.25], [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
+    ]  # fmt: skip
+    ours = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, warmup_starting_lr=0.01)
+    (values,) = schedule_values(ours, 10, 0.1, num_epochs=5)
+    assert max(values) == pytest.approx(0.1)
+    assert values[0] < values[1] <= values[2] > values[-1]
+
+
+@pytest.mark.parametrize("count", [2, 10, 50])
+def test_a_confusion_matrix_counts(count, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(count, (500,), generator=generator)
+    scores = nn.functional.one_hot(targets, count).float()
+    scores[:50] = scores[:50].roll(1, 1)
+    figure = plot_confusion_matrix(scores, targets, [f"class {i}" for i in range(count)], tmp_path / "m.png")
+    assert figure.axes[0].get_title() == "450 of 500 right (90.0%)"
+    assert sum(int(text.get_text()) for text in figure.axes[0].texts) == 500
+    assert equal({"a": scores.argmax(1)[50:]}, {"a": targets[50:]})
+
+
+@pytest.mark.parametrize(
+    ("provoke", "error", "message"),
+    [
+        (lambda: WorstSamplesCallback(0), ValueError, "k=0"),
+        (lambda: SnapshotCallback("draw"), TypeError, "fn='draw' must be callable"),
+        (lambda: SnapshotCallback(print, every_n_epochs=0), ValueError, "every_n_epochs=0"),
+        (lambda: plot_confusion_matrix([1, 2], [1]), ValueError, "2 predictions, but 1 targets"),
+        (lambda: plot_confusion_matrix([1, 2], [1, 0], ["a"]), ValueError, "classes has 1 names, but there are 3"),
+        (lambda: plot_schedule(print, 0), ValueError, "num_updates=0"),
+    ],
+)
+def test_bad_arguments_are_named(provoke, error, message):
+    with pytest.raises(error, match=message):
+        provoke()
