@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -204,6 +205,8 @@ class CallbackHandler:
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
         self._listeners: dict[str, tuple[Listener, ...]] = {}
+        #: Called after each callback's part in an event, with the callback and the seconds it took.
+        self.timer: Callable[[object, float], None] | None = None
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> None:
@@ -240,8 +243,19 @@ class CallbackHandler:
 
         Any name will do: an event of your own is fired like this and reaches the callbacks that define it.
         """
+        if self.timer is not None:
+            self._call_timed(self.timer, event, *args, **kwargs)
+            return
         for listener in self.listeners(event):
             listener(*args, **kwargs)
+
+    def _call_timed(self, timer: Callable[[object, float], None], event: str, *args: Any, **kwargs: Any) -> None:
+        for listener in self.listeners(event):
+            start = time.perf_counter()
+            try:
+                listener(*args, **kwargs)
+            finally:
+                timer(getattr(listener, "__self__", listener), time.perf_counter() - start)
 
     def listeners(self, event: str) -> tuple[Listener, ...]:
         """Return the bound methods that listen to an event, in order."""

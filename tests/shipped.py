@@ -52,7 +52,7 @@ EVENTFUL: dict[str, dict[str, Any]] = {
 NEEDS_A_GPU = {"LossScaleCallback"}
 
 # What these record differs from run to run.
-NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback"}
+NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback", "TimingCallback"}
 
 
 def build(callback_class: type[TrainerCallback]) -> TrainerCallback:

@@ -25,6 +25,7 @@ from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgr
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback, TimeLimitCallback
+from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
@@ -64,6 +65,7 @@ __all__ = [
     "OutOfMemoryCallback",
     "PlotMetricsCallback",
     "PrintProgressCallback",
+    "ProfilerCallback",
     "ProgressBarCallback",
     "RunInterruptedError",
     "RunLogCallback",
@@ -77,6 +79,7 @@ __all__ = [
     "TerminateOnNaNCallback",
     "ThroughputCallback",
     "TimeLimitCallback",
+    "TimingCallback",
     "TrackerCallback",
     "TrainerCallback",
     "WSDCheckpointCallback",

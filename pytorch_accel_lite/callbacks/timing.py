@@ -1,0 +1,215 @@
+"""Where the time of a run goes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_int, check_range
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+_PHASES = ("data", "forward", "backward", "optimizer", "evaluation")
+# So many steps of a GPU are measured before their events are read; they have long passed then.
+_STEPS_BEHIND = 100
+
+
+class TimingCallback(TrainerCallback):
+    """Measures what the time of each epoch and of the run is spent on, and prints a table at the end of the run.
+
+    Waiting for data (on average and on the process that waited most), forward pass, backward pass, optimizer (with the
+    averaging over an accumulation window, clipping and the schedule), evaluation, each callback by name (which is where
+    saving is), and the rest. On a GPU, forward, backward and optimizer are measured there, by events that are read
+    later: nothing waits for the device.
+
+    Recorded per epoch in seconds: ``time_data``, ``time_data_max``, ``time_forward``, ``time_backward``,
+    ``time_optimizer``, ``time_evaluation``, ``time_callbacks`` and ``time_epoch``. An event costs a few microseconds.
+
+    :param show: print the table
+    :ivar totals: seconds of the run so far, by phase, and of each callback by the name of its class
+    """
+
+    def __init__(self, show: bool = True) -> None:
+        self.show = show
+        self.totals: dict[str, float] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._phases: dict[str, float] = defaultdict(float)
+        self._callbacks: dict[str, float] = defaultdict(float)
+        self._events: list[list[Any]] = []
+        self._of_step: list[Any] = []
+        self._in_callbacks = 0.0
+        self._mark = self._mark_in_callbacks = self._epoch_start = 0.0
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._clear()
+        self.totals = dict.fromkeys((*_PHASES, "data_max", "epochs"), 0.0)
+        self._on_gpu = trainer.device.type == "cuda"
+        trainer.callback_handler.timer = self._add_callback
+
+    def _add_callback(self, callback: object, seconds: float) -> None:
+        self._callbacks[type(callback).__name__] += seconds
+        self._in_callbacks += seconds
+
+    def _lap(self, phase: str | None) -> None:
+        """Count the time since the last mark, without that of callbacks, for a phase; and set the mark."""
+        now = time.perf_counter()
+        if phase is not None:
+            passed = now - self._mark - (self._in_callbacks - self._mark_in_callbacks)
+            self._phases[phase] += max(passed, 0.0)
+        self._mark, self._mark_in_callbacks = now, self._in_callbacks
+
+    def _lap_of_device(self, phase: str) -> None:
+        if not self._on_gpu:
+            self._lap(phase)
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._of_step.append((phase, event))
+        self._lap(None)
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._epoch_start = time.perf_counter()
+        self._phases.clear()
+        self._lap(None)
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._lap("data")
+        self._of_step = []
+        if self._on_gpu:
+            self._lap_of_device("start")
+
+    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._lap_of_device("forward")
+
+    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._lap_of_device("backward")
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._lap_of_device("optimizer")
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._on_gpu:
+            self._events.append(self._of_step)
+            if len(self._events) >= 2 * _STEPS_BEHIND:
+                self._read_events(_STEPS_BEHIND)
+        self._lap(None)
+
+    def _read_events(self, count: int) -> None:
+        for step in self._events[:count]:
+            for (_, before), (phase, event) in pairwise(step):
+                self._phases[phase] += before.elapsed_time(event) / 1e3
+        del self._events[:count]
+
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._lap(None)
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._lap("evaluation")
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._events:
+            self._events[-1][-1][1].synchronize()  # the epoch's losses have been read: it has passed
+            self._read_events(len(self._events))
+        mine = [self._phases[phase] for phase in _PHASES]
+        mine += [self._in_callbacks, time.perf_counter() - self._epoch_start]
+        *phases, callbacks, epoch = (value / trainer.ranks.world_size for value in trainer.ranks.sum(mine))
+        (slowest,) = trainer.ranks.max(mine[:1])
+        measured = dict(zip(_PHASES, phases, strict=True)) | {"data_max": slowest}
+        for name, seconds in (measured | {"callbacks": callbacks - self._callbacks_before, "epoch": epoch}).items():
+            trainer.run_history.update_metric(f"time_{name}", seconds)
+        for name, seconds in (measured | {"epochs": epoch}).items():
+            self.totals[name] += seconds
+        self._callbacks_before = callbacks
+        self._phases.clear()
+
+    _callbacks_before = 0.0
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._stop(trainer)
+        self.totals |= self._callbacks
+        if self.show and self.totals.get("epochs"):
+            trainer.print(self)
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        trainer.callback_handler.timer = None
+        self._callbacks_before = 0.0
+
+    def __str__(self) -> str:
+        """Return a table of what the time was spent on."""
+        whole = self.totals["epochs"]
+        waiting = f"data (most on one process: {self.totals['data_max']:.2f} s)"
+        rows = [(waiting if phase == "data" else phase, self.totals[phase]) for phase in _PHASES]
+        by_time = sorted(self._callbacks.items(), key=lambda item: item[1], reverse=True)
+        rows += [(name, seconds) for name, seconds in by_time if seconds >= 0.001 * whole]
+        rows.append(("other", max(whole - sum(seconds for _, seconds in rows), 0.0)))
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {seconds:>9.2f} s  {seconds / whole:>6.1%}" for name, seconds in rows]
+        return "\n".join(["Where the time went:", *lines, f"{'all epochs':<{width}}  {whole:>9.2f} s"])
+
+
+class ProfilerCallback(TrainerCallback):
+    """Writes traces of ``torch.profiler`` for some steps of a run, to be opened in Perfetto or chrome://tracing.
+
+    :param output_dir: where, as ``trace-rank0-step10.json``
+    :param wait: steps before each trace that are not looked at
+    :param warmup: steps before each trace in which the profiler runs and nothing is kept
+    :param active: steps in a trace
+    :param repeat: how many traces
+    :param profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str] = "profiles",
+        wait: int = 5,
+        warmup: int = 2,
+        active: int = 3,
+        repeat: int = 1,
+        **profile_kwargs: Any,
+    ) -> None:
+        self.output_dir = Path(output_dir)
+        check_range("wait", wait)
+        check_range("warmup", warmup)
+        check_positive_int("active", active)
+        check_positive_int("repeat", repeat)
+        self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
+        self.profile_kwargs = profile_kwargs
+        self._profiler: torch.profiler.profile | None = None
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        trainer.ranks.run_together(lambda: self.output_dir.mkdir(parents=True, exist_ok=True), only_first=True)
+        rank = trainer.ranks.rank
+
+        def write(profiler: torch.profiler.profile) -> None:
+            profiler.export_chrome_trace(str(self.output_dir / f"trace-rank{rank}-step{profiler.step_num}.json"))
+
+        self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
+        self._profiler.start()
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
