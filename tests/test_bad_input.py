@@ -513,7 +513,7 @@ def test_an_error_inside_a_callback_reaches_the_user_with_its_traceback():
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: ProgressBarCallback(refresh_seconds=-1), ValueError, "refresh_seconds=-1 must be 0 or more"),
+        (lambda: ProgressBarCallback(refresh_seconds=-1), ValueError, "refresh_seconds=-1 must be at least 0"),
         (lambda: EarlyStoppingCallback(0), ValueError, "early_stopping_patience=0 must be at least 1"),
         (lambda: EarlyStoppingCallback(early_stopping_threshold=-1), ValueError, "early_stopping_threshold=-1 must be"),
     ],

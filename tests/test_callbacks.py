@@ -288,6 +288,29 @@ def test_the_progress_bar_shows_loss_learning_rate_and_samples_a_second_when_ask
     assert "Evaluating" in captured.err
 
 
+def test_the_progress_bar_shows_the_latest_evaluation_and_the_time_left_of_the_whole_run(capfd):
+    trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
+    train(trainer, epochs=3, eval_dataset=True)
+    err = capfd.readouterr().err
+    first, *_, last = re.findall(r"Epoch \d/3[^\r\n]*left=[^\r\n]*", err)
+    assert "eval_loss" not in first
+    evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
+    assert float(re.search(r"eval_loss=([\d.e+-]+)", last)[1]) == pytest.approx(evaluated[1], rel=1e-3)
+    assert re.search(r"left=00:00", last)
+
+
+def test_where_there_is_no_terminal_a_line_is_printed_every_so_often(capsys):
+    trainer = make_trainer([ProgressBarCallback(line_every_seconds=1e-9)])
+    train(trainer, epochs=2, eval_dataset=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert re.fullmatch(
+        r"Epoch 2/2, step 3/3: loss [\d.e+-]+, left 00:00, eval_loss [\d.e+-]+, lr 0\.1, samples/s [\d,]+", lines[-1]
+    )
+    train(make_trainer([ProgressBarCallback(line_every_seconds=None)]))
+    assert capsys.readouterr().out == ""
+
+
 def test_the_progress_bar_shows_the_learning_rate_of_the_schedule(capfd):
     train(
         make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)]),

@@ -54,9 +54,9 @@ class PlotMetricsCallback(TrainerCallback):
 
         data = io.BytesIO()
         figure.savefig(data, format="png")
-        picture = Image(data.getvalue())  # type: ignore[no-untyped-call]
+        picture = Image(data.getvalue())
         if self._display is None:
-            self._display = display(picture, display_id=True)  # type: ignore[no-untyped-call]
+            self._display = display(picture, display_id=True)
         else:
             self._display.update(picture)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_positive_number, check_range
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -21,9 +23,7 @@ class PrintProgressCallback(TrainerCallback):
         trainer.print("Starting training run")
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        config = trainer.run_config
-        of = f"/{config.num_epochs}" if config is not None and config.num_epochs is not None else ""
-        trainer.print(f"Starting epoch {trainer.progress.epoch}{of}")
+        trainer.print(f"Starting {_epoch_of(trainer).lower()}")
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         trainer.print("Finishing training run")
@@ -38,41 +38,63 @@ class PrintProgressCallback(TrainerCallback):
 class ProgressBarCallback(TrainerCallback):
     """Shows a bar for each epoch of training and each evaluation, in a terminal or a notebook.
 
-    It shows the running mean of the loss, the learning rate and the samples of the whole job in a second. The
-    loss is read from the device when it is shown, a few times a second. Only the first process of a machine shows
-    bars, and only when its output is a terminal or a notebook.
+    It shows the running mean of the loss, the loss of the latest evaluation, the learning rate, the samples of the
+    whole job in a second and, when its length is known, the time left of the whole run. The loss is read from the
+    device when it is shown, a few times a second. Only the first process of a machine shows bars, and only when its
+    output is a terminal or a notebook. Otherwise, as in the log of a cluster's job, it prints a line every so often.
 
-    :param show_always: also when the output is a file or a pipe
+    :param show_always: bars also when the output is a file or a pipe
     :param refresh_seconds: time between two refreshes
+    :param line_every_seconds: time between two lines where there are no bars; ``None`` for no lines
     """
 
-    def __init__(self, show_always: bool = False, refresh_seconds: float = 0.25) -> None:
-        if not refresh_seconds >= 0:
-            raise ValueError(f"refresh_seconds={refresh_seconds!r} must be 0 or more.")
+    def __init__(
+        self, show_always: bool = False, refresh_seconds: float = 0.25, *, line_every_seconds: float | None = 30.0
+    ) -> None:
+        check_range("refresh_seconds", refresh_seconds)
+        if line_every_seconds is not None:
+            check_positive_number("line_every_seconds", line_every_seconds)
         self.show_always = show_always
         self.refresh_seconds = refresh_seconds
+        self.line_every_seconds = line_every_seconds
+        self._run_start, self._updates_before = 0.0, 0
         self.pbar: Any = None
         self.eval_pbar: Any = None
         self._since = self._next_refresh = 0.0
         self._samples_before = 0
         self._steps_shown = 0
+        self._interval = refresh_seconds
 
     def _create(self, trainer: Trainer, loader: Any, description: str, unit: str = "batch") -> Any:
-        shown = trainer.accelerator.is_local_main_process and (self.show_always or _is_watched())
+        total = _length(loader)
         return tqdm(
-            total=_length(loader),
+            total=total,
+            # Without tqdm's own rate and time, which are of the epoch, there is room for ours in 80 columns.
+            bar_format=None if total is None else "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
             desc=description,
             unit=unit,
             leave=False,
-            disable=not shown,
+            disable=not self._shows_bars(trainer),
             mininterval=self.refresh_seconds,
         )
 
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._run_start, self._updates_before = time.monotonic(), trainer.progress.update
+        # Where there are no bars, the next line; on processes that show nothing, never.
+        self._interval, self._next_refresh = self.refresh_seconds, 0.0
+        if not self._shows_bars(trainer):
+            prints = self.line_every_seconds is not None and trainer.accelerator.is_local_main_process
+            self._interval = float(self.line_every_seconds) if prints and self.line_every_seconds else math.inf
+            self._next_refresh = self._run_start + self._interval
+
+    def _shows_bars(self, trainer: Trainer) -> bool:
+        return bool(trainer.accelerator.is_local_main_process and (self.show_always or _is_watched()))
+
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        config = trainer.run_config
-        of = f"/{config.num_epochs}" if config is not None and config.num_epochs is not None else ""
-        self.pbar = self._create(trainer, trainer.train_dataloader, f"Epoch {trainer.progress.epoch}{of}")
-        self._since = self._next_refresh = time.monotonic()
+        self.pbar = self._create(trainer, trainer.train_dataloader, _epoch_of(trainer))
+        self._since = time.monotonic()
+        if not self.pbar.disable:
+            self._next_refresh = self._since
         self._samples_before = trainer.progress.samples_in_epoch
         self._steps_shown = trainer.progress.step
         if self._steps_shown:
@@ -80,20 +102,37 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         now = time.monotonic()
-        if now < self._next_refresh or self.pbar.disable:
+        if now < self._next_refresh:
             return
-        self._next_refresh = now + self.refresh_seconds
-        self._show(trainer, now)
+        self._next_refresh = now + self._interval
+        if self.pbar.disable:
+            numbers = ", ".join(f"{name} {value}" for name, value in self._numbers(trainer, now).items())
+            of = "" if self.pbar.total is None else f"/{self.pbar.total}"
+            trainer.print(f"{_epoch_of(trainer)}, step {trainer.progress.step}{of}: {numbers}")
+        else:
+            self._show(trainer, now)
 
-    def _show(self, trainer: Trainer, now: float) -> None:
+    def _numbers(self, trainer: Trainer, now: float) -> dict[str, str]:
+        """Return what is shown, by name."""
         parts = {"loss": f"{trainer.running_loss:.4g}"}
+        config, progress = trainer.run_config, trainer.progress
+        made = progress.update - self._updates_before
+        if config is not None and config.max_num_train_steps is not None and made:
+            # Evaluations and saving are in it, as far as there were any.
+            left = (now - self._run_start) / made * (config.max_num_train_steps - progress.update)
+            parts["left"] = tqdm.format_interval(left)
+        evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
+        if evaluated:
+            parts["eval_loss"] = f"{float(evaluated[-1]):.4g}"
         if trainer.optimizer.param_groups:
             parts["lr"] = f"{float(trainer.optimizer.param_groups[0]['lr']):.3g}"
         seconds = now - self._since
         if seconds > 0:
-            rate = (trainer.progress.samples_in_epoch - self._samples_before) / seconds
-            parts["samples/s"] = f"{rate:,.0f}"
-        self.pbar.set_postfix(parts, refresh=False)
+            parts["samples/s"] = f"{(progress.samples_in_epoch - self._samples_before) / seconds:,.0f}"
+        return parts
+
+    def _show(self, trainer: Trainer, now: float) -> None:
+        self.pbar.set_postfix(self._numbers(trainer, now), refresh=False)
         self.pbar.update(trainer.progress.step - self._steps_shown)
         self._steps_shown = trainer.progress.step
 
@@ -132,6 +171,12 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._close()
+
+
+def _epoch_of(trainer: Trainer) -> str:
+    config = trainer.run_config
+    of = f"/{config.num_epochs}" if config is not None and config.num_epochs is not None else ""
+    return f"Epoch {trainer.progress.epoch}{of}"
 
 
 def _length(loader: Any) -> int | None:
