@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
 _COLOURS = {"train": "#1f77b4", "eval": "#d95f02", "": "#d95f02"}
 
 
+def new_figure(size: tuple[float, float]) -> Figure:
+    """Return an empty figure, which a notebook shows when it is the value of a cell.
+
+    :param size: width and height in inches
+    """
+    figures = import_extra("matplotlib.figure", "plot", "plot()")
+
+    class Shown(figures.Figure):  # type: ignore[misc, name-defined]
+        def _repr_png_(self) -> bytes:
+            data = io.BytesIO()
+            self.savefig(data, format="png")
+            return data.getvalue()
+
+    return Shown(figsize=size, layout="constrained", dpi=120)
+
+
 def plot_curves(
     curves: Mapping[str, tuple[Sequence[int], Sequence[Any]]], path: str | os.PathLike[str] | None = None
 ) -> Figure:
@@ -27,7 +44,6 @@ def plot_curves(
     :param curves: by metric name, the epochs and the values; values that are no numbers are left out
     :param path: where to save the picture; ``None``: not saved
     """
-    figures = import_extra("matplotlib.figure", "plot", "plot()")
     ticker = import_extra("matplotlib.ticker", "plot", "plot()")
     panels: dict[str, dict[str, tuple[Sequence[int], list[float]]]] = {}
     for name, (epochs, values) in curves.items():
@@ -42,7 +58,7 @@ def plot_curves(
 
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
-    figure: Figure = figures.Figure(figsize=(4.6 * columns, 3.4 * rows), layout="constrained", dpi=120)
+    figure: Figure = new_figure((4.6 * columns, 3.4 * rows))
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, (panel, lines) in zip(axes, panels.items(), strict=False):
         for label, (epochs, numbers) in lines.items():
@@ -71,8 +87,7 @@ def plot_range_test(
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
     """Draw the losses of a learning rate range test."""
-    figures = import_extra("matplotlib.figure", "plot", "plot()")
-    figure: Figure = figures.Figure(figsize=(6.4, 4), layout="constrained", dpi=120)
+    figure: Figure = new_figure((6.4, 4))
     axis = figure.subplots()
     axis.plot(lrs, losses, color="#1f77b4", alpha=0.3, label="loss")
     axis.plot(lrs, smoothed, color="#1f77b4", label="smoothed")
@@ -100,9 +115,8 @@ def plot_schedule(
     :param num_epochs: epochs of the run, for placeholders that count them, and for timm's schedulers in epochs
     :param path: where to save the picture; ``None``: not saved
     """
-    figures = import_extra("matplotlib.figure", "plot", "plot_schedule()")
     curves = schedule_values(create_scheduler_fn, num_updates, lr, num_epochs)
-    figure: Figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained", dpi=120)
+    figure: Figure = new_figure((6.4, 3.6))
     axis = figure.subplots()
     for number, values in enumerate(curves):
         axis.plot(range(1, num_updates + 1), values, label=f"group {number}" if len(curves) > 1 else None)
@@ -126,7 +140,6 @@ def plot_confusion_matrix(
     import torch
     from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-    figures = import_extra("matplotlib.figure", "plot", "plot_confusion_matrix()")
     predictions, targets = torch.as_tensor(predictions), torch.as_tensor(targets)
     if len(predictions) != len(targets):
         raise ValueError(f"There are {len(predictions)} predictions, but {len(targets)} targets.")
@@ -138,7 +151,7 @@ def plot_confusion_matrix(
     counts = multiclass_confusion_matrix(predictions, targets, size).cpu()
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
     side = min(max(3.6, 0.42 * size + 1.6), 16)
-    figure: Figure = figures.Figure(figsize=(side, side), layout="constrained", dpi=120)
+    figure: Figure = new_figure((side, side))
     axis = figure.subplots()
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     small = 8 if size <= 20 else 5
@@ -168,10 +181,9 @@ def plot_sheet(
 
     :param images: each of shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
     """
-    figures = import_extra("matplotlib.figure", "plot", "plot()")
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
-    figure: Figure = figures.Figure(figsize=(1.9 * columns, 2.3 * rows), layout="constrained", dpi=120)
+    figure: Figure = new_figure((1.9 * columns, 2.3 * rows))
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, image, title in zip(axes, images, titles, strict=False):
         picture = as_picture(image)

@@ -60,14 +60,20 @@ class ProgressBarCallback(TrainerCallback):
         self._run_start, self._updates_before = 0.0, 0
         self.pbar: Any = None
         self.eval_pbar: Any = None
+        self._kept: dict[str, Any] = {}
         self._since = self._next_refresh = 0.0
         self._samples_before = 0
         self._steps_shown = 0
         self._interval = refresh_seconds
 
     def _create(self, trainer: Trainer, loader: Any, description: str, unit: str = "batch") -> Any:
-        total = _length(loader)
-        return tqdm(
+        total, kind = _length(loader), description.split()[0]
+        if kind in self._kept:
+            bar = self._kept[kind]
+            bar.reset(total)
+            bar.set_description(description)
+            return bar
+        bar = tqdm(
             total=total,
             # Without tqdm's own rate and time, which are of the epoch, there is room for ours in 80 columns.
             bar_format=None if total is None else "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
@@ -77,6 +83,15 @@ class ProgressBarCallback(TrainerCallback):
             disable=not self._shows_bars(trainer),
             mininterval=self.refresh_seconds,
         )
+        if _in_notebook():  # where each bar, also a closed one, stays in the output: one serves all epochs
+            self._kept[kind] = bar
+        return bar
+
+    def _finish(self, bar: Any) -> None:
+        if bar in self._kept.values():
+            bar.refresh()
+        else:
+            bar.close()
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._run_start, self._updates_before = time.monotonic(), trainer.progress.update
@@ -139,7 +154,7 @@ class ProgressBarCallback(TrainerCallback):
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if not self.pbar.disable:
             self._show(trainer, time.monotonic())
-        self.pbar.close()
+        self._finish(self.pbar)
 
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self.eval_pbar = self._create(trainer, trainer.eval_dataloader, "Evaluating")
@@ -150,7 +165,11 @@ class ProgressBarCallback(TrainerCallback):
         self.eval_pbar.update(1)
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self.eval_pbar.close()
+        self._finish(self.eval_pbar)
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not trainer.is_running or trainer.train_dataloader is None:  # not one within a training run
+            self._close()
 
     def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self.eval_pbar = self._create(trainer, trainer.eval_dataloader, "Predicting")
@@ -159,12 +178,17 @@ class ProgressBarCallback(TrainerCallback):
         self.eval_pbar.update(1)
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._kept.pop("Predicting", None)
         self.eval_pbar.close()
 
     def _close(self) -> None:
-        for bar in (self.pbar, self.eval_pbar):
+        for bar in (self.pbar, self.eval_pbar, *self._kept.values()):
             if bar is not None:
                 bar.close()
+        self._kept.clear()
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._close()
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._close()
@@ -188,8 +212,11 @@ def _length(loader: Any) -> int | None:
 
 def _is_watched() -> bool:
     """Whether bars go to a terminal or a notebook, and not into a file."""
-    in_notebook = "ipykernel" in sys.modules
-    return in_notebook or bool(sys.stderr is not None and sys.stderr.isatty())
+    return _in_notebook() or bool(sys.stderr is not None and sys.stderr.isatty())
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
 
 
 class LogMetricsCallback(TrainerCallback):

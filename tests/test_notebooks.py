@@ -1,0 +1,65 @@
+"""The notebooks run from top to bottom, and bars do not flood them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.launching import ROOT
+
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+def execute(notebook: Any, folder: Path, monkeypatch: Any) -> Any:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    NotebookClient(
+        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    return notebook
+
+
+def test_there_are_two():
+    assert len(NOTEBOOKS) == 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_is_kept_with_its_outputs(path, tmp_path, monkeypatch):
+    kept = nbformat.read(path, as_version=4)
+    ran = execute(nbformat.read(path, as_version=4), tmp_path, monkeypatch)
+    for cell, old in zip(ran.cells, kept.cells, strict=True):
+        if cell.cell_type == "code":
+            assert sum("image/png" in output.get("data", {}) for output in cell.outputs) == sum(
+                "image/png" in output.get("data", {}) for output in old.outputs
+            )
+    pictures = sum("image/png" in output.get("data", {}) for cell in kept.cells for output in cell.get("outputs", ()))
+    assert pictures >= 2
+    text = path.read_text()
+    assert "Traceback" not in text
+    assert "/tmp" not in text
+    assert "site-packages" not in text
+
+
+def test_a_run_leaves_few_outputs_in_a_notebook(tmp_path, monkeypatch):
+    cell = nbformat.v4.new_code_cell(
+        """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from pytorch_accel_lite import Trainer
+x = torch.randn(3000, 4)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+model = nn.Linear(4, 1)
+Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01)).train(data, 5, data)
+"""
+    )
+    notebook = execute(nbformat.v4.new_notebook(cells=[cell]), tmp_path, monkeypatch)
+    outputs = notebook.cells[0].outputs
+    shown = [output for output in outputs if output.output_type != "stream" or output.name == "stderr"]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    assert len(printed.splitlines()) == 2 + 5 * 3
+    assert len(shown) <= 10, [output.get("data", output.get("text")) for output in shown]
