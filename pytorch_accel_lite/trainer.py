@@ -913,7 +913,10 @@ class Trainer(TrainerBase):
         """
         parts = list(self.predict_iter(dataset, per_device_batch_size, dataloader_kwargs, collate_fn))
         if not parts:
-            raise ValueError(f"dataset gave no batch: {type(dataset).__name__} is empty, or exhausted.")
+            raise ValueError(
+                f"dataset gave no batch: {type(dataset).__name__} is empty, or exhausted; or all has been predicted "
+                "already, and written by a PredictionWriterCallback: read it with read_predictions()."
+            )
         return concatenate(parts)
 
     def predict_iter(
@@ -944,7 +947,7 @@ class Trainer(TrainerBase):
                 raise
 
     def _predict_batches(self) -> Iterator[Any]:
-        for loaded in self._eval_dataloader.steps(self.progress.epoch):
+        for loaded in self._eval_dataloader.steps(self.progress.epoch, self._eval_dataloader.start):
             self._loaded = loaded
             with self._unwrapped_model(), torch.no_grad():
                 output = self.calculate_predict_batch_output(loaded.batch)

@@ -21,6 +21,7 @@ from pytorch_accel_lite.callbacks.monitoring import (
 )
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback, replay
 from pytorch_accel_lite.callbacks.pictures import PlotMetricsCallback, SnapshotCallback
+from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback, read_predictions
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
@@ -64,6 +65,7 @@ __all__ = [
     "NonFiniteLossError",
     "OutOfMemoryCallback",
     "PlotMetricsCallback",
+    "PredictionWriterCallback",
     "PrintProgressCallback",
     "ProfilerCallback",
     "ProgressBarCallback",
@@ -85,6 +87,7 @@ __all__ = [
     "WSDCheckpointCallback",
     "WorstSamplesCallback",
     "get_default_callbacks",
+    "read_predictions",
     "replay",
 ]
 

@@ -81,6 +81,8 @@ class ShardedLoader(ABC):
 
     #: At most this many steps in an epoch; ``None`` for no limit.
     limit: int | None = None
+    #: Begin a prediction after so many samples.
+    start = 0
     #: Batches of images, tensors of 4 dimensions, are laid out in memory with the channels last.
     channels_last = False
     #: Give a :class:`FailedRead` for a batch that cannot be read, and go on, where the source can be indexed.

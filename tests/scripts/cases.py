@@ -44,6 +44,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsCallback,
     ModelEmaCallback,
     NaNReportCallback,
+    PredictionWriterCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
@@ -51,6 +52,7 @@ from pytorch_accel_lite.callbacks import (
     TimeLimitCallback,
     WorstSamplesCallback,
     WSDCheckpointCallback,
+    read_predictions,
 )
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.data import NamedDatasets, OwnShard
@@ -363,6 +365,18 @@ def case_finding() -> Any:
         "alone": losses,
         "unchanged": equal(weights(model), before),
     }
+
+
+def case_predictions() -> Any:
+    with shared_folder() as folder:
+        data, directory = regression_data(23), folder / "predictions"
+        trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        for _ in trainer.predict_iter(data, per_device_batch_size=2):
+            pass
+        written = read_predictions(directory)
+        by_hand = small_model()(data.tensors[0]).detach()
+        names = [path.stem.partition("rank")[2] for path in directory.glob("shard-*")]
+        return {"equal": bool(torch.allclose(written, by_hand)), "ranks": sorted(set(map(int, names)))}
 
 
 def case_worst_samples() -> Any:

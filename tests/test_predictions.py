@@ -1,0 +1,84 @@
+"""Predictions in shards: those of predict(), of all processes, also after a kill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from tests.small import Stream, listener
+from tests.tasks import quiet_trainer, regression_data, small_model
+
+
+def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = None, **kwargs: Any) -> list[Any]:
+    writer = PredictionWriterCallback(folder, **({"shard_size": 6} | kwargs))
+    trainer = quiet_trainer(model or small_model(), callbacks=[writer, *extra])
+    return list(trainer.predict_iter(data, per_device_batch_size=4))
+
+
+def test_what_is_read_is_what_predict_returns(tmp_path):
+    data = regression_data(21)
+    predict(tmp_path, data)
+    assert len(list(tmp_path.glob("shard-*"))) == 3
+    expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
+    assert torch.equal(read_predictions(tmp_path), expected)
+
+
+def test_structures_are_kept(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_model()
+
+        def forward(self, x):
+            return {"y": self.inner(x), "twice": (x, self.inner(x) * 2)}
+
+    data = regression_data(9)
+    predict(tmp_path, data, model=Two())
+    found = read_predictions(tmp_path)
+    assert torch.equal(found["twice"][0], data.tensors[0])
+    assert torch.equal(found["twice"][1], found["y"] * 2)
+
+
+def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
+    data = regression_data(21)
+    steps = []
+
+    def fail(trainer: Any, **kwargs: Any) -> None:
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        predict(tmp_path, data, [listener(on_predict_step_end=fail)])
+    with pytest.raises(ValueError, match="missing in"):
+        read_predictions(tmp_path)
+    rest = predict(tmp_path, data)
+    assert "16 of 21 samples have been predicted already" in capsys.readouterr().out
+    assert sum(map(len, rest)) == 5
+    expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
+    torch.testing.assert_close(read_predictions(tmp_path), expected)
+    assert predict(tmp_path, data) == []
+    assert sum(map(len, predict(tmp_path, data, overwrite=True))) == 21
+
+
+def test_only_what_fits_is_gone_on_with(tmp_path):
+    predict(tmp_path, regression_data(9))
+    with pytest.raises(ValueError, match="holds predictions for 9 samples, not 10"):
+        predict(tmp_path, regression_data(10))
+    with pytest.raises(TypeError, match="needs a dataset with a length"):
+        predict(tmp_path / "stream", Stream())
+    with pytest.raises(FileNotFoundError, match="holds no predictions"):
+        read_predictions(tmp_path / "none")
+    with pytest.raises(ValueError, match="shard_size=0"):
+        PredictionWriterCallback(shard_size=0)
+
+
+@pytest.mark.processes
+def test_several_processes_write_what_one_would(ranks):
+    for result in ranks["predictions"]:
+        assert result["equal"]
+        assert result["ranks"] == list(range(ranks.world_size))
