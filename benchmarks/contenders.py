@@ -137,6 +137,25 @@ def ours_all(task: Task, folder: Path) -> Train:
     )
 
 
+@contender("ours, monitors and loggers")
+def ours_monitored(task: Task, folder: Path) -> Train:
+    from pytorch_accel_lite import callbacks
+
+    return ours(
+        task,
+        [
+            *callbacks.get_default_callbacks(progress_bar=False),
+            callbacks.ProgressBarCallback(show_always=True),
+            callbacks.LearningRateMonitorCallback(),
+            callbacks.GradientNormCallback(),
+            callbacks.ThroughputCallback(),
+            callbacks.DeviceMemoryCallback(),
+            callbacks.TimingCallback(show=False),
+            callbacks.MetricsFileCallback(folder / "metrics.csv", every_n_updates=50),
+        ],
+    )
+
+
 def ancestor(task: Task, bar: bool) -> Train:
     from pytorch_accelerated import Trainer
     from pytorch_accelerated.callbacks import get_default_callbacks

@@ -26,6 +26,12 @@ def train(model: nn.Module, callbacks: Any = (), channels_last: bool = False, re
     return trainer
 
 
+@pytest.fixture(autouse=True)
+def forget_other_models():
+    """Torch compiles a few models in a process, and then no more: those of other tests count."""
+    torch.compiler.reset()
+
+
 def test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names():
     plain = small_model()
     model, compiled, data = copy.deepcopy(plain), [], regression_data(16)
