@@ -103,18 +103,20 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
 
 @pytest.mark.parametrize("order", [[], ["--saver-first"]])
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, order):
-    """SIGKILL at random times; KILLS=20 for more of them."""
+    """SIGKILL at random times after a start; KILLS=20 for more of them."""
     kills, wanted, chance = 0, int(os.environ.get("KILLS", "3")), random.Random(5)
-    for _ in range(20 * wanted):
+    page = tmp_path / "log" / "run.json"
+    while True:
+        began = page.stat().st_mtime_ns if page.exists() else 0
         process = subprocess.Popen([*SCRIPT, str(tmp_path), "0.05", *order], env=environment(), cwd=ROOT)
         if kills < wanted:
-            seen = len(list(tmp_path.glob("states/update-*")))
             deadline = time.monotonic() + 60
             while process.poll() is None and time.monotonic() < deadline:
-                if len(list(tmp_path.glob("states/update-*"))) > seen:
-                    time.sleep(chance.random() * 0.1)
+                has_begun = page.exists() and page.stat().st_mtime_ns != began
+                if has_begun and list(tmp_path.glob("states/update-*")):
                     break
-                time.sleep(0.01)
+                time.sleep(0.005)
+            time.sleep(chance.random() * (0.1 if wanted > 5 else 0.25))
             kills += process.poll() is None
             process.send_signal(signal.SIGKILL)
         process.wait(timeout=120)
@@ -125,7 +127,6 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, ord
     logged, expected = whole(tmp_path), whole(uninterrupted)
     for name in ("epochs", "updates", "csv", "csv updates", "page", "tensorboard"):
         assert logged[name] == expected[name], name
-    # A run that was killed before its first state has begun anew, as a run of its own.
     runs = Counter(path.parent.parent for path in tmp_path.glob("mlruns/*/*/metrics/loss"))
     assert len(runs) == 1
     assert logged["mlflow"] == expected["mlflow"]
