@@ -83,7 +83,9 @@ class ProgressBarCallback(TrainerCallback):
             disable=not self._shows_bars(trainer),
             mininterval=self.refresh_seconds,
         )
-        if _in_notebook():  # where each bar, also a closed one, stays in the output: one serves all epochs
+        if hasattr(
+            bar, "container"
+        ):  # a notebook's widget stays in the output when it is closed: one serves all epochs
             self._kept[kind] = bar
         return bar
 
