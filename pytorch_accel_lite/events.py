@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.utils import did_you_mean
@@ -191,6 +191,7 @@ class TrainerCallback:
 EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 Listener = Callable[..., object]
+Timer = Callable[[object], AbstractContextManager[None]]
 
 
 class CallbackHandler:
@@ -205,8 +206,8 @@ class CallbackHandler:
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
         self._listeners: dict[str, tuple[Listener, ...]] = {}
-        #: Called after each callback's part in an event, with the callback and the seconds it took.
-        self.timer: Callable[[object, float], None] | None = None
+        #: Called with each callback that is about to take part in an event; returns a context in which it does so.
+        self.timer: Timer | None = None
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> None:
@@ -249,13 +250,10 @@ class CallbackHandler:
         for listener in self.listeners(event):
             listener(*args, **kwargs)
 
-    def _call_timed(self, timer: Callable[[object, float], None], event: str, *args: Any, **kwargs: Any) -> None:
+    def _call_timed(self, timer: Timer, event: str, *args: Any, **kwargs: Any) -> None:
         for listener in self.listeners(event):
-            start = time.perf_counter()
-            try:
+            with timer(getattr(listener, "__self__", listener)):
                 listener(*args, **kwargs)
-            finally:
-                timer(getattr(listener, "__self__", listener), time.perf_counter() - start)
 
     def listeners(self, event: str) -> tuple[Listener, ...]:
         """Return the bound methods that listen to an event, in order."""

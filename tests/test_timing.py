@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import ProfilerCallback, TimingCallback
+from pytorch_accel_lite.callbacks import ProfilerCallback, StepBasedEvaluationCallback, TimingCallback
 from tests.small import listener, make_trainer, train
 from tests.tasks import Rows, regression_data, small_model
 
@@ -77,6 +77,18 @@ def test_what_takes_the_time_is_found(slow, capsys):
     assert lines[-1].startswith("all epochs")
 
 
+def test_what_a_callback_makes_the_trainer_do_is_counted_once():
+    model, timing = small_model(), TimingCallback(show=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SlowTrainer(model, nn.MSELoss(), optimizer, callbacks=[timing, StepBasedEvaluationCallback(1)])
+    trainer.slow = "evaluation"
+    data = regression_data(16)
+    trainer.train(data, 1, data, per_device_batch_size=4)
+    assert timing.totals["evaluation"] >= 5 * 4 * NAP
+    parts = [seconds for name, seconds in timing.totals.items() if name not in ("epochs", "data_max")]
+    assert sum(parts) < timing.totals["epochs"] + 4 * NAP  # counted twice, it would be 16 * NAP more
+
+
 def test_the_handler_is_as_it_was_after_the_run_however_it_ends():
     def fail(trainer: Any, **kwargs: Any) -> None:
         raise ValueError("no")
@@ -93,7 +105,7 @@ def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
     profiler = ProfilerCallback(tmp_path / "profiles", wait=1, warmup=1, active=2, repeat=2)
     train(make_trainer([profiler]), epochs=4)
     traces = sorted(path.name for path in (tmp_path / "profiles").iterdir())
-    assert traces == ["trace-rank0-step4.json", "trace-rank0-step8.json"]
+    assert traces == ["trace-rank0-update4.json", "trace-rank0-update8.json"]
     events = json.loads((tmp_path / "profiles" / traces[0]).read_text())["traceEvents"]
     names = [event.get("name", "") for event in events]
     assert sum(name.startswith("ProfilerStep#") for name in names) >= 2

@@ -6,7 +6,6 @@ loggers find it. Nothing is read from the device in a step.
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections import deque
@@ -194,6 +193,8 @@ class DeviceMemoryCallback(TrainerCallback):
                 "memory_reserved_mib": torch.cuda.max_memory_reserved(trainer.device) / _MIB,
             }
         else:
+            import resource  # which only POSIX systems have
+
             kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
             used = {"memory_resident_mib": kibibytes / (1024 if sys.platform != "darwin" else _MIB)}
         for name, largest in zip(used, trainer.ranks.max(list(used.values())), strict=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,18 +49,28 @@ class TimingCallback(TrainerCallback):
         self._callbacks: dict[str, float] = defaultdict(float)
         self._events: list[list[Any]] = []
         self._of_step: list[Any] = []
-        self._in_callbacks = 0.0
+        self._in_callbacks = self._counted = 0.0
         self._mark = self._mark_in_callbacks = self._epoch_start = 0.0
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "epochs"), 0.0)
         self._on_gpu = trainer.device.type == "cuda"
-        trainer.callback_handler.timer = self._add_callback
+        trainer.callback_handler.timer = self._time
 
-    def _add_callback(self, callback: object, seconds: float) -> None:
-        self._callbacks[type(callback).__name__] += seconds
-        self._in_callbacks += seconds
+    @contextmanager
+    def _time(self, callback: object) -> Iterator[None]:
+        """Count the time of a callback, without what it makes the trainer do that is counted by itself."""
+        start, counted = time.perf_counter(), self._counted
+        try:
+            yield
+        finally:
+            own = time.perf_counter() - start
+            if callback is not self:  # what this callback counts in an event was before the event
+                own -= self._counted - counted
+            self._callbacks[type(callback).__name__] += own
+            self._in_callbacks += own
+            self._counted += own
 
     def _lap(self, phase: str | None) -> None:
         """Count the time since the last mark, without that of callbacks, for a phase; and set the mark."""
@@ -66,6 +78,7 @@ class TimingCallback(TrainerCallback):
         if phase is not None:
             passed = now - self._mark - (self._in_callbacks - self._mark_in_callbacks)
             self._phases[phase] += max(passed, 0.0)
+            self._counted += max(passed, 0.0)
         self._mark, self._mark_in_callbacks = now, self._in_callbacks
 
     def _lap_of_device(self, phase: str) -> None:
@@ -163,7 +176,7 @@ class TimingCallback(TrainerCallback):
 class ProfilerCallback(TrainerCallback):
     """Writes traces of ``torch.profiler`` for some steps of a run, to be opened in Perfetto or chrome://tracing.
 
-    :param output_dir: where, as ``trace-rank0-step10.json``
+    :param output_dir: where, as ``trace-rank0-update10.json``
     :param wait: steps before each trace that are not looked at
     :param warmup: steps before each trace in which the profiler runs and nothing is kept
     :param active: steps in a trace
@@ -194,7 +207,9 @@ class ProfilerCallback(TrainerCallback):
         rank = trainer.ranks.rank
 
         def write(profiler: torch.profiler.profile) -> None:
-            profiler.export_chrome_trace(str(self.output_dir / f"trace-rank{rank}-step{profiler.step_num}.json"))
+            profiler.export_chrome_trace(
+                str(self.output_dir / f"trace-rank{rank}-update{trainer.progress.update}.json")
+            )
 
         self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
         self._profiler.start()
