@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +40,7 @@ from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.data import LoadedBatch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
+from pytorch_accel_lite.events import timed
 from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.preparation import Preparation, unwrap
@@ -166,7 +167,8 @@ class TrainerBase:
             problems += self.callback_handler.tell_all("on_training_run_end", self)
         for problem in problems:
             text = "".join(traceback.format_exception(problem))
-            self.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")
+            with suppress(OSError):  # where nobody reads the output any more, the error itself still goes on
+                self.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")
 
     def _call_ending_event(self, event: str) -> None:
         """Fire an event when the run is ending anyway: there is nothing left to stop."""
@@ -184,6 +186,7 @@ class TrainerBase:
 
     # ------------------------------------------------------------------------------------ saving, loading
 
+    @timed("saving")
     def save_checkpoint(
         self,
         save_path: StrPath,
@@ -239,6 +242,7 @@ class TrainerBase:
         model.load_state_dict(weights, strict=strict)
         return checkpoint
 
+    @timed("saving")
     def save_model(self, path: StrPath) -> None:
         """Save the weights only, as safetensors, whole or not at all, once in the job. For use by others.
 
@@ -276,6 +280,7 @@ class TrainerBase:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
 
+    @timed("saving")
     def save_training_state(
         self,
         directory: StrPath,

@@ -125,17 +125,7 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
     on_gpu = trainer.device.type == "cuda"
     compute = found.forward + found.backward + found.update
     if found.waiting > 0.1:
-        workers = getattr(trainer.train_dataloader, "num_workers", 0)
-        yield (
-            f"The model waits for data in {100 * found.waiting:.0f} % of a step. "
-            + (
-                "Read with workers: train_dataloader_kwargs={'num_workers': 4}, "
-                if not workers
-                else f"Use more than the {workers} workers, "
-            )
-            + "or do in advance what the dataset does for each sample; data that fit in memory as a TensorDataset are "
-            "read a batch at a time."
-        )
+        yield f"The model waits for data in {100 * found.waiting:.0f} % of a step. {faster_data(trainer)}"
     options = [group.get("fused") for group in trainer.optimizer.param_groups]
     if found.update > 0.1 * compute and "fused" in trainer.optimizer.defaults and not any(options):
         yield (
@@ -153,3 +143,17 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
         )
     if not on_gpu and trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
         yield "Torch computes with one thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, uses more cores."
+
+
+def faster_data(trainer: Trainer) -> str:
+    """Return what to do when a model waits for data."""
+    workers = getattr(trainer.train_dataloader, "num_workers", 0)
+    more = (
+        f"Use more than the {workers} workers"
+        if workers
+        else ("Read with workers: train_dataloader_kwargs={'num_workers': 4}")
+    )
+    return (
+        f"{more}, or do in advance what the dataset does for each sample; data that fit in memory as a TensorDataset "
+        "are read a batch at a time."
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pytorch_accel_lite.utils import did_you_mean
 
@@ -192,6 +193,7 @@ EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.s
 
 Listener = Callable[..., object]
 Timer = Callable[[object], AbstractContextManager[None]]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class CallbackHandler:
@@ -206,7 +208,8 @@ class CallbackHandler:
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
         self._listeners: dict[str, tuple[Listener, ...]] = {}
-        #: Called with each callback that is about to take part in an event; returns a context in which it does so.
+        #: Called with each callback that is about to take part in an event, and with the name of a phase that is about
+        #: to begin (``"saving"``); returns a context in which that happens.
         self.timer: Timer | None = None
         self.add_callbacks(callbacks)
 
@@ -295,6 +298,21 @@ class CallbackHandler:
             if names:
                 lines.append(f"{event}: {', '.join(names)}")
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+def timed(phase: str) -> Callable[[_Method], _Method]:
+    """Make a method of the trainer a phase that the callback handler's timer, if there is one, is told of."""
+
+    def decorate(method: _Method) -> _Method:
+        @wraps(method)
+        def call(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            timer = trainer.callback_handler.timer
+            with nullcontext() if timer is None else timer(phase):
+                return method(trainer, *args, **kwargs)
+
+        return cast("_Method", call)
+
+    return decorate
 
 
 def _warn_about_misspelt_events(callback_class: type) -> None:

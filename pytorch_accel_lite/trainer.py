@@ -42,7 +42,7 @@ from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
 from pytorch_accel_lite.trials import unchanged
 from pytorch_accel_lite.utils import check_positive_int, check_range
-from pytorch_accel_lite.validation import check_data, check_scheduler, check_training, has_no_batch
+from pytorch_accel_lite.validation import check_data, check_scheduler, check_training, has_no_batch, takes
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -1034,8 +1034,9 @@ class TrainerWithTimmScheduler(Trainer):
                 f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
                 "after updates and epochs, as they need it. Leave scheduler_interval and scheduler_metric out."
             )
-        if self.scheduler is not None and not hasattr(self.scheduler, "step_update"):
+        scheduler = self.scheduler
+        if scheduler is not None and not (hasattr(scheduler, "step_update") and takes(scheduler.step, 1, 0.0)):
             raise TypeError(
-                f"create_scheduler_fn returned {type(self.scheduler).__name__}, which is no scheduler of timm: it has "
-                "no step_update(). Use Trainer for torch's schedulers."
+                f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped as timm's schedulers "
+                "are: step_update(num_updates), step(epoch, metric). Use Trainer for it."
             )

@@ -7,7 +7,9 @@ import importlib
 import math
 import numbers
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
 from types import ModuleType
@@ -44,6 +46,30 @@ class LimitBatches:
             del os.environ[LIMIT_BATCHES_VARIABLE]
         else:
             os.environ[LIMIT_BATCHES_VARIABLE] = self._before
+
+
+class Pace:
+    """Keeps to a share of the time what is done again and again, drawing a plot after each epoch say.
+
+    :param share: of the time, above 0 and at most 1
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._next = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it may be done now."""
+        return time.monotonic() >= self._next
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Do it in this context: the longer it takes, the longer it is not due."""
+        begin = time.monotonic()
+        yield
+        end = time.monotonic()
+        self._next = begin + (end - begin) / self._share
 
 
 class DataLoaderSlice:

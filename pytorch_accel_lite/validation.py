@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -77,6 +78,11 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
     if steps_itself:
         return
     kind = type(scheduler).__name__
+    if metric is None and hasattr(scheduler, "step_update") and not takes(scheduler.step):
+        raise TypeError(
+            f"create_scheduler_fn returned {kind}, which is stepped as timm's schedulers are, with the number of the "
+            "epoch. Use TrainerWithTimmScheduler in place of Trainer, or override scheduler_step."
+        )
     if metric is None and isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             f"{kind} follows a metric. Say which: scheduler_interval='epoch', scheduler_metric='eval_loss_epoch' "
@@ -86,6 +92,15 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         raise ValueError(
             f"scheduler_metric={metric!r}: {kind}.step takes no metric, as ReduceLROnPlateau's does. Leave it out."
         )
+
+
+def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a function can be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def check_data(

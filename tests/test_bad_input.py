@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
+import sys
 import traceback
 from functools import partial
 from typing import Any
@@ -505,6 +507,22 @@ def test_an_error_inside_a_callback_reaches_the_user_with_its_traceback():
     with pytest.raises(KeyError, match="missing key") as caught:
         train(make_trainer([listener(on_optimizer_step_end=broken_callback)]))
     assert "in broken_callback" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_is_not_masked_by_an_output_that_nobody_reads(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    def fail(trainer, **kwargs):
+        monkeypatch.setattr(sys, "stdout", Closed())
+        raise ValueError("the error itself")
+
+    def fail_too(trainer, **kwargs):
+        raise RuntimeError("in the ending event")
+
+    with pytest.raises(ValueError, match="the error itself"):
+        train(make_trainer([listener(on_train_step_end=fail, on_training_run_end=fail_too)]))
 
 
 # ---------------------------------------------------------------------------------- arguments of callbacks

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
+    AdviceCallback,
     EarlyStoppingCallback,
     LogMetricsCallback,
     MoveModulesToDeviceCallback,
@@ -214,7 +215,7 @@ def test_all_shipped_callbacks_work_together(here):
 # -------------------------------------------------------------------------------------- the defaults
 
 
-def test_the_default_callbacks_are_those_of_the_ancestor_and_without_the_bar_one_less():
+def test_the_default_callbacks_are_those_of_the_ancestor_with_advice_and_without_the_bar_one_less():
     assert get_default_callbacks() == DEFAULT_CALLBACKS
     assert set(DEFAULT_CALLBACKS) == {
         MoveModulesToDeviceCallback,
@@ -222,6 +223,7 @@ def test_the_default_callbacks_are_those_of_the_ancestor_and_without_the_bar_one
         PrintProgressCallback,
         ProgressBarCallback,
         LogMetricsCallback,
+        AdviceCallback,
     }
     without = get_default_callbacks(progress_bar=False)
     assert list(without) == [c for c in DEFAULT_CALLBACKS if c is not ProgressBarCallback]
@@ -346,6 +348,44 @@ def test_no_bar_stays_open_when_a_run_ends_early(event, error, capfd):
     except type(error):
         pass
     assert not [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable]
+
+
+def test_the_bars_of_rich_show_the_same(capfd):
+    bars = ProgressBarCallback(show_always=True, refresh_seconds=0, style="rich")
+    trainer = train(make_trainer([bars, StepBasedEvaluationCallback(2)]), epochs=2, eval_dataset=True)
+    trainer.predict(Stream(4))
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", captured.err)
+    bar = last_bar(plain, "Epoch 2/2")
+    loss = float(re.search(r"loss=([\d.e+-]+)", bar)[1])
+    assert "3/3" in bar
+    assert loss == pytest.approx(trainer.run_history.get_latest_metric("train_loss_epoch"), rel=1e-3)
+    for word, count in (("Evaluating", "3/3"), ("Predicting", "1 batch")):
+        assert count in last_bar(plain, word)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), StopTrainingError("enough"), KeyboardInterrupt()])
+@pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end"])
+def test_the_display_of_rich_ends_with_the_run(event, error, capfd):
+    def fail(trainer: Trainer, **kwargs: Any) -> None:
+        raise error
+
+    trainer = make_trainer([ProgressBarCallback(show_always=True, style="rich"), listener(**{event: fail})])
+    try:
+        train(trainer, eval_dataset=True)
+    except type(error):
+        pass
+    err = capfd.readouterr().err
+    assert err.count("\x1b[?25l") == err.count("\x1b[?25h") > 0  # the cursor that was hidden is shown again
+
+
+def test_rich_is_an_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ImportError, match=r"style='rich' needs rich. .*pytorch-accel-lite\[rich\]"):
+        ProgressBarCallback(style="rich")
+    with pytest.raises(ValueError, match="style='fancy' must be 'tqdm' or 'rich'"):
+        ProgressBarCallback(style="fancy")
 
 
 @pytest.mark.parametrize("value", [-1, math.nan])
@@ -581,6 +621,13 @@ def test_when_all_are_nan_nothing_is_saved_or_loaded(tmp_path):
 def test_an_infinite_loss_is_worse_than_any_finite_one_that_follows(tmp_path):
     trainer = scripted([math.inf, 5.0], SaveBestModelCallback(tmp_path / "best.pt", "score"))
     assert same(weights(trainer.model), trainer.weights_after_epoch[1])
+
+
+def test_two_best_models_in_one_file_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    best = [SaveBestModelCallback(watch_metric="a"), SaveBestModelCallback(tmp_path / "best_model.pt", "b")]
+    with pytest.raises(ValueError, match=r"save_path='best_model.pt' is that of two SaveBestModelCallbacks"):
+        train(make_trainer(best))
 
 
 def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):

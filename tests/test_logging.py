@@ -254,6 +254,28 @@ def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
     assert trainer.accelerator.trackers == []
 
 
+def test_what_was_logged_before_an_error_stays(tmp_path):
+    def fail(trainer: Any) -> None:
+        if trainer.progress.epoch == 3:
+            raise ValueError("no")
+
+    tracker = TrackerCallback("tensorboard", "run", tmp_path, every_n_updates=2)
+    with pytest.raises(ValueError, match="no"):
+        train(make_trainer([tracker, listener(on_train_epoch_end=fail)]), epochs=4)
+    logged = scalars(tmp_path / "run")
+    assert [step for step, _ in logged["loss"]] == [2, 4, 6, 8]
+    assert [step for step, _ in logged["train_loss_epoch"]] == [3, 6, 9]
+
+
+def test_pictures_after_the_run_hide_nothing_of_it(tmp_path):
+    import numpy as np
+
+    tracker = TrackerCallback("tensorboard", "run", tmp_path)
+    trainer = train(make_trainer([tracker]), epochs=2)
+    tracker.log_images(trainer, {"late": np.zeros((4, 5, 3), dtype=np.uint8)})
+    assert [step for step, _ in scalars(tmp_path / "run")["train_loss_epoch"]] == [3, 6]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

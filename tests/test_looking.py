@@ -175,6 +175,15 @@ def test_metrics_are_plotted_after_each_epoch(tmp_path):
     assert "train loss" not in (tmp_path / "loss.svg").read_text()[:100]
 
 
+def test_the_last_epoch_of_many_short_ones_is_drawn(tmp_path):
+    path, drawn = tmp_path / "metrics.svg", []
+    look = listener(on_training_run_epoch_end=lambda t: drawn.append(path.stat().st_mtime_ns if path.exists() else 0))
+    train(make_trainer([look, PlotMetricsCallback(path)]), epochs=20)
+    during = set(drawn) - {0}
+    assert 1 <= len(during) < 19  # drawing takes many times as long as an epoch
+    assert path.stat().st_mtime_ns not in during
+
+
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
     with pytest.raises(ValueError, match=r"'train_los_epoch'.*Did you mean 'train_loss_epoch'"):
         train(make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])]))

@@ -98,12 +98,18 @@ def test_memory_is_recorded_in_mebibytes():
     assert 50 < used[0] <= used[1] < 100_000
 
 
-def test_skipped_updates_are_counted_over_a_resume():
-    counts, skip = LossScaleCallback(), listener(on_optimizer_step_start=lambda t: t.skip_update())
-    train(make_trainer([skip, counts]))
-    restored = LossScaleCallback()
-    restored.load_state_dict(counts.state_dict())
-    assert restored.state_dict() == {"skipped": 3}
+def test_skipped_updates_are_counted_over_a_resume(tmp_path):
+    def save(trainer: Any, **kwargs: Any) -> None:
+        if trainer.progress.update == 2:
+            trainer.save_training_state(tmp_path / "state")
+
+    def run(**kwargs: Any) -> LossScaleCallback:
+        counts = LossScaleCallback()
+        skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update != 2 else None)
+        train(make_trainer([skip, counts, listener(on_train_step_checkpoint=save)], seed=1), size=8, **kwargs)
+        return counts
+
+    assert run().state_dict() == run(resume_from=tmp_path / "state").state_dict() == {"skipped": 3}
 
 
 def test_without_a_scaler_there_is_no_scale():
@@ -126,16 +132,17 @@ def test_a_summary_counts_each_parameter_once_and_says_what_is_trained(capsys):
     from pytorch_accel_lite.callbacks.monitoring import summarise
 
     assert summarise(Tied()).splitlines() == [
-        "layer  class       parameters  trainable   MiB",
-        "----------------------------------------------",
-        "embed  Embedding          800        800  0.00",
-        "body   Sequential         136         64  0.00",
-        "head   Linear               0          0  0.00",
-        "----------------------------------------------",
-        "total  Tied               939        867  0.00",
+        "layer     class       parameters  trainable   MiB",
+        "-------------------------------------------------",
+        "(itself)  Tied                 3          3  0.00",
+        "embed     Embedding          800        800  0.00",
+        "body      Sequential         136         64  0.00",
+        "head      Linear               0          0  0.00",
+        "-------------------------------------------------",
+        "total     Tied               939        867  0.00",
     ]
     deep = summarise(Tied(), depth=3).splitlines()
-    assert [line.split()[0] for line in deep[2:-2]] == ["embed", "body.0", "body.1.0", "body.1.1", "head"]
+    assert [line.split()[0] for line in deep[2:-2]] == ["(itself)", "embed", "body.0", "body.1.0", "body.1.1", "head"]
     train(make_trainer([ModelSummaryCallback]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["0", "Linear", "15", "15", "0.00"]
@@ -145,7 +152,9 @@ def test_a_summary_counts_each_parameter_once_and_says_what_is_trained(capsys):
 def test_a_lazy_layer_is_not_known_yet():
     from pytorch_accel_lite.callbacks.monitoring import summarise
 
-    assert "?" in summarise(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)))
+    rows = [line.split() for line in summarise(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))).splitlines()]
+    assert rows[2][:5] == ["0", "LazyLinear", "0", "+", "?"]
+    assert rows[-1][:5] == ["total", "Sequential", "4", "+", "?"]
 
 
 @pytest.mark.parametrize(

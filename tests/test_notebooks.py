@@ -45,21 +45,22 @@ def test_a_notebook_runs_and_is_kept_with_its_outputs(path, tmp_path, monkeypatc
 
 
 def test_a_run_leaves_few_outputs_in_a_notebook(tmp_path, monkeypatch):
-    cell = nbformat.v4.new_code_cell(
-        """
+    source = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import LogMetricsCallback, ProgressBarCallback
 x = torch.randn(3000, 4)
 data = TensorDataset(x, x.sum(1, keepdim=True))
 model = nn.Linear(4, 1)
-Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01)).train(data, 5, data)
+callbacks = [ProgressBarCallback(style=STYLE), LogMetricsCallback()]
+Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks).train(data, 5, data)
 """
-    )
-    notebook = execute(nbformat.v4.new_notebook(cells=[cell]), tmp_path, monkeypatch)
-    outputs = notebook.cells[0].outputs
-    shown = [output for output in outputs if output.output_type != "stream" or output.name == "stderr"]
-    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
-    assert len(printed.splitlines()) == 2 + 5 * 3
-    assert len(shown) <= 10, [output.get("data", output.get("text")) for output in shown]
+    cells = [nbformat.v4.new_code_cell(source.replace("STYLE", repr(style))) for style in ("tqdm", "rich")]
+    notebook = execute(nbformat.v4.new_notebook(cells=cells), tmp_path, monkeypatch)
+    for cell in notebook.cells:
+        shown = [output for output in cell.outputs if output.output_type != "stream" or output.name == "stderr"]
+        texts = [out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout"]
+        assert len("".join(texts).splitlines()) == 5 * 2
+        assert 1 <= len(shown) <= 10, [output.get("data", output.get("text")) for output in shown]

@@ -29,6 +29,14 @@ class Sleepy(TrainerCallback):
         time.sleep(NAP)
 
 
+class Saver(TrainerCallback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_epoch_checkpoint(self, trainer, **kwargs):
+        trainer.save_checkpoint(self.folder / "weights.pt")
+
+
 class SlowTrainer(Trainer):
     slow = ""
 
@@ -49,32 +57,37 @@ class SlowTrainer(Trainer):
         return super().calculate_eval_batch_loss(batch)
 
 
-@pytest.mark.parametrize("slow", ["data", "forward", "backward", "optimizer", "evaluation", "Sleepy"])
-def test_what_takes_the_time_is_found(slow, capsys):
+@pytest.mark.parametrize("slow", ["data", "forward", "backward", "optimizer", "evaluation", "saving", "Sleepy"])
+def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
     model, timing = small_model(), TimingCallback()
     trainer = SlowTrainer(
         model,
         nn.MSELoss(),
         torch.optim.SGD(model.parameters(), lr=0.1),
-        callbacks=[*([Sleepy()] if slow == "Sleepy" else []), timing],
+        callbacks=[*{"Sleepy": [Sleepy()], "saving": [Saver(tmp_path)]}.get(slow, []), timing],
     )
     trainer.slow = slow
+    if slow == "saving":
+        model.register_state_dict_pre_hook(lambda *_: time.sleep(4 * NAP))
     data = regression_data(16)
     source = SlowRows(data) if slow == "data" else data
     trainer.train(source, 2, data, per_device_batch_size=4, train_dataloader_kwargs={"num_workers": 0})
     least = 8 * NAP
     assert timing.totals[slow] >= least
-    assert timing.totals["epochs"] >= least
+    assert timing.totals["run"] >= least
     history = trainer.run_history
     if slow == "Sleepy":
         assert sum(history.get_metric_values("time_callbacks")) >= least
+    elif slow == "saving":  # what is saved last comes after the last epoch
+        assert history.get_metric_values("time_saving")[1] >= 4 * NAP
+        assert timing.totals["Saver"] < 4 * NAP
     else:
         assert sum(history.get_metric_values(f"time_{slow}")) == pytest.approx(timing.totals[slow])
     assert len(history.get_metric_values("time_epoch")) == 2
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Where the time went:"
     assert any(line.startswith(slow) for line in lines)
-    assert lines[-1].startswith("all epochs")
+    assert lines[-1].startswith("the whole run")
 
 
 def test_what_a_callback_makes_the_trainer_do_is_counted_once():
@@ -85,8 +98,27 @@ def test_what_a_callback_makes_the_trainer_do_is_counted_once():
     data = regression_data(16)
     trainer.train(data, 1, data, per_device_batch_size=4)
     assert timing.totals["evaluation"] >= 5 * 4 * NAP
-    parts = [seconds for name, seconds in timing.totals.items() if name not in ("epochs", "data_max")]
-    assert sum(parts) < timing.totals["epochs"] + 4 * NAP  # counted twice, it would be 16 * NAP more
+    parts = [seconds for name, seconds in timing.totals.items() if name not in ("run", "data_max")]
+    assert sum(parts) < timing.totals["run"] + 4 * NAP  # counted twice, it would be 16 * NAP more
+
+
+def test_callbacks_of_one_class_have_a_line_each(capsys):
+    first, second = Sleepy(), Sleepy()
+    timing = TimingCallback()
+    train(make_trainer([first, timing, second]))
+    assert timing.totals["Sleepy"] >= 3 * NAP
+    assert timing.totals["Sleepy (2)"] >= 3 * NAP
+    assert "Sleepy (2)" in capsys.readouterr().out
+
+
+def test_a_run_that_is_interrupted_has_its_table_too(capsys):
+    def interrupt(trainer: Any) -> None:
+        if trainer.progress.epoch == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_trainer([TimingCallback(), listener(on_train_epoch_start=interrupt)]), epochs=2)
+    assert "Where the time went:" in capsys.readouterr().out
 
 
 def test_the_handler_is_as_it_was_after_the_run_however_it_ends():

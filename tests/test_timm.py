@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite import TrainerPlaceholderValues, TrainerWithTimmScheduler
+from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.small import make_data, make_model, make_trainer, train
 
 scheduler = pytest.importorskip("timm.scheduler")
@@ -178,6 +179,15 @@ def test_a_torch_scheduler_in_a_timm_trainer_is_refused_before_any_training_happ
     with pytest.raises((TypeError, ValueError), match=r"StepLR.*(timm|Trainer)"):
         train(trainer, create_scheduler_fn=partial(StepLR, step_size=1))
     assert trainer.progress.update == 0
+
+
+def test_schedulers_and_trainers_that_do_not_fit_say_which_trainer_does():
+    ours = CosineLrScheduler.create_scheduler_fn()
+    with pytest.raises(TypeError, match=r"CosineLrScheduler, which is not stepped as timm's.*Use Trainer for it"):
+        train(make_trainer(trainer_class=TrainerWithTimmScheduler), create_scheduler_fn=ours)
+    timms = partial(scheduler.CosineLRScheduler, t_initial=9)
+    with pytest.raises(TypeError, match=r"CosineLRScheduler, which is stepped as timm's.*Use TrainerWithTimmScheduler"):
+        train(make_trainer(), create_scheduler_fn=timms)
 
 
 def test_when_a_timm_scheduler_is_stepped_is_not_the_users_choice():

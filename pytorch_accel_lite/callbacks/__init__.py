@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
@@ -43,6 +44,7 @@ from pytorch_accel_lite.events import (
 
 __all__ = [
     "DEFAULT_CALLBACKS",
+    "AdviceCallback",
     "CallbackHandler",
     "ConvertSyncBatchNormCallback",
     "DeviceMemoryCallback",
@@ -98,7 +100,8 @@ def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallba
     :param progress_bar: include :class:`ProgressBarCallback`
     """
     bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if progress_bar else ()
-    return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback, *bar, LogMetricsCallback)
+    first = (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback)
+    return (*first, *bar, LogMetricsCallback, AdviceCallback)
 
 
 DEFAULT_CALLBACKS = get_default_callbacks()

@@ -55,6 +55,12 @@ class SaveBestModelCallback(TrainerCallback):
         self._watched = WatchedMetric(watch_metric)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        for other in trainer.callback_handler:
+            if other is not self and isinstance(other, SaveBestModelCallback) and _same(other, self):
+                raise ValueError(
+                    f"save_path={os.fspath(self.save_path)!r} is that of two SaveBestModelCallbacks, which would "
+                    "overwrite each other's model. Give each a path of its own."
+                )
         self._watched.start(trainer.run_history)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
@@ -125,3 +131,7 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric_epoch = state["best_metric_epoch"]
         self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
         self._watched.seen = state["seen"]
+
+
+def _same(one: SaveBestModelCallback, other: SaveBestModelCallback) -> bool:
+    return Path(one.save_path).absolute() == Path(other.save_path).absolute()

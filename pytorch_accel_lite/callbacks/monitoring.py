@@ -226,10 +226,10 @@ def summarise(model: nn.Module, depth: int = 1) -> str:
     for name, module in model.named_modules():
         level = name.count(".") + 1 if name else 0
         is_leaf = level == depth or not any(True for _ in module.children())
-        if not name or level > depth or (not is_leaf and not list(module.parameters(recurse=False))):
+        if level > depth or (not is_leaf and not list(module.parameters(recurse=False))):
             continue
         own = list(module.parameters(recurse=level == depth))
-        rows.append((name, type(module).__name__, *_count([p for p in own if p not in counted])))
+        rows.append((name or "(itself)", type(module).__name__, *_count([p for p in own if p not in counted])))
         counted.update(own)
     everything = _count(list(model.parameters()))
     rows.append(("total", type(model).__name__, *everything))
@@ -247,8 +247,7 @@ def summarise(model: nn.Module, depth: int = 1) -> str:
 
 def _count(parameters: list[nn.Parameter]) -> tuple[str, str, str]:
     known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
-    if len(known) < len(parameters):
-        return "?", "?", "?"  # of a lazy module: known after the first batch
+    unknown = "" if len(known) == len(parameters) else " + ?"  # of lazy modules: known after the first batch
     trained = sum(p.numel() for p in known if p.requires_grad)
     size = sum(p.numel() * p.element_size() for p in known) / _MIB
-    return f"{sum(p.numel() for p in known):,}", f"{trained:,}", f"{size:.2f}"
+    return f"{sum(p.numel() for p in known):,}{unknown}", f"{trained:,}{unknown}", f"{size:.2f}{unknown}"

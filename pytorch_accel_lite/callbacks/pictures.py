@@ -16,7 +16,7 @@ from pytorch_accel_lite.checkpoint.portable import replacing
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.preparation import evaluation_mode
 from pytorch_accel_lite.resuming import generator_states, set_generator_states
-from pytorch_accel_lite.utils import check_positive_int, import_extra
+from pytorch_accel_lite.utils import Pace, check_positive_int, import_extra
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 class PlotMetricsCallback(TrainerCallback):
     """Draws the curves of the metrics after each epoch: to a file, and live in a notebook (extra ``plot``).
+
+    Where epochs are so short that this would take more than a fiftieth of the time (a tenth in a notebook), some are
+    left out, but never the last.
 
     :param path: where to save the picture, by suffix (``.png``, ``.svg``, ``.pdf``); replaced as a whole
     :param metrics: the names of the metrics to draw; ``None``: all with numbers
@@ -34,19 +37,34 @@ class PlotMetricsCallback(TrainerCallback):
         import_extra("matplotlib.figure", "plot", "PlotMetricsCallback")
         self.path = Path(path)
         self.metrics = metrics
-        self._display: Any = None
+        self._display: Any
+        self._restart()
+
+    def _restart(self) -> None:
+        self._display, self._is_behind = None, False
+        self._pace = Pace(1 / 10 if "ipykernel" in sys.modules else 1 / 50)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._display = None
+        self._restart()
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if not trainer.accelerator.is_main_process:
+        self._is_behind = trainer.accelerator.is_main_process
+        if self._pace.is_due:
+            self._draw(trainer)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if not self._is_behind:
             return
-        figure = trainer.run_history.plot(metrics=self.metrics)  # type: ignore[attr-defined]
-        with replacing(self.path) as temporary, temporary.open("wb") as file:
-            figure.savefig(file, format=self.path.suffix[1:] or "png")
-        if "ipykernel" in sys.modules:
-            self._show(figure)
+        self._is_behind = False
+        with self._pace.measured():
+            figure = trainer.run_history.plot(metrics=self.metrics)  # type: ignore[attr-defined]
+            with replacing(self.path) as temporary, temporary.open("wb") as file:
+                figure.savefig(file, format=self.path.suffix[1:] or "png")
+            if "ipykernel" in sys.modules:
+                self._show(figure)
 
     def _show(self, figure: Any) -> None:
         """Show the picture in the notebook, in the place of the one before."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from pytorch_accel_lite.callbacks.bars import RichBars, TqdmBars
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_number, check_range
+from pytorch_accel_lite.utils import check_choice, check_positive_number, check_range
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -46,10 +47,16 @@ class ProgressBarCallback(TrainerCallback):
     :param show_always: bars also when the output is a file or a pipe
     :param refresh_seconds: time between two refreshes
     :param line_every_seconds: time between two lines where there are no bars; ``None`` for no lines
+    :param style: ``"tqdm"``, or ``"rich"`` for bars of that package (extra ``rich``)
     """
 
     def __init__(
-        self, show_always: bool = False, refresh_seconds: float = 0.25, *, line_every_seconds: float | None = 30.0
+        self,
+        show_always: bool = False,
+        refresh_seconds: float = 0.25,
+        *,
+        line_every_seconds: float | None = 30.0,
+        style: str = "tqdm",
     ) -> None:
         check_range("refresh_seconds", refresh_seconds)
         if line_every_seconds is not None:
@@ -60,40 +67,15 @@ class ProgressBarCallback(TrainerCallback):
         self._run_start, self._updates_before = 0.0, 0
         self.pbar: Any = None
         self.eval_pbar: Any = None
-        self._kept: dict[str, Any] = {}
+        use_rich = check_choice("style", style, ("tqdm", "rich")) == "rich"
+        self._bars = RichBars(refresh_seconds, show_always) if use_rich else TqdmBars(refresh_seconds)
         self._since = self._next_refresh = 0.0
         self._samples_before = 0
         self._steps_shown = 0
         self._interval = refresh_seconds
 
-    def _create(self, trainer: Trainer, loader: Any, description: str, unit: str = "batch") -> Any:
-        total, kind = _length(loader), description.split()[0]
-        if kind in self._kept:
-            bar = self._kept[kind]
-            bar.reset(total)
-            bar.set_description(description)
-            return bar
-        bar = tqdm(
-            total=total,
-            # Without tqdm's own rate and time, which are of the epoch, there is room for ours in 80 columns.
-            bar_format=None if total is None else "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
-            desc=description,
-            unit=unit,
-            leave=False,
-            disable=not self._shows_bars(trainer),
-            mininterval=self.refresh_seconds,
-        )
-        if hasattr(
-            bar, "container"
-        ):  # a notebook's widget stays in the output when it is closed: one serves all epochs
-            self._kept[kind] = bar
-        return bar
-
-    def _finish(self, bar: Any) -> None:
-        if bar in self._kept.values():
-            bar.refresh()
-        else:
-            bar.close()
+    def _start(self, trainer: Trainer, loader: Any, description: str) -> Any:
+        return self._bars.start(description, _length(loader), "batch", disable=not self._shows_bars(trainer))
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._run_start, self._updates_before = time.monotonic(), trainer.progress.update
@@ -108,7 +90,7 @@ class ProgressBarCallback(TrainerCallback):
         return bool(trainer.accelerator.is_local_main_process and (self.show_always or _is_watched()))
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self.pbar = self._create(trainer, trainer.train_dataloader, _epoch_of(trainer))
+        self.pbar = self._start(trainer, trainer.train_dataloader, _epoch_of(trainer))
         self._since = time.monotonic()
         if not self.pbar.disable:
             self._next_refresh = self._since
@@ -156,10 +138,10 @@ class ProgressBarCallback(TrainerCallback):
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if not self.pbar.disable:
             self._show(trainer, time.monotonic())
-        self._finish(self.pbar)
+        self._bars.finish(self.pbar)
 
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self.eval_pbar = self._create(trainer, trainer.eval_dataloader, "Evaluating")
+        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Evaluating")
 
     def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if not self.eval_pbar.n:  # a later callback may have limited the evaluation
@@ -167,27 +149,30 @@ class ProgressBarCallback(TrainerCallback):
         self.eval_pbar.update(1)
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._finish(self.eval_pbar)
+        self._bars.finish(self.eval_pbar)
 
     def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if not trainer.is_running or trainer.train_dataloader is None:  # not one within a training run
-            self._close()
+        self._end(trainer)
 
     def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self.eval_pbar = self._create(trainer, trainer.eval_dataloader, "Predicting")
+        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Predicting")
 
     def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self.eval_pbar.update(1)
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._kept.pop("Predicting", None)
-        self.eval_pbar.close()
+        self._bars.finish(self.eval_pbar)
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if not trainer.is_running or trainer.train_dataloader is None:  # not within a training run
+            self._close()
 
     def _close(self) -> None:
-        for bar in (self.pbar, self.eval_pbar, *self._kept.values()):
+        for bar in (self.pbar, self.eval_pbar):
             if bar is not None:
                 bar.close()
-        self._kept.clear()
+        self._bars.close()
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._close()

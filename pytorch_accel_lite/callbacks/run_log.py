@@ -11,7 +11,6 @@ import platform
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.checkpoint.portable import replacing
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import Pace
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -34,7 +34,7 @@ class RunLogCallback(TrainerCallback):
     They hold the run's configuration and yours, the command line, versions, the git commit (when the program is run in
     a repository), host and processes, every attempt with its beginning, end and outcome, and all metrics. The page is
     one file with its curves in it (extra ``plot``; without it, only tables). All is replaced whole after each epoch;
-    the curves are drawn anew when that takes less than a twentieth of the time, and at the end.
+    the curves are drawn anew when that takes less than a fiftieth of the time, and at the end.
 
     A run that is resumed adds an attempt; another run in the same folder replaces it.
 
@@ -46,13 +46,13 @@ class RunLogCallback(TrainerCallback):
         self.directory = Path(directory)
         self.config = dict(config or {})
         self._record: dict[str, Any] = {}
-        self._picture, self._next_drawing = "", 0.0
+        self._picture, self._pace = "", Pace(1 / 50)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def _begin(self, trainer: Trainer) -> None:
-        self._picture, self._next_drawing = "", 0.0
+        self._picture, self._pace = "", Pace(1 / 50)
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
         self._record = {
@@ -110,11 +110,10 @@ class RunLogCallback(TrainerCallback):
         rows = history.rows() if hasattr(history, "rows") else []
         progress = {"progress": trainer.progress.state_dict(), "metrics": rows}
         record = json.dumps(self._record | progress, indent=2, default=str)
-        # Drawing may take longer than a short epoch: it gets a twentieth of the time, and is done at the end anyway.
-        now = time.monotonic()
-        if rows and (self._record["attempts"][-1]["outcome"] != "running" or now >= self._next_drawing):
-            self._picture = _curves(trainer)
-            self._next_drawing = now + 20 * (time.monotonic() - now)
+        # Drawing may take longer than a short epoch: it gets a fiftieth of the time, and is done at the end anyway.
+        if rows and (self._record["attempts"][-1]["outcome"] != "running" or self._pace.is_due):
+            with self._pace.measured():
+                self._picture = _curves(trainer)
         for name, text in (
             ("run.json", record + "\n"),
             ("summary.md", _markdown(json.loads(record))),

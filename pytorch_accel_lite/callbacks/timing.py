@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,8 +19,8 @@ from pytorch_accel_lite.utils import check_positive_int, check_range
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-_PHASES = ("data", "forward", "backward", "optimizer", "evaluation")
-# So many steps of a GPU are measured before their events are read; they have long passed then.
+_PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
+# From so many steps of a GPU on, the events of those that have passed are read.
 _STEPS_BEHIND = 100
 
 
@@ -28,58 +28,71 @@ class TimingCallback(TrainerCallback):
     """Measures what the time of each epoch and of the run is spent on, and prints a table at the end of the run.
 
     Waiting for data (on average and on the process that waited most), forward pass, backward pass, optimizer (with the
-    averaging over an accumulation window, clipping and the schedule), evaluation, each callback by name (which is where
-    saving is), and the rest. On a GPU, forward, backward and optimizer are measured there, by events that are read
-    later: nothing waits for the device.
+    averaging over an accumulation window, clipping and the schedule), evaluation, saving (checkpoints, weights and
+    training states, as far as the run waits for them), each callback by name without what it saves or evaluates, and
+    the rest. On a GPU, forward, backward and optimizer are measured there, by events that are read later: nothing waits
+    for the device.
 
     Recorded per epoch in seconds: ``time_data``, ``time_data_max``, ``time_forward``, ``time_backward``,
-    ``time_optimizer``, ``time_evaluation``, ``time_callbacks`` and ``time_epoch``. An event costs a few microseconds.
+    ``time_optimizer``, ``time_evaluation``, ``time_saving``, ``time_callbacks`` and ``time_epoch``. What is saved when
+    all has settled at the end of an epoch belongs to the next. An event costs a few microseconds.
 
     :param show: print the table
-    :ivar totals: seconds of the run so far, by phase, and of each callback by the name of its class
+    :ivar totals: seconds by phase and in the whole ``"run"``, and of each callback by the name of its class
     """
 
     def __init__(self, show: bool = True) -> None:
         self.show = show
         self.totals: dict[str, float] = {}
+        self._names: dict[int, str] = {}
+        self._is_running = self._on_gpu = False
         self._clear()
 
     def _clear(self) -> None:
         self._phases: dict[str, float] = defaultdict(float)
         self._callbacks: dict[str, float] = defaultdict(float)
-        self._events: list[list[Any]] = []
+        self._events: deque[list[Any]] = deque()
         self._of_step: list[Any] = []
-        self._in_callbacks = self._counted = 0.0
-        self._mark = self._mark_in_callbacks = self._epoch_start = 0.0
+        #: Seconds of any kind that have been counted, for what is nested in something else that is counted.
+        self._counted = 0.0
+        self._mark = self._mark_counted = self._epoch_start = 0.0
+        self._callbacks_before = 0.0
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._clear()
-        self.totals = dict.fromkeys((*_PHASES, "data_max", "epochs"), 0.0)
-        self._on_gpu = trainer.device.type == "cuda"
+        self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
+        self._names = {}
+        for callback, name in zip(trainer.callback_handler, trainer.callback_handler.callback_list, strict=True):
+            number = sum(known == name or known.startswith(f"{name} (") for known in self._names.values()) + 1
+            self._names[id(callback)] = name if number == 1 else f"{name} ({number})"
+        self._on_gpu, self._is_running = trainer.device.type == "cuda", True
+        self._epoch_start = time.perf_counter()
         trainer.callback_handler.timer = self._time
 
     @contextmanager
-    def _time(self, callback: object) -> Iterator[None]:
-        """Count the time of a callback, without what it makes the trainer do that is counted by itself."""
+    def _time(self, part: object) -> Iterator[None]:
+        """Count the time of a callback or a named phase, without what happens in it and is counted by itself."""
         start, counted = time.perf_counter(), self._counted
         try:
             yield
         finally:
             own = time.perf_counter() - start
-            if callback is not self:  # what this callback counts in an event was before the event
+            if part is not self:  # what this callback counts in an event was before the event
                 own -= self._counted - counted
-            self._callbacks[type(callback).__name__] += own
-            self._in_callbacks += own
+            if isinstance(part, str):
+                self._phases[part] += own
+            else:
+                self._callbacks[self._names.get(id(part), type(part).__name__)] += own
             self._counted += own
 
     def _lap(self, phase: str | None) -> None:
-        """Count the time since the last mark, without that of callbacks, for a phase; and set the mark."""
+        """Count for a phase the time since the last mark that has not been counted otherwise; and set the mark."""
         now = time.perf_counter()
         if phase is not None:
-            passed = now - self._mark - (self._in_callbacks - self._mark_in_callbacks)
-            self._phases[phase] += max(passed, 0.0)
-            self._counted += max(passed, 0.0)
-        self._mark, self._mark_in_callbacks = now, self._in_callbacks
+            passed = max(now - self._mark - (self._counted - self._mark_counted), 0.0)
+            self._phases[phase] += passed
+            self._counted += passed
+        self._mark, self._mark_counted = now, self._counted
 
     def _lap_of_device(self, phase: str) -> None:
         if not self._on_gpu:
@@ -91,8 +104,6 @@ class TimingCallback(TrainerCallback):
         self._lap(None)
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._epoch_start = time.perf_counter()
-        self._phases.clear()
         self._lap(None)
 
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -113,15 +124,14 @@ class TimingCallback(TrainerCallback):
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if self._on_gpu:
             self._events.append(self._of_step)
-            if len(self._events) >= 2 * _STEPS_BEHIND:
-                self._read_events(_STEPS_BEHIND)
+            while len(self._events) > _STEPS_BEHIND and self._events[0][-1][1].query():
+                self._read_events()
         self._lap(None)
 
-    def _read_events(self, count: int) -> None:
-        for step in self._events[:count]:
-            for (_, before), (phase, event) in pairwise(step):
-                self._phases[phase] += before.elapsed_time(event) / 1e3
-        del self._events[:count]
+    def _read_events(self) -> None:
+        """Read the events of the earliest step, which has passed."""
+        for (_, before), (phase, event) in pairwise(self._events.popleft()):
+            self._phases[phase] += before.elapsed_time(event) / 1e3
 
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._lap(None)
@@ -130,39 +140,43 @@ class TimingCallback(TrainerCallback):
         self._lap("evaluation")
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        for name, seconds in self._count(trainer).items():
+            trainer.run_history.update_metric(f"time_{name}", seconds)
+
+    def _count(self, trainer: Trainer) -> dict[str, float]:
+        """Return the means over all processes since the last time, and add them to the totals."""
         if self._events:
             self._events[-1][-1][1].synchronize()  # the epoch's losses have been read: it has passed
-            self._read_events(len(self._events))
+        while self._events:
+            self._read_events()
+        now, callbacks = time.perf_counter(), sum(self._callbacks.values())
         mine = [self._phases[phase] for phase in _PHASES]
-        mine += [self._in_callbacks, time.perf_counter() - self._epoch_start]
-        *phases, callbacks, epoch = (value / trainer.ranks.world_size for value in trainer.ranks.sum(mine))
+        mine += [callbacks - self._callbacks_before, now - self._epoch_start]
+        *phases, in_callbacks, passed = (value / trainer.ranks.world_size for value in trainer.ranks.sum(mine))
         (slowest,) = trainer.ranks.max(mine[:1])
         measured = dict(zip(_PHASES, phases, strict=True)) | {"data_max": slowest}
-        for name, seconds in (measured | {"callbacks": callbacks - self._callbacks_before, "epoch": epoch}).items():
-            trainer.run_history.update_metric(f"time_{name}", seconds)
-        for name, seconds in (measured | {"epochs": epoch}).items():
+        for name, seconds in (measured | {"run": passed}).items():
             self.totals[name] += seconds
-        self._callbacks_before = callbacks
+        self._callbacks_before, self._epoch_start = callbacks, now
         self._phases.clear()
-
-    _callbacks_before = 0.0
+        return measured | {"callbacks": in_callbacks, "epoch": passed}
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._stop(trainer)
+        if not self._is_running:  # an error ended the run before it began
+            return
+        self._is_running = False
+        self._count(trainer)
+        trainer.callback_handler.timer = None
         self.totals |= self._callbacks
-        if self.show and self.totals.get("epochs"):
+        if self.show:
             trainer.print(self)
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._stop(trainer)
-
-    def _stop(self, trainer: Trainer) -> None:
         trainer.callback_handler.timer = None
-        self._callbacks_before = 0.0
 
     def __str__(self) -> str:
         """Return a table of what the time was spent on."""
-        whole = self.totals["epochs"]
+        whole = self.totals["run"]
         waiting = f"data (most on one process: {self.totals['data_max']:.2f} s)"
         rows = [(waiting if phase == "data" else phase, self.totals[phase]) for phase in _PHASES]
         by_time = sorted(self._callbacks.items(), key=lambda item: item[1], reverse=True)
@@ -170,7 +184,7 @@ class TimingCallback(TrainerCallback):
         rows.append(("other", max(whole - sum(seconds for _, seconds in rows), 0.0)))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {seconds:>9.2f} s  {seconds / whole:>6.1%}" for name, seconds in rows]
-        return "\n".join(["Where the time went:", *lines, f"{'all epochs':<{width}}  {whole:>9.2f} s"])
+        return "\n".join(["Where the time went:", *lines, f"{'the whole run':<{width}}  {whole:>9.2f} s"])
 
 
 class ProfilerCallback(TrainerCallback):

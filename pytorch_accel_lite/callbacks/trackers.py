@@ -24,7 +24,8 @@ class TrackerCallback(StepRows):
     what was logged after the state that is resumed from, MLflow is not given twice what it has, Weights & Biases drops
     it by itself; the id of the run is kept in the training state. Other trackers may show such steps twice.
 
-    What Accelerate makes of it is also among ``trainer.accelerator.trackers`` while the run lasts.
+    What Accelerate makes of it is also among ``trainer.accelerator.trackers`` while the run lasts; outside of a
+    training run nothing is logged.
 
     :param tracker: a name: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``,
         ``"dvclive"``, ``"swanlab"`` or ``"trackio"``; or a ``GeneralTracker`` of yours
@@ -60,6 +61,7 @@ class TrackerCallback(StepRows):
         self.run_id: str | None = None
         self._started: Any = None
         self._trainer: Trainer | None = None
+        self._is_over = True
         self._logged: dict[str, int] = {}
         self._known: dict[str, set[int]] = {}
         self._first_update = 0
@@ -67,7 +69,7 @@ class TrackerCallback(StepRows):
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         super().on_training_run_start(trainer)
         self._trainer, self._started, self._known = trainer, None, {}
-        self._first_update = trainer.progress.update
+        self._first_update, self._is_over = trainer.progress.update, False
         self.run_id = None
         self._logged = self._counts(trainer)
         trainer.ranks.run_together(self._check_directory, only_first=True)
@@ -100,7 +102,7 @@ class TrackerCallback(StepRows):
         if self.tracker == "tensorboard":
             arguments.setdefault("purge_step", self._first_update)  # readers pass over what was logged from there
         elif self.run_id is not None:
-            arguments |= {"wandb": {"id": self.run_id, "resume": "must"}, "mlflow": {"run_id": self.run_id}}.get(
+            arguments |= {"wandb": {"id": self.run_id, "resume": "allow"}, "mlflow": {"run_id": self.run_id}}.get(
                 self.tracker, {}
             )
         if tracker_class.requires_logging_directory:
@@ -154,7 +156,7 @@ class TrackerCallback(StepRows):
         :param images: by name, arrays of shape (height, width, channels) with values from 0 to 255
         :param step: by default the updates made
         """
-        if not trainer.accelerator.is_main_process or self._trainer is None:
+        if not trainer.accelerator.is_main_process or self._is_over:
             return
         step = trainer.progress.update if step is None else step
         for name, image in images.items():
@@ -169,14 +171,19 @@ class TrackerCallback(StepRows):
                 self._running.log_images({name: [picture]}, step=step)
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        super().on_training_run_end(trainer)
-        self._log_new(trainer)
-        self._finish(trainer)
+        if not self._is_over:
+            super().on_training_run_end(trainer)
+            self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._finish(trainer)
+        if trainer.ranks.world_size == 1:  # otherwise the others may not be there to add up what is pending
+            self.on_training_run_end(trainer)
+        elif not self._is_over:
+            self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
+        self._log_new(trainer)
+        self._is_over = True
         if self._started is not None:
             self._started.finish()
             trainer.accelerator.trackers.remove(self._started)

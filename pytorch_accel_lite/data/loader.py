@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -87,6 +88,9 @@ class ShardedLoader(ABC):
     channels_last = False
     #: Give a :class:`FailedRead` for a batch that cannot be read, and go on, where the source can be indexed.
     yields_failures = False
+    #: Measure, in ``seconds_waited``, how long an epoch has waited for its batches, but for the first.
+    measures_waiting = False
+    seconds_waited = 0.0
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, fill: bool) -> None:
         self.source = source
@@ -115,7 +119,18 @@ class ShardedLoader(ABC):
             steps = (s._replace(batch=send_to_device(s.batch, self._device, non_blocking=True)) for s in steps)
         if self.channels_last:
             steps = (s._replace(batch=recursively_apply(_to_channels_last, s.batch)) for s in steps)
-        yield from steps
+        yield from self._measured(steps) if self.measures_waiting else steps
+
+    def _measured(self, steps: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
+        yield from islice(steps, 1)  # its time is that of starting workers
+        self.seconds_waited = 0.0
+        while True:
+            begin = time.perf_counter()
+            step = next(steps, None)
+            self.seconds_waited += time.perf_counter() - begin
+            if step is None:
+                return
+            yield step
 
     def __iter__(self) -> Iterator[Any]:
         return (step.batch for step in self.steps(self._epoch))
@@ -197,7 +212,7 @@ class _EpochShares:
 
     def _global_batches(self) -> Iterator[Any]:
         """Yield the indices of all processes in each step; with own batches, the batches of each step."""
-        order, world_size = self._order.draw(self._epoch), self._ranks.world_size
+        order, world_size = self._order.draw(self._epoch, self.as_tensors), self._ranks.world_size
         if self.as_tensors and (isinstance(order, list) or type(order) in (RandomSampler, range)):
             order = torch.from_numpy(np.fromiter(order, dtype=np.int64))  # once, not for each batch
         if self.own_batches:

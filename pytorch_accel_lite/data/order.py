@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from pytorch_accel_lite.distributed import Ranks
 
@@ -104,17 +111,21 @@ class EpochOrder:
         self._ranks = ranks
         self._seed = seed
 
-    def draw(self, epoch: int) -> Iterable[Any]:
-        """Return the sequence for an epoch, the same on all ranks."""
+    def draw(self, epoch: int, as_tensor: bool = False) -> Iterable[Any]:
+        """Return the sequence for an epoch, the same on all ranks.
+
+        :param as_tensor: a tensor will do, where there is a faster way to one
+        """
         sampler = self._sampler
         if isinstance(sampler, SequentialSampler):
             return range(len(sampler))
         set_epoch = getattr(sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+        is_shuffle = as_tensor and _is_plain_shuffle(sampler)
         if self._seed is None:
             if self._ranks.world_size == 1:
-                return sampler
+                return _shuffled(sampler) if is_shuffle else sampler
             indices: list[Any] = self._ranks.broadcast_object(lambda: list(sampler))
             return indices
         seed = mix(self._seed, epoch)
@@ -124,7 +135,19 @@ class EpochOrder:
             generator.manual_seed(seed >> 1)
         with keep_generators():
             seed_generators(seed)
-            return list(sampler)
+            return _shuffled(sampler) if is_shuffle else list(sampler)
+
+
+def _is_plain_shuffle(sampler: Any) -> bool:
+    """Whether a sampler is what ``DataLoader(shuffle=True)`` makes."""
+    is_random = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
+    return is_random and len(sampler) == len(sampler.data_source)
+
+
+def _shuffled(sampler: Any) -> torch.Tensor:
+    """Return what a plain ``RandomSampler`` gives, drawn as it draws it, without a Python number for each sample."""
+    generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return torch.randperm(len(sampler), generator=generator)
 
 
 def take(order: Any, start: int) -> Callable[[int], Any]:

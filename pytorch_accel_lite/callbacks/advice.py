@@ -1,0 +1,129 @@
+"""What stands out after the first epoch, in words."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.diagnosis import faster_data
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_range
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class AdviceCallback(TrainerCallback):
+    """Prints once, after the first epoch that a program trains, what stands out and what to do; if nothing, nothing.
+
+    - The model waited for data for a fifth of the epoch or more, and for at least ``min_seconds``.
+    - Half of the updates or more were clipped by norm.
+    - More than one update in twenty was skipped: of a gradient scaler (fp16), or by other callbacks.
+    - The schedule has already brought the learning rate down to less than a hundredth of its largest, with more epochs
+      to come; or it has not yet brought it up to a hundredth of the optimizer's own.
+
+    Measured in the first epoch only. Before a run, :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` says
+    more about its speed.
+
+    :param min_seconds: of waiting for data
+    """
+
+    def __init__(self, min_seconds: float = 1.0) -> None:
+        self.min_seconds = check_range("min_seconds", min_seconds)
+        self._watches = False
+        self._advice: list[str] = []
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._watches, self._advice = True, []
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        trainer.train_dataloader.measures_waiting = self._watches
+        if not self._watches:
+            return
+        self._start = time.perf_counter()
+        self._updates = self._skipped = 0
+        self._clipped: Any = 0
+        self._norms: Any = 0.0
+        self._rate = self._lowest = self._highest = _learning_rate(trainer)
+        self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if not self._watches:
+            return
+        self._updates += 1
+        self._skipped += trainer.update_was_skipped
+        if self._limit is not None:
+            norm = trainer.gradient_norm.detach()
+            self._clipped = (norm > self._limit) + self._clipped
+            self._norms = norm + self._norms
+        # The schedule has been stepped: the rate of this update is the one that was seen last.
+        self._highest = max(self._highest, self._rate)
+        self._last, self._rate = self._rate, _learning_rate(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._watches and self._updates:
+            self._watches = False
+            self._advice = list(self._advise(trainer))
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._advice:  # after the metrics of the epoch
+            trainer.print(
+                "\n".join([f"Advice after epoch {trainer.progress.epoch}:", *(f"- {text}" for text in self._advice)])
+            )
+            self._advice = []
+
+    def _advise(self, trainer: Trainer) -> Iterator[str]:
+        waited, epoch = trainer.ranks.max([trainer.train_dataloader.seconds_waited, time.perf_counter() - self._start])
+        if waited >= max(0.2 * epoch, self.min_seconds):
+            yield (
+                f"The model waited for data for {waited:.3g} of {epoch:.3g} seconds ({waited / epoch:.0%}). "
+                f"{faster_data(trainer)}"
+            )
+        clipped = float(self._clipped) / self._updates
+        if clipped >= 0.5:
+            yield (
+                f"{clipped:.0%} of the updates were clipped: gradient_clip_norm={self._limit} is below the usual norm "
+                f"of the gradients, {float(self._norms) / self._updates:.3g} on average. Raise it, or lower the "
+                "learning rate, unless you mean to clip nearly all."
+            )
+        if self._skipped > 0.05 * self._updates:
+            yield f"{self._skipped} of {self._updates} updates were skipped{_why_skipped(trainer)}"
+        if trainer.scheduler is not None and self._updates > 1:
+            yield from self._look_at_schedule(trainer)
+
+    def _look_at_schedule(self, trainer: Trainer) -> Iterator[str]:
+        config, own = trainer.run_config, trainer.optimizer.param_groups[0].get("initial_lr", 0.0)
+        is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
+        if is_last or trainer.is_finished:
+            return
+        name = type(trainer.scheduler).__name__
+        if self._last < 0.01 * self._highest:
+            yield (
+                f"{name} has brought the learning rate from {self._highest:.3g} down to {self._last:.3g} in this epoch "
+                "already. A schedule is stepped after every update: give its lengths in updates "
+                "(TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH * epochs), or pass scheduler_interval='epoch'."
+            )
+        elif self._highest < 0.01 * own:
+            yield (
+                f"{name} has brought the learning rate up to {self._highest:.3g} in this epoch, {own:.3g} being that "
+                "of the optimizer. If that is too slow, shorten the warm-up."
+            )
+
+
+def _learning_rate(trainer: Trainer) -> float:
+    rate = trainer.optimizer.param_groups[0]["lr"]
+    # One on a device is not read in a step, and nothing is said of it.
+    return math.nan if isinstance(rate, torch.Tensor) and rate.device.type != "cpu" else float(rate)
+
+
+def _why_skipped(trainer: Trainer) -> str:
+    if trainer.accelerator.scaler is None:
+        return " by callbacks."
+    return (
+        ": in fp16 their gradients were infinite. Where the device has bf16, use "
+        "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate, or look for layers with large outputs."
+    )

@@ -1,0 +1,117 @@
+"""After the first epoch a run says what stands out, and nothing when nothing does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
+from pytorch_accel_lite.schedulers import CosineLrScheduler
+from tests.small import CountsReads, listener, make_data, make_trainer, train
+from tests.tasks import Rows
+
+NAP = 0.01
+
+
+class SlowRows(Rows):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(NAP)
+        return super().__getitem__(index)
+
+
+def advice(text: str) -> list[str]:
+    """The lines of advice in what a run has printed."""
+    return [line[2:] for line in text.splitlines() if line.startswith("- ")]
+
+
+def test_nothing_is_said_when_nothing_stands_out(capsys):
+    train(
+        make_trainer([AdviceCallback]),
+        epochs=3,
+        eval_dataset=True,
+        gradient_clip_norm=1e9,
+        create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
+    trainer = make_trainer([AdviceCallback(min_seconds=0.01), LogMetricsCallback])
+    train(trainer, epochs=3, train_dataset=SlowRows(make_data()), train_dataloader_kwargs={"num_workers": 0})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "Advice after epoch 1:"
+    (said,) = advice("\n".join(lines))
+    assert said.startswith("The model waited for data for 0.")
+    assert "train_dataloader_kwargs={'num_workers': 4}" in said
+
+
+def test_short_waits_are_not_worth_a_word(capsys):
+    train(make_trainer([AdviceCallback]), train_dataset=SlowRows(make_data()))
+    assert capsys.readouterr().out == ""
+
+
+def test_updates_that_are_nearly_all_clipped(capsys):
+    train(make_trainer([AdviceCallback]), gradient_clip_norm=1e-6, epochs=2)
+    (said,) = advice(capsys.readouterr().out)
+    assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the usual norm")
+
+
+def test_updates_that_are_skipped(capsys):
+    skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
+    train(make_trainer([skip, AdviceCallback]), epochs=2)
+    assert advice(capsys.readouterr().out) == ["1 of 3 updates were skipped by callbacks."]
+
+
+def test_a_schedule_in_epochs_that_is_stepped_after_updates(capsys):
+    def decay(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+    train(make_trainer([AdviceCallback]), epochs=2, size=12, create_scheduler_fn=decay)
+    (said,) = advice(capsys.readouterr().out)
+    assert said.startswith("StepLR has brought the learning rate from 0.1 down to 1e-06 in this epoch already.")
+    assert "scheduler_interval='epoch'" in said
+    train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=decay, scheduler_interval="epoch")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_schedule_that_ends_with_the_run_is_as_it_should_be(capsys):
+    def decay(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+    train(make_trainer([AdviceCallback]), epochs=1, create_scheduler_fn=decay)
+    train(make_trainer([AdviceCallback]), epochs=None, max_num_train_steps=3, create_scheduler_fn=decay)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_warm_up_that_has_hardly_begun(capsys):
+    scheduler = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, warmup_starting_lr=1e-9, total_num_epochs=2)
+    slow = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=900, warmup_starting_lr=1e-9, total_num_epochs=1000)
+    train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=scheduler)
+    assert capsys.readouterr().out == ""
+    train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=slow)
+    (said,) = advice(capsys.readouterr().out)
+    assert "CosineLrScheduler has brought the learning rate up to" in said
+
+
+def test_no_number_is_read_in_a_step():
+    def reads(callbacks: list[Any]) -> int:
+        with CountsReads() as counter:
+            train(make_trainer(callbacks), epochs=1, size=40, gradient_clip_norm=0.01)
+        return counter.reads
+
+    assert reads([AdviceCallback]) - reads([]) <= 2
+
+
+def test_weights_are_the_same_with_advice():
+    first, second = (train(make_trainer(callbacks), epochs=2) for callbacks in ([], [AdviceCallback(0)]))
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan")])
+def test_a_bad_limit_is_named(seconds):
+    with pytest.raises(ValueError, match="min_seconds"):
+        AdviceCallback(min_seconds=seconds)
