@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, ONLY_IN
 from benchmarks.others import OTHERS
 
 REFERENCE = "by hand"
@@ -35,7 +35,9 @@ TITLES = {
 
 def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
     """Run a module in a process of its own and return the JSON of its last line; ``None`` when it lacks a package."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if not arguments[0].startswith("gpu"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["STARTED_AT"] = str(time.time())
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False, env=environment
@@ -49,24 +51,29 @@ def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=[*TITLES, *OTHERS], default=[*TITLES, *OTHERS])
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", help="of a workload that has them, these rows only")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything works")
     arguments = parser.parse_args()
+    unknown = set(arguments.contenders or ()) - set(CONTENDERS)
+    if unknown and not OTHERS.keys() >= set(arguments.workloads):
+        parser.error(f"--contenders: {sorted(unknown)} are not among {list(CONTENDERS)}")
     mode = "quick" if arguments.quick else "full"
-    names = dict.fromkeys([REFERENCE, *arguments.contenders])
     for workload in arguments.workloads:
         if workload in OTHERS:
-            other = OTHERS[workload]
-            if workload == "gpu" and not torch.cuda.is_available():
+            other, chosen = OTHERS[workload], arguments.contenders
+            if workload.startswith("gpu") and not (arguments.quick or torch.cuda.is_available()):
                 continue
-            results = report.interleave(
-                other.measures(arguments.quick, run_worker), 1 if workload == "memory" else arguments.rounds
-            )
+            measures = other.measures(arguments.quick, run_worker)
+            if chosen:
+                measures = {name: call for name, call in measures.items() if name in (other.reference, *chosen)}
+            results = report.interleave(measures, 1 if workload == "memory" else arguments.rounds)
             report.write(arguments.output, workload, other.title, results, other.reference, other.unit)
             continue
-        measures = {name: partial(run_worker, "benchmarks.worker", name, workload, mode) for name in names}
+        names = dict.fromkeys([REFERENCE, *(arguments.contenders or CONTENDERS)])
+        there = [name for name in names if ONLY_IN.get(name, workload) == workload]
+        measures = {name: partial(run_worker, "benchmarks.worker", name, workload, mode) for name in there}
         results = report.interleave(measures, arguments.rounds)
         report.write(arguments.output, workload, TITLES[workload], results, REFERENCE)
 

@@ -18,11 +18,14 @@ from torch.utils.data import DataLoader
 from benchmarks.tasks import Task
 
 Train = Callable[[], None]
-CONTENDERS: dict[str, Callable[[Task, Path], Train]] = {}
+Make = Callable[[Task, Path], Train]
+CONTENDERS: dict[str, Make] = {}
+# Those that take part in one workload only.
+ONLY_IN = {"by hand, indexing tensors": "tensors"}
 
 
-def contender(name: str) -> Callable[[Callable[[Task, Path], Train]], Callable[[Task, Path], Train]]:
-    def register(make: Callable[[Task, Path], Train]) -> Callable[[Task, Path], Train]:
+def contender(name: str) -> Callable[[Make], Make]:
+    def register(make: Make) -> Make:
         CONTENDERS[name] = make
         return make
 
@@ -65,6 +68,23 @@ def by_hand(task: Task, folder: Path) -> Train:
 
 
 CONTENDERS["by hand again (control)"] = by_hand
+
+
+@contender("by hand, indexing tensors")
+def by_hand_indexing(task: Task, folder: Path) -> Train:
+    """The least that shuffled data in memory can cost: a batch is picked by one operation from each tensor."""
+    model, loss_func = task.make_model(), task.loss_func
+    optimizer, tensors = task.make_optimizer(model), task.dataset.tensors  # type: ignore[attr-defined]
+
+    def train() -> None:
+        model.train()
+        for chosen in torch.randperm(len(tensors[0])).split(task.batch_size):
+            inputs, targets = (tensor.index_select(0, chosen) for tensor in tensors)
+            loss_func(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
 
 
 @contender("Accelerate by hand")

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.feeding import Rows
-from benchmarks.tasks import Task, make_task
+from benchmarks.tasks import Task, make_task, text_task
 
 Run = Callable[..., dict[str, float] | None]
 Measures = dict[str, Callable[[], dict[str, float] | None]]
@@ -275,50 +277,122 @@ def memory_growth(name: str, quick: bool) -> dict[str, float]:
     return {"growth": (marks[1] - marks[0]) / 2**20}
 
 
+# -------------------------------------------------------------------------------------------- callbacks
+
+
+def watching(folder: Path) -> dict[str, list[Any]]:
+    """Return the callbacks that watch a run, each alone and all together."""
+    from pytorch_accel_lite import callbacks as c
+
+    each: list[Any] = [
+        *c.get_default_callbacks(progress_bar=False),
+        c.ProgressBarCallback(show_always=True),
+        c.LearningRateMonitorCallback(),
+        c.GradientNormCallback(),
+        c.ThroughputCallback(),
+        c.LossScaleCallback(),
+        c.DeviceMemoryCallback(),
+        c.MetricsFileCallback(folder / "metrics.csv", every_n_updates=50),
+        c.TrackerCallback("tensorboard", project_dir=folder, every_n_updates=50),
+    ]
+    defaults, others = (
+        each[: len(c.get_default_callbacks(progress_bar=False))],
+        each[len(c.get_default_callbacks()) - 1 :],
+    )
+    alone = {type(callback).__name__: [callback] for callback in others}
+    return {"the default ones, no bar": defaults, **alone, "all together": each}
+
+
+WATCHING = ["the default ones, no bar", "ProgressBarCallback", "LearningRateMonitorCallback", "GradientNormCallback",
+            "ThroughputCallback", "LossScaleCallback", "DeviceMemoryCallback", "MetricsFileCallback",
+            "TrackerCallback", "all together"]  # fmt: skip
+
+
+def time_in_callbacks(name: str, quick: bool) -> dict[str, float]:
+    """Return what callbacks take of the steps of a small convnet, by the clock of ``TimingCallback`` in that run."""
+    from benchmarks.contenders import ours
+    from pytorch_accel_lite.callbacks import TimingCallback
+
+    task = make_task("convnet", quick)
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        timing = TimingCallback(show=False)
+        train = ours(task, [*watching(Path(folder))[name], timing])
+        for _ in range(2):  # what is imported at the first use is not what a step costs
+            train()
+    taken = sum(seconds for part, seconds in timing.totals.items() if part.endswith("Callback"))
+    taken -= timing.totals["TimingCallback"]
+    return {"microseconds a step": 1e6 * taken / task.steps, "percent of the run": 100 * taken / timing.totals["run"]}
+
+
 # -------------------------------------------------------------------------------------------------- GPU
 
 
-def gpu(name: str, quick: bool) -> dict[str, float]:
-    """Train a convnet of ResNet-50's size in bf16 on a GPU; count the synchronisations of its steps."""
-    import warnings
-
-    from accelerate import Accelerator
+def gpu_task(kind: str, quick: bool) -> tuple[nn.Module, list[Any]]:
+    """Return a model and batches in host memory: a ResNet-50 on images, or a transformer on text."""
+    if kind == "gpu_transformer":
+        task = make_task("transformer", quick=True) if quick else text_task(batch_size=64, steps=200)
+        return task.make_model(), task.batches()
     from timm import create_model
+
+    shape, model = (2, 3, 32, 32) if quick else (64, 3, 224, 224), create_model("resnet18" if quick else "resnet50")
+    batch = torch.randn(shape), torch.randint(1000, shape[:1])
+    pinned = tuple(tensor.pin_memory() if torch.cuda.is_available() else tensor for tensor in batch)
+    return model, [pinned] * (2 if quick else 50)
+
+
+def gpu(kind: str, name: str, quick: bool) -> dict[str, float]:
+    """Train in bf16 on a GPU, compiled or not; count the synchronisations of a step. Without a GPU it only runs."""
+    from accelerate import Accelerator
 
     from pytorch_accel_lite import Trainer, get_default_callbacks
 
-    steps = 5 if quick else 50
-    batches = [(torch.randn(64, 3, 224, 224), torch.randint(1000, (64,)))] * steps
-    model, loss_func = create_model("resnet50"), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    (model, batches), loss_func, compiles = gpu_task(kind, quick), nn.CrossEntropyLoss(), "compiled" in name
+    backend = "inductor" if device.type == "cuda" else "eager"
+    optimizer = torch.optim.AdamW(model.to(device).parameters(), lr=1e-4, fused=device.type == "cuda")
 
     class Fed(Trainer):
         def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
             return batches
 
     def by_hand() -> None:
-        model.cuda().train()
-        for inputs, targets in batches:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = loss_func(model(inputs.cuda(non_blocking=True)), targets.cuda(non_blocking=True))
+        called = compiled if compiles else model
+        model.train()
+        for batch in batches:
+            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = loss_func(called(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    def ours() -> None:
-        accelerator = Accelerator(mixed_precision="bf16")
-        trainer = Fed(model, loss_func, optimizer, get_default_callbacks(progress_bar=False), accelerator=accelerator)
-        trainer.train(make_task("loop", True).dataset, 1)
-
-    train = ours if name == "ours" else by_hand
+    if name.startswith("ours"):
+        accelerator, data = Accelerator(mixed_precision="bf16"), make_task("loop", True).dataset
+        options: Any = {"compile_model": {"backend": backend}} if compiles else {}
+        callbacks = get_default_callbacks(progress_bar=False)
+        trainer = Fed(model, loss_func, optimizer, callbacks, accelerator=accelerator, **options)
+        train: Callable[[], Any] = lambda: trainer.train(data, 1)  # noqa: E731
+    else:
+        compiled, train = torch.compile(model, backend=backend), by_hand
     train()
-    torch.cuda.synchronize()
+    return count_synchronisations(train, device, len(batches))
+
+
+def count_synchronisations(train: Callable[[], Any], device: torch.device, steps: int) -> dict[str, float]:
+    on_gpu = device.type == "cuda"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        result = timed(lambda: (train(), torch.cuda.synchronize()))
-        torch.cuda.set_sync_debug_mode("default")
-    return {name: value / steps for name, value in result.items()} | {"synchronisations": len(caught) / steps}
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("warn")
+        result = timed(lambda: (train(), torch.cuda.synchronize() if on_gpu else None))
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    synchronised = sum("synchroniz" in str(warning.message) for warning in caught)
+    return {name: value / steps for name, value in result.items()} | {"synchronisations": synchronised / steps}
+
+
+ON_GPU = ["by hand", "by hand again (control)", "ours", "by hand, compiled", "ours, compiled"]
 
 
 OTHERS = {
@@ -349,10 +423,21 @@ OTHERS = {
         lambda quick, run: in_process("memory", ["by hand", "ours"], quick, run),
         unit="MiB",
     ),
-    "gpu": Other(
-        "ResNet-50 in bf16 on a GPU",
+    "callbacks": Other(
+        "What callbacks that watch a run take of the steps of the small convolutional network",
+        "all together",
+        lambda quick, run: in_process("callbacks", WATCHING, quick, run),
+        unit="medians",
+    ),
+    "gpu_resnet": Other(
+        "ResNet-50 in bf16 on a GPU, batches of 64",
         "by hand",
-        lambda quick, run: in_process("gpu", ["by hand", "by hand again (control)", "ours"], quick, run),
+        lambda quick, run: in_process("gpu_resnet", ON_GPU, quick, run),
+    ),
+    "gpu_transformer": Other(
+        "The transformer in bf16 on a GPU, batches of 64 x 64 bytes",
+        "by hand",
+        lambda quick, run: in_process("gpu_transformer", ON_GPU, quick, run),
     ),
 }
 
@@ -365,8 +450,10 @@ def main() -> None:
         print("\n" + json.dumps(setting(name, quick)))
     elif kind == "memory":
         print("\n" + json.dumps(memory_growth(name, quick)))
-    elif kind == "gpu":
-        print("\n" + json.dumps(gpu(name, quick)))
+    elif kind == "callbacks":
+        print("\n" + json.dumps(time_in_callbacks(name, quick)))
+    elif kind.startswith("gpu"):
+        print("\n" + json.dumps(gpu(kind, name, quick)))
     elif kind == "evaluation":
         evaluate = EVALUATIONS[name](make_task("tensors", quick))
         evaluate()

@@ -95,16 +95,20 @@ def text_data(samples: int, length: int = 64) -> TensorDataset:
     return TensorDataset(data[:-1].reshape(samples, length), data[1:].reshape(samples, length))
 
 
+def text_task(batch_size: int, steps: int) -> Task:
+    """Return the transformer on text."""
+    return Task(make_transformer, adamw, text_data(batch_size * steps), batch_size, steps, ready=True)
+
+
 def make_task(workload: str, quick: bool = False) -> Task:
     """Return the task of a workload.
 
     :param quick: a few steps only, to see that everything works
     """
     if workload == "convnet":
-        steps = 5 if quick else 150
+        steps = 5 if quick else 500
         return Task(make_convnet, sgd, random_data(32 * steps, 3, 16, 16), 32, steps, ready=True)
     if workload == "transformer":
-        steps = 2 if quick else 10
-        return Task(make_transformer, adamw, text_data(8 * steps), 8, steps, ready=True)
+        return text_task(8, steps=2 if quick else 10)
     steps = 1 if workload == "first" else 20 if quick else 2000
     return Task(make_mlp, sgd, random_data(32 * steps, 64), 32, steps, ready=workload != "tensors")

@@ -143,7 +143,7 @@ class TrainerBase:
 
         A pause waits for the next moment from which the run can go on exactly.
         """
-        if not self.callback_handler.listeners(event):
+        if not self.callback_handler.listeners[event]:
             return
         try:
             self.callback_handler.call_event(event, self, **kwargs)

@@ -165,6 +165,8 @@ class StopVote:
         :param can_save: the run could go on from here exactly; only then is a :class:`RunPausedError` raised
         """
         self._calls += 1
+        if self._ranks.world_size == 1 and self._request is None and self._pause is None:
+            return
         self._updates += 1
         paused = 0.0 if self._pause is None else float(getattr(self._pause, "signum", 0.5))
         asked = float(self._request is not None)

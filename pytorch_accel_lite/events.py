@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -196,6 +196,18 @@ Timer = Callable[[object], AbstractContextManager[None]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+class _Listeners(dict[str, tuple[Listener, ...]]):
+    """The bound methods that listen to each event, in order: worked out when an event is looked up first."""
+
+    def __init__(self, find: Callable[[str], Iterable[Listener]]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, event: str) -> tuple[Listener, ...]:
+        found = self[event] = tuple(self._find(event))
+        return found
+
+
 class CallbackHandler:
     """Calls the callbacks of a trainer, in the order in which they were given.
 
@@ -207,7 +219,8 @@ class CallbackHandler:
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
-        self._listeners: dict[str, tuple[Listener, ...]] = {}
+        #: Who listens to each event, in order.
+        self.listeners: Mapping[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
         #: Called with each callback that is about to take part in an event, and with the name of a phase that is about
         #: to begin (``"saving"``); returns a context in which that happens.
         self.timer: Timer | None = None
@@ -230,12 +243,12 @@ class CallbackHandler:
             )
         _warn_about_misspelt_events(type(instance))
         self.callbacks.append(instance)
-        self._listeners.clear()
+        self.listeners = _Listeners(self._find_listeners)
 
     def clear_callbacks(self) -> None:
         """Remove all callbacks."""
         self.callbacks = []
-        self._listeners.clear()
+        self.listeners = _Listeners(self._find_listeners)
 
     @property
     def callback_list(self) -> list[str]:
@@ -250,20 +263,13 @@ class CallbackHandler:
         if self.timer is not None:
             self._call_timed(self.timer, event, *args, **kwargs)
             return
-        for listener in self.listeners(event):
+        for listener in self.listeners[event]:
             listener(*args, **kwargs)
 
     def _call_timed(self, timer: Timer, event: str, *args: Any, **kwargs: Any) -> None:
-        for listener in self.listeners(event):
+        for listener in self.listeners[event]:
             with timer(getattr(listener, "__self__", listener)):
                 listener(*args, **kwargs)
-
-    def listeners(self, event: str) -> tuple[Listener, ...]:
-        """Return the bound methods that listen to an event, in order."""
-        found = self._listeners.get(event)
-        if found is None:
-            found = self._listeners[event] = tuple(self._find_listeners(event))
-        return found
 
     def tell_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""

@@ -141,7 +141,7 @@ def _update(trainer: Trainer, batches: Iterator[Any]) -> float:
             trainer.backward_step(window.scale(output["loss"], own, together, items))
         weight = float(own if items is None or not own else items)
         total, count = total + float(output["loss"].detach()) * weight, count + weight
-    window.finish(trainer._optimized_parameters(), trainer.device)
+    window.finish(trainer.optimizer, trainer.device)
     trainer.clip_gradients()
     trainer.optimizer_step()
     trainer.optimizer_zero_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ class GradientWindow:
         self._batch_size = batch_size
         self._nominal: Count = 0
         self._true: Count = 0
-        self._open = False
+        #: Whether micro-batches have been added since the last update.
+        self.is_open = False
         #: Whether batches are split into parts, which are weighed then even on one process.
         self.is_split = False
         #: Items in a nominal micro-batch, fixed at the first batch that returns ``num_items_in_batch``.
@@ -43,7 +44,7 @@ class GradientWindow:
         :param total_samples: samples of this micro-batch over all ranks
         :param items: what the loss is a mean over, when these are not samples
         """
-        self._open = True
+        self.is_open = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
             return loss
         local: Count = num_samples
@@ -58,35 +59,30 @@ class GradientWindow:
         return loss * (local / (nominal * self.steps))
 
     @property
-    def is_open(self) -> bool:
-        """Whether micro-batches have been added since the last update."""
-        return self._open
-
-    @property
     def counts(self) -> tuple[Count, Count, bool]:
         """What has been added since the last update; to be put back after a step that failed."""
-        return self._nominal, self._true, self._open
+        return self._nominal, self._true, self.is_open
 
     @counts.setter
     def counts(self, counts: tuple[Count, Count, bool]) -> None:
-        self._nominal, self._true, self._open = counts
+        self._nominal, self._true, self.is_open = counts
 
     def _nominal_items(self, items: Count) -> float:
         if self.items_per_batch is None:  # once in a run: the only read of the device
             self.items_per_batch = max(self._ranks.sum([float(items)])[0] / self._ranks.world_size, 1.0)
         return self.items_per_batch
 
-    def finish(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+    def finish(self, optimizer: Any, device: torch.device) -> None:
         """Correct the gradients when the window's true size differs from the nominal one, and begin the next."""
         nominal, true = self._nominal, self._true
-        self._open = False
+        self.is_open = False
         self._nominal = self._true = 0
         if self.items_per_batch is not None and self._ranks.world_size > 1:
             true = self._ranks.sum_on_device(torch.as_tensor(_as_weight(true), device=device).clone())
         if not isinstance(true, torch.Tensor) and true == nominal:
             return
         factor: Any = nominal / true
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in optimized_parameters(optimizer) if p.grad is not None]
         dense = [g for g in gradients if g.layout == torch.strided]
         if dense:
             torch._foreach_mul_(dense, factor)
@@ -109,6 +105,11 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) ->
         flat = ranks.sum_on_device(torch.cat([gradient.flatten() for gradient in group])).div_(ranks.world_size)
         parts = flat.split([gradient.numel() for gradient in group])  # type: ignore[no-untyped-call]
         torch._foreach_copy_(group, [part.view_as(gradient) for part, gradient in zip(parts, group, strict=True)])
+
+
+def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups of an optimizer."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from pytorch_accel_lite.batches import concatenate_if_possible, find_batch_size, split_batch
 from pytorch_accel_lite.data import FailedRead, LoadedBatch
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.gradients import average_gradients
+from pytorch_accel_lite.gradients import average_gradients, optimized_parameters
 from pytorch_accel_lite.resuming import generator_states, set_generator_states
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class _Moment:
 
 def _parameters(trainer: Trainer) -> list[nn.Parameter]:
     """Return what gets gradients: the parameters of the model, and those of the optimizer that are not its own."""
-    return list(dict.fromkeys([*trainer.get_model().parameters(), *trainer._optimized_parameters()]))
+    return list(dict.fromkeys([*trainer.get_model().parameters(), *optimized_parameters(trainer.optimizer)]))
 
 
 def is_out_of_memory(error: Exception) -> bool:

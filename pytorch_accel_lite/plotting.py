@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # The label "" is that of a metric that is neither of training nor of evaluation by its name.
 _COLOURS = {"train": "#1f77b4", "eval": "#d95f02", "": "#d95f02"}
 
+# What monitors record of one kind shares a panel: time_data, time_forward ...
+_FAMILIES = ("time", "gradient_norm", "memory", "lr")
+
 
 def new_figure(size: tuple[float, float]) -> Figure:
     """Return an empty figure, which a notebook shows when it is the value of a cell.
@@ -70,7 +73,7 @@ def plot_curves(
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         if list(lines) != [""]:
-            axis.legend(frameon=False)
+            axis.legend(frameon=False, fontsize="small" if len(lines) > 4 else None)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     if path is not None:
@@ -229,6 +232,9 @@ def _finish(figure: Figure, axis: Any, path: str | os.PathLike[str] | None) -> F
 
 def _panel_of(name: str) -> tuple[str, str]:
     """Split a metric's name into its panel and its label there: ``clean_eval_loss_epoch``: ``loss``, ``clean_eval``."""
+    for family in _FAMILIES:
+        if name.startswith(f"{family}_"):
+            return family, name.removeprefix(f"{family}_")
     plain = name.removesuffix("_epoch")
     for label in ("train", "eval"):
         before, found, after = plain.partition(f"{label}_")

@@ -226,9 +226,9 @@ class InMemoryRunHistory(RunHistory):
 
 
 def host_number(scalar: torch.Tensor) -> float:
-    """Read a scalar in host memory, past torch's dispatch, which would cost more than what is done with it."""
-    array = scalar.float().numpy() if scalar.dtype == torch.bfloat16 else scalar.numpy()
-    return float(array)
+    """Read a tensor of one element in host memory, past the operation that waits for a device."""
+    number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()
+    return float(number)
 
 
 class LossTracker:
@@ -255,18 +255,18 @@ class LossTracker:
         :param loss_batch_value: the mean over the batch, a number or a tensor with one element
         :param batch_size: the weight, a number or a tensor with one element
         """
+        loss = loss_batch_value
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
-            batch_size = host_number(batch_size.detach())
-        if isinstance(loss_batch_value, torch.Tensor):
-            loss_batch_value = loss_batch_value.detach()
-            if loss_batch_value.is_cpu and not isinstance(self.total_loss, torch.Tensor):
-                loss_batch_value = host_number(loss_batch_value)
-        if isinstance(loss_batch_value, torch.Tensor):
-            self._add_on_device(loss_batch_value, batch_size)
+            batch_size = host_number(batch_size)
+        if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
+            loss = host_number(loss)
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+            self._add_on_device(loss, batch_size)
         else:
-            self.total_loss = self.total_loss + loss_batch_value * batch_size
-        self.loss_value = loss_batch_value
-        self.running_count = self.running_count + batch_size
+            self.total_loss += loss * batch_size
+        self.loss_value = loss
+        self.running_count = self.running_count + batch_size  # not in place: it may be a tensor of the user's
 
     def _add_on_device(self, loss: torch.Tensor, batch_size: Any) -> None:
         if not isinstance(self.total_loss, torch.Tensor):

@@ -21,7 +21,7 @@ from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.diagnosis import Diagnosis, diagnose
 from pytorch_accel_lite.finding import LearningRates, check_range_test, largest_batch, range_test
-from pytorch_accel_lite.gradients import GradientWindow, clear_gradients
+from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, optimized_parameters
 from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
@@ -196,6 +196,7 @@ class Trainer(TrainerBase):
             self.scheduler = self.create_scheduler()
             self._check_scheduler(request)
             clear_gradients(self.optimizer)  # what a run that failed within a window may have left
+            self.accelerator.sync_gradients = True
             self.progress = Progress()
             self.step_metrics.clear()
             self._guard, self.num_microbatches = self._create_guard(auto_microbatch), 1
@@ -412,7 +413,7 @@ class Trainer(TrainerBase):
             if self._must_rehearse:
                 self._rehearse(loaded.batch)
             self._run_train_step(loaded)
-            if self.is_finished:
+            if self._update_limit is not None and self.progress.update >= self._update_limit:
                 break
         if not self.progress.step:
             raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
@@ -442,8 +443,12 @@ class Trainer(TrainerBase):
         assert window is not None
         ends_window = loaded.is_last or (step + 1) % window.steps == 0
         self._call_event("on_train_step_start")
-        with self._gradient_sync(ends_window):
-            output = self._go_forward_and_back(loaded) if self._guard is None else self._guard.run(loaded)
+        go_forward_and_back = self._go_forward_and_back if self._guard is None else self._guard.run
+        if window.steps == 1:
+            output = go_forward_and_back(loaded)
+        else:
+            with self._gradient_sync(ends_window):
+                output = go_forward_and_back(loaded)
         updates = ends_window and window.is_open  # it is not when all its batches were skipped
         if updates:
             self._run_update()
@@ -467,7 +472,7 @@ class Trainer(TrainerBase):
         assert self.gradient_window is not None
         if self._guard is not None:
             self._guard.finish_window()
-        self.gradient_window.finish(self._optimized_parameters(), self.device)
+        self.gradient_window.finish(self.optimizer, self.accelerator.device)
         self._gradient_norm, self._skips_update = None, False
         self.clip_gradients()
         self._call_event("on_optimizer_step_start")
@@ -622,7 +627,9 @@ class Trainer(TrainerBase):
         check_loss(output, method, training)
         if "batch_size" not in output:
             output["batch_size"] = find_batch_size(batch)
-        check_batch_size(output["batch_size"], method)
+        size = output["batch_size"]
+        if type(size) is not int or size < 1:
+            check_batch_size(size, method)
         if not isinstance(output["loss"], torch.Tensor):
             output["losses"] = output["loss"]
             output["loss"] = total_loss(output["losses"])
@@ -664,16 +671,10 @@ class Trainer(TrainerBase):
 
     def _gradient_sync(self, ends_window: bool) -> AbstractContextManager[Any]:
         """Within a window, gradients stay on their rank; they are averaged once, at its end."""
-        assert self.gradient_window is not None
-        if self.gradient_window.steps == 1:
-            return _NOTHING
         self.accelerator.sync_gradients = ends_window
         if ends_window or self.ranks.world_size == 1:
             return _NOTHING
         return self.accelerator.no_sync(self.model)  # type: ignore[no-any-return]
-
-    def _optimized_parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
     @property
     def update_was_skipped(self) -> bool:
@@ -700,7 +701,9 @@ class Trainer(TrainerBase):
         if self._gradient_norm is None:
             if self.accelerator.scaler is not None and self._config.gradient_clip_value is None:
                 self.accelerator.unscale_gradients(self.optimizer)
-            gradients = [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
+            gradients = [
+                parameter.grad for parameter in optimized_parameters(self.optimizer) if parameter.grad is not None
+            ]
             self._gradient_norm = nn.utils.get_total_norm(gradients)
         return self._gradient_norm
 

@@ -11,10 +11,19 @@ import pytest
 from tests.launching import ROOT, environment
 
 
-@pytest.mark.parametrize("workload", ["loop", "evaluation", "memory", "settings"])
-def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload):
-    contenders = ["by hand again (control)", "ours, default without bar"] if workload == "loop" else []
-    chosen = ["--contenders", *contenders] if contenders else []
+@pytest.mark.parametrize(
+    ("workload", "contenders"),
+    [
+        ("tensors", ["by hand, indexing tensors", "ours, default without bar"]),
+        ("evaluation", ["by hand", "ours"]),
+        ("memory", ["by hand", "ours"]),
+        ("callbacks", ["GradientNormCallback", "all together"]),
+        ("gpu_resnet", ["by hand", "ours"]),
+        ("gpu_transformer", ["by hand", "ours, compiled"]),
+    ],
+)
+def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload, contenders):
+    chosen = ["--contenders", *contenders]
     command = [sys.executable, "-m", "benchmarks", "--workloads", workload, "--quick", "--rounds", "1"]
     done = subprocess.run(
         [*command, *chosen, "--output", str(tmp_path)],

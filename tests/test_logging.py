@@ -10,12 +10,14 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, TrackerCallback
@@ -265,6 +267,65 @@ def test_what_was_logged_before_an_error_stays(tmp_path):
     logged = scalars(tmp_path / "run")
     assert [step for step, _ in logged["loss"]] == [2, 4, 6, 8]
     assert [step for step, _ in logged["train_loss_epoch"]] == [3, 6, 9]
+
+
+class Slow(GeneralTracker):
+    """A tracker whose server does not answer until it may, and then perhaps with an error."""
+
+    name = "slow"
+    requires_logging_directory = False
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.may_answer = threading.Event()
+        self.steps: list[int] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        assert self.may_answer.wait(60)
+        if self.fails:
+            raise ConnectionError("the server has gone")
+        assert step is not None
+        self.steps.append(step)
+
+
+def test_no_step_waits_for_a_tracker():
+    slow = Slow()
+
+    def look(trainer: Any) -> None:
+        if trainer.progress.epoch == 2:  # the first epoch is over, and nothing has been logged
+            assert slow.steps == []
+            slow.may_answer.set()
+
+    train(make_trainer([TrackerCallback(slow, every_n_updates=1), listener(on_train_epoch_start=look)]), epochs=2)
+    assert slow.steps == [1, 2, 3, 3, 4, 5, 6, 6]  # when the run is over, all has been logged, in order
+
+
+def test_what_a_tracker_fails_with_ends_the_run():
+    slow = Slow(fails=True)
+    slow.may_answer.set()
+    with pytest.raises(ConnectionError, match="the server has gone"):
+        train(make_trainer([TrackerCallback(slow, every_n_updates=1)]), epochs=2)
+
+
+def test_a_state_waits_for_the_rows_before_it(tmp_path):
+    slow = Slow()
+    seen: list[list[int]] = []
+
+    def save(trainer: Any, **kwargs: Any) -> None:
+        threading.Timer(0.2, slow.may_answer.set).start()
+        trainer.save_training_state(tmp_path / "state")
+        seen.append(list(slow.steps))
+
+    saver = listener(on_train_step_checkpoint=save)
+    train(make_trainer([TrackerCallback(slow, every_n_updates=1), saver], seed=0), size=4)
+    assert seen == [[1], [1, 2]]
 
 
 def test_pictures_after_the_run_hide_nothing_of_it(tmp_path):

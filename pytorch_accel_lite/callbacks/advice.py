@@ -11,6 +11,7 @@ import torch
 
 from pytorch_accel_lite.diagnosis import faster_data
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_range
 
 if TYPE_CHECKING:
@@ -45,27 +46,29 @@ class AdviceCallback(TrainerCallback):
         if not self._watches:
             return
         self._start = time.perf_counter()
-        self._updates = self._skipped = 0
+        self._updates_before, self._skipped = trainer.progress.update, 0
         self._clipped: Any = 0
         self._norms: Any = 0.0
-        self._rate = self._lowest = self._highest = _learning_rate(trainer)
+        self._rate = self._last = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
 
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if not self._watches:
             return
-        self._updates += 1
         self._skipped += trainer.update_was_skipped
         if self._limit is not None:
-            norm = trainer.gradient_norm.detach()
+            norm: Any = trainer.gradient_norm.detach()
+            norm = host_number(norm) if norm.is_cpu else norm
             self._clipped = (norm > self._limit) + self._clipped
             self._norms = norm + self._norms
-        # The schedule has been stepped: the rate of this update is the one that was seen last.
-        self._highest = max(self._highest, self._rate)
-        self._last, self._rate = self._rate, _learning_rate(trainer)
+        if trainer.scheduler is not None:
+            # It has been stepped: the rate of this update is the one that was seen last.
+            self._highest = max(self._highest, self._rate)
+            self._last, self._rate = self._rate, _learning_rate(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if self._watches and self._updates:
+        self._updates = trainer.progress.update - self._updates_before if self._watches else 0
+        if self._updates:
             self._watches = False
             self._advice = list(self._advise(trainer))
 

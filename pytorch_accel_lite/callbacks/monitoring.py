@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -74,9 +75,14 @@ class GradientNormCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        norm = trainer.step_metrics["gradient_norm"] = trainer.gradient_norm.detach()
+        norm: Any = trainer.gradient_norm.detach()
+        if norm.is_cpu:
+            norm = host_number(norm)
+            self._max = max(norm, self._max)
+        else:
+            self._max = torch.clamp(norm, min=self._max) if self._count else norm
+        trainer.step_metrics["gradient_norm"] = norm
         self._sum = norm + self._sum
-        self._max = torch.clamp(norm, min=self._max) if self._count else norm
         self._count += 1
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
         if limit is not None:

@@ -46,13 +46,13 @@ class RunLogCallback(TrainerCallback):
         self.directory = Path(directory)
         self.config = dict(config or {})
         self._record: dict[str, Any] = {}
-        self._picture, self._pace = "", Pace(1 / 50)
+        self._picture, self._drawn, self._pace = "", 0, Pace(1 / 50)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def _begin(self, trainer: Trainer) -> None:
-        self._picture, self._pace = "", Pace(1 / 50)
+        self._picture, self._drawn, self._pace = "", 0, Pace(1 / 50)
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
         self._record = {
@@ -111,9 +111,11 @@ class RunLogCallback(TrainerCallback):
         progress = {"progress": trainer.progress.state_dict(), "metrics": rows}
         record = json.dumps(self._record | progress, indent=2, default=str)
         # Drawing may take longer than a short epoch: it gets a fiftieth of the time, and is done at the end anyway.
-        if rows and (self._record["attempts"][-1]["outcome"] != "running" or self._pace.is_due):
+        ends = self._record["attempts"][-1]["outcome"] != "running"
+        recorded = sum(len(history.get_metric_values(name)) for name in history.get_metric_names())
+        if rows and recorded != self._drawn and (ends or self._pace.is_due):
             with self._pace.measured():
-                self._picture = _curves(trainer)
+                self._picture, self._drawn = _curves(trainer), recorded
         for name, text in (
             ("run.json", record + "\n"),
             ("summary.md", _markdown(json.loads(record))),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ class TrackerCallback(StepRows):
 
     The step of everything is the number of updates made. A resumed run goes on in the same curves: TensorBoard forgets
     what was logged after the state that is resumed from, MLflow is not given twice what it has, Weights & Biases drops
-    it by itself; the id of the run is kept in the training state. Other trackers may show such steps twice.
+    it by itself; the id of the run is kept in the training state. Other trackers may show such steps twice. All is
+    logged in the background; what that fails with ends the run at the next row.
 
     What Accelerate makes of it is also among ``trainer.accelerator.trackers`` while the run lasts; outside of a
     training run nothing is logged.
@@ -60,6 +62,7 @@ class TrackerCallback(StepRows):
         self.init_kwargs = dict(init_kwargs or {})
         self.run_id: str | None = None
         self._started: Any = None
+        self._client: Any = None
         self._trainer: Trainer | None = None
         self._is_over = True
         self._logged: dict[str, int] = {}
@@ -78,22 +81,26 @@ class TrackerCallback(StepRows):
         if self.tracker == "tensorboard":
             os.makedirs(os.path.join(self.project_dir, self.project_name), exist_ok=True)
 
-    # Started at the first use: what is resumed from is known only after on_training_run_start.
-    @property
-    def _running(self) -> Any:
-        if self._started is None:
-            trainer = self._trainer
-            assert trainer is not None
-            self._started = self._create(trainer)
-            self._started.start()
-            trainer.accelerator.trackers.append(self._started)
-            if not self._first_update:
-                configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
-                self._started.store_init_configuration(
-                    {name: _plain(value) for name, value in {**configuration, **self.config}.items()}
-                )
-            self._note_run()
-        return self._started
+    def in_background(self, job: Callable[[], None]) -> None:
+        """Do something in the background, with the tracker started here: a run of MLflow belongs to its thread."""
+        self._start()
+        super().in_background(job)
+
+    # At the first use: what is resumed from is known only after on_training_run_start.
+    def _start(self) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        if self._started is not None or not trainer.accelerator.is_main_process:
+            return
+        self._started = self._create(trainer)
+        self._started.start()
+        trainer.accelerator.trackers.append(self._started)
+        if not self._first_update:
+            configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
+            self._started.store_init_configuration(
+                {name: _plain(value) for name, value in {**configuration, **self.config}.items()}
+            )
+        self._note_run()
 
     def _create(self, trainer: Trainer) -> Any:
         if not isinstance(self.tracker, str):
@@ -116,9 +123,10 @@ class TrackerCallback(StepRows):
         elif self.tracker == "mlflow":
             from mlflow.tracking import MlflowClient
 
-            self.run_id, client = self._started.active_run.info.run_id, MlflowClient()
-            for name in client.get_run(self.run_id).data.metrics:
-                self._known[name] = {metric.step for metric in client.get_metric_history(self.run_id, name)}
+            self.run_id, self._client = self._started.active_run.info.run_id, MlflowClient()
+            for name in self._client.get_run(self.run_id).data.metrics:
+                history = self._client.get_metric_history(self.run_id, name)
+                self._known[name] = {metric.step for metric in history}
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:  # noqa: D102
         self._log({"epoch": epoch, **values}, update)
@@ -139,16 +147,26 @@ class TrackerCallback(StepRows):
         }
         self._logged = counts
         if new and trainer.accelerator.is_main_process:
-            self._log(new, trainer.progress.update)
+            self._log_later(new, trainer.progress.update)
+
+    def _log_later(self, values: dict[str, Any], step: int) -> None:
+        plain = {name: _plain(value) for name, value in values.items()}
+        self.in_background(lambda: self._log(plain, step))
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        plain = {name: _plain(value) for name, value in values.items()}
-        running = self._running
-        new = {name: value for name, value in plain.items() if step not in self._known.setdefault(name, set())}
+        """Log numbers, unless the tracker has them from an earlier attempt. In the background."""
+        new = {name: value for name, value in values.items() if step not in self._known.setdefault(name, set())}
         for name in new:
             self._known[name].add(step)
-        if new:
-            running.log(new, step=step)
+        if self.tracker != "mlflow":
+            self._started.log(new, step=step)
+            return
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        numbers = {name: value for name, value in new.items() if not isinstance(value, str)}
+        metrics = [Metric(name, float(value), now, step) for name, value in numbers.items()]
+        self._client.log_batch(self.run_id, metrics=metrics)
 
     def log_images(self, trainer: Trainer, images: Mapping[str, Any], step: int | None = None) -> None:
         """Log pictures. To be called on the first process, or on all.
@@ -158,21 +176,26 @@ class TrackerCallback(StepRows):
         """
         if not trainer.accelerator.is_main_process or self._is_over:
             return
-        step = trainer.progress.update if step is None else step
-        for name, image in images.items():
-            picture = np.asarray(image)
-            if self.tracker == "tensorboard":
-                self._running.writer.add_image(name, picture, global_step=step, dataformats="HWC")
-            elif self.tracker == "mlflow":
-                import mlflow
+        at = trainer.progress.update if step is None else step
+        pictures = {name: np.asarray(image) for name, image in images.items()}
+        self.in_background(lambda: self._log_images(pictures, at))
 
-                mlflow.log_image(picture, artifact_file=f"{name}/{step}.png")
-            elif hasattr(self._running, "log_images"):
-                self._running.log_images({name: [picture]}, step=step)
+    def _log_images(self, pictures: dict[str, Any], step: int) -> None:
+        for name, picture in pictures.items():
+            if self.tracker == "tensorboard":
+                self._started.writer.add_image(name, picture, global_step=step, dataformats="HWC")
+            elif self.tracker == "mlflow":
+                self._client.log_image(self.run_id, picture, artifact_file=f"{name}/{step}.png")
+            elif hasattr(self._started, "log_images"):
+                self._started.log_images({name: [picture]}, step=step)
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if not self._is_over:
+        if self._is_over:
+            return
+        self._log_new(trainer)
+        try:
             super().on_training_run_end(trainer)
+        finally:
             self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -182,7 +205,6 @@ class TrackerCallback(StepRows):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        self._log_new(trainer)
         self._is_over = True
         if self._started is not None:
             self._started.finish()
@@ -211,15 +233,16 @@ class TrackerCallback(StepRows):
         super().load_state_dict(state)
         self.run_id, self._logged = state["run_id"], dict(state["logged"])
         trainer, row = self._trainer, self._last_row
-        if trainer is None:
+        if trainer is None or self._is_over:
             return
         if trainer.accelerator.is_main_process and row.get("update") == trainer.progress.update:
-            self.write_row(row["update"], row["epoch"], row["values"])
+            self._log_later({"epoch": row["epoch"], **row["values"]}, row["update"])
         if not trainer.progress.is_mid_epoch and hasattr(trainer.run_history, "rows"):
             rows = trainer.run_history.rows()
             self._logged = self._counts(trainer)
             if rows and trainer.accelerator.is_main_process:
-                self._log({name: value for name, value in rows[-1].items() if name != "epoch"}, trainer.progress.update)
+                values = {name: value for name, value in rows[-1].items() if name != "epoch"}
+                self._log_later(values, trainer.progress.update)
 
 
 def _plain(value: Any) -> Any:
