@@ -145,12 +145,13 @@ class TrainerBase:
         """
         if not self.callback_handler.listeners[event]:
             return
+        if self.ranks.world_size > 1:
+            self.callback_handler.call_each(event, self._stop_vote.ask, self, **kwargs)
+            return
         try:
             self.callback_handler.call_event(event, self, **kwargs)
-        except (StopTrainingError, NonFiniteLossError) as error:
-            if self.ranks.world_size == 1 and not isinstance(error, RunPausedError):
-                raise
-            self._stop_vote.ask(error)
+        except RunPausedError as pause:
+            self._stop_vote.ask(pause)
 
     def _close_failed_run(self, error: BaseException, ended: bool) -> None:
         """Tell the callbacks that an error ends the run; the error itself goes on to the caller.

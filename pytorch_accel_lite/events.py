@@ -271,6 +271,18 @@ class CallbackHandler:
             with timer(getattr(listener, "__self__", listener)):
                 listener(*args, **kwargs)
 
+    def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
+        """Call an event as :meth:`call_event` does; give ``ask`` what is to end the run, and go on with the next.
+
+        For several processes: what comes after a callback that asks for an end on one of them may communicate.
+        """
+        for listener in self.listeners[event]:
+            try:
+                with nullcontext() if self.timer is None else self.timer(getattr(listener, "__self__", listener)):
+                    listener(*args, **kwargs)
+            except (StopTrainingError, NonFiniteLossError) as error:
+                ask(error)
+
     def tell_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""
         errors = []

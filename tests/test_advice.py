@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler
-from tests.small import CountsReads, listener, make_data, make_trainer, train
+from tests.small import CountsReads, listener, make_data, make_model, make_trainer, train
 from tests.tasks import Rows
 
 NAP = 0.01
@@ -94,6 +95,54 @@ def test_a_warm_up_that_has_hardly_begun(capsys):
     train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=slow)
     (said,) = advice(capsys.readouterr().out)
     assert "CosineLrScheduler has brought the learning rate up to" in said
+
+
+def test_a_schedule_that_begins_anew_with_each_epoch_is_as_it_should_be(capsys):
+    def restart(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 30)
+
+    train(make_trainer([AdviceCallback]), epochs=3, size=60, create_scheduler_fn=restart)
+    assert capsys.readouterr().out == ""
+
+
+class NoRate(torch.optim.Optimizer):
+    """An optimizer without learning rates."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+class Constant:
+    """A schedule of something else."""
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_what_cannot_be_judged_is_passed_over(capsys):
+    model = make_model()
+    train(make_trainer([AdviceCallback], model, optimizer=NoRate(model.parameters())), epochs=2)
+    create = {"create_scheduler_fn": lambda optimizer: Constant()}
+    train(make_trainer([AdviceCallback], model, optimizer=NoRate(model.parameters())), epochs=2, **create)
+
+    def replace(trainer: Any) -> None:
+        trainer._train_dataloader = [(torch.ones(2, 4), torch.ones(2, 1))] * 3
+
+    train(make_trainer([listener(on_training_run_start=replace), AdviceCallback]), epochs=2)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_clipping_of_ones_own_is_judged_by_the_norm(capsys):
+    class Own(Trainer):
+        def clip_gradients(self) -> None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+
+    train(make_trainer([AdviceCallback], trainer_class=Own), epochs=2, gradient_clip_norm=1e-6)
+    assert "100% of the updates were clipped" in capsys.readouterr().out
 
 
 def test_no_number_is_read_in_a_step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -18,9 +19,10 @@ from typing import Any
 
 import pytest
 from accelerate.tracking import GeneralTracker
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, TrackerCallback
+from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
 from tests.launching import ROOT, environment, torchrun
 from tests.scripts.logged import EPOCHS, UPDATES, run
 from tests.small import listener, make_data, make_trainer, train
@@ -269,63 +271,132 @@ def test_what_was_logged_before_an_error_stays(tmp_path):
     assert [step for step, _ in logged["train_loss_epoch"]] == [3, 6, 9]
 
 
-class Slow(GeneralTracker):
-    """A tracker whose server does not answer until it may, and then perhaps with an error."""
+class Slow(MetricsFileCallback):
+    """A logger whose disk does not answer until it may, and then perhaps with an error."""
 
-    name = "slow"
-    requires_logging_directory = False
-
-    def __init__(self, fails: bool = False) -> None:
-        super().__init__()
-        self.fails = fails
+    def __init__(self, path: Path, error: BaseException | None = None) -> None:
+        super().__init__(path / "m.jsonl", every_n_updates=1)
+        self.error = error
         self.may_answer = threading.Event()
-        self.steps: list[int] = []
+        self.updates: list[int] = []
 
-    @property
-    def tracker(self) -> Any:
-        return self
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         assert self.may_answer.wait(60)
-        if self.fails:
-            raise ConnectionError("the server has gone")
-        assert step is not None
-        self.steps.append(step)
+        self.updates.append(update)
+        if self.error is not None:
+            raise self.error
 
 
-def test_no_step_waits_for_a_tracker():
-    slow = Slow()
+def test_no_step_waits_for_a_logger(tmp_path):
+    slow = Slow(tmp_path)
 
     def look(trainer: Any) -> None:
         if trainer.progress.epoch == 2:  # the first epoch is over, and nothing has been logged
-            assert slow.steps == []
+            assert slow.updates == []
             slow.may_answer.set()
 
-    train(make_trainer([TrackerCallback(slow, every_n_updates=1), listener(on_train_epoch_start=look)]), epochs=2)
-    assert slow.steps == [1, 2, 3, 3, 4, 5, 6, 6]  # when the run is over, all has been logged, in order
+    train(make_trainer([slow, listener(on_train_epoch_start=look)]), epochs=2)
+    assert slow.updates == [1, 2, 3, 4, 5, 6]  # when the run is over, all has been logged, in order
 
 
-def test_what_a_tracker_fails_with_ends_the_run():
-    slow = Slow(fails=True)
+@pytest.mark.parametrize("error", [ConnectionError("the server has gone"), SystemExit("quota exceeded")])
+def test_what_a_logger_fails_with_ends_the_run(tmp_path, error):
+    slow = Slow(tmp_path, error)
     slow.may_answer.set()
-    with pytest.raises(ConnectionError, match="the server has gone"):
-        train(make_trainer([TrackerCallback(slow, every_n_updates=1)]), epochs=2)
+    with pytest.raises(type(error), match=str(error)):
+        train(make_trainer([slow]), epochs=2)
 
 
 def test_a_state_waits_for_the_rows_before_it(tmp_path):
-    slow = Slow()
+    slow = Slow(tmp_path)
     seen: list[list[int]] = []
 
     def save(trainer: Any, **kwargs: Any) -> None:
         threading.Timer(0.2, slow.may_answer.set).start()
         trainer.save_training_state(tmp_path / "state")
-        seen.append(list(slow.steps))
+        seen.append(list(slow.updates))
 
-    saver = listener(on_train_step_checkpoint=save)
-    train(make_trainer([TrackerCallback(slow, every_n_updates=1), saver], seed=0), size=4)
+    train(make_trainer([slow, listener(on_train_step_checkpoint=save)], seed=0), size=4)
     assert seen == [[1], [1, 2]]
+
+
+def test_no_state_is_saved_without_its_rows(tmp_path):
+    """Also where states that cannot be written are passed over."""
+    slow = Slow(tmp_path, OSError(28, "No space left on device"))
+    slow.may_answer.set()
+    saver = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1, continue_on_error=True)
+    with pytest.raises(RuntimeError, match=r"Slow could not write its rows: .*No space left"):
+        train(make_trainer([slow, saver], seed=0))
+    assert not list((tmp_path / "states").glob("update-*"))
+
+
+@pytest.mark.parametrize("event", ["on_train_epoch_end", "on_training_run_end"])
+def test_all_rows_are_written_when_another_callback_fails(tmp_path, event):
+    def fail(trainer: Any) -> None:
+        threading.Timer(0.2, slow.may_answer.set).start()
+        raise ValueError("no")
+
+    slow = Slow(tmp_path)
+    with pytest.raises(ValueError, match="no"):
+        train(make_trainer([listener(**{event: fail}), slow]))
+    assert slow.updates == [1, 2, 3]
+
+
+class OfOneThread(GeneralTracker):
+    """A tracker that is used in the thread it was started in, as a database would ask for."""
+
+    name = "own"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+        self.pictures: list[int] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def start(self) -> None:
+        self.thread = threading.get_ident()
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        assert threading.get_ident() == self.thread
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.logged.append((None, {}))
+
+
+def test_a_tracker_of_ones_own_is_used_in_one_thread_and_not_after_its_end():
+    own = OfOneThread()
+
+    def evaluate(trainer: Any, **kwargs: Any) -> None:
+        trainer.evaluate(make_data())
+        trainer.evaluate(make_data())
+
+    trainer = make_trainer([TrackerCallback(own, every_n_updates=1), listener(on_train_epoch_end=evaluate)])
+    train(trainer).evaluate(make_data())
+    assert [step for step, _ in own.logged] == [1, 2, 3, 3, None]
+    assert own.logged[3][1].keys() == {"evaluation_loss", "train_loss_epoch"}
+
+
+def test_pictures_are_those_of_their_time(tmp_path):
+    import numpy as np
+
+    tracker, canvas = TrackerCallback("tensorboard", "run", tmp_path), np.zeros((4, 5, 3), dtype=np.uint8)
+
+    def draw(trainer: Any) -> None:
+        canvas[:] = 40 * trainer.progress.epoch
+        tracker.log_images(trainer, {"sample": canvas})
+
+    train(make_trainer([tracker, listener(on_train_epoch_end=draw)]), epochs=3)
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    shades = [Image.open(io.BytesIO(e.encoded_image_string)).getpixel((0, 0))[0] for e in events.Images("sample")]
+    assert shades == [40, 80, 120]
 
 
 def test_pictures_after_the_run_hide_nothing_of_it(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -110,6 +111,17 @@ def test_skipped_updates_are_counted_over_a_resume(tmp_path):
         return counts
 
     assert run().state_dict() == run(resume_from=tmp_path / "state").state_dict() == {"skipped": 3}
+
+
+def test_the_largest_norm_remembers_one_that_was_no_number():
+    def spoil(trainer: Any) -> None:
+        if trainer.progress.update == 1:
+            next(trainer.model.parameters()).grad.fill_(float("nan"))
+
+    spoiler = listener(on_backward_end=lambda t, **kwargs: spoil(t))
+    skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
+    trainer = train(make_trainer([spoiler, skip, GradientNormCallback]))
+    assert math.isnan(trainer.run_history.get_latest_metric("gradient_norm_max"))
 
 
 def test_without_a_scaler_there_is_no_scale():

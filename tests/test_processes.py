@@ -163,6 +163,18 @@ def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
         assert equal(paused["weights"], whole["weights"])
 
 
+def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
+    results = ranks["stop_before_talking_callbacks"]
+    assert {result["reason"] for result in results} == {"at the end of the epoch"}
+    assert {result["epoch"] for result in results} == {1}
+    assert len({result["run"] for result in results}) == 1
+
+
+def test_rows_are_written_until_all_ranks_end_together(ranks):
+    for updates, made in ranks["nan_with_logger"]:
+        assert updates == list(range(1, made + 1))
+
+
 def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
     assert all(reasons == ["seen enough", None] for reasons in ranks["stopped_evaluation"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,8 @@ class AdviceCallback(TrainerCallback):
     - The schedule has already brought the learning rate down to less than a hundredth of its largest, with more epochs
       to come; or it has not yet brought it up to a hundredth of the optimizer's own.
 
-    Measured in the first epoch only. Before a run, :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` says
-    more about its speed.
+    Measured in the first epoch only, on the first process. Before a run,
+    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` says more about its speed.
 
     :param min_seconds: of waiting for data
     """
@@ -42,33 +43,36 @@ class AdviceCallback(TrainerCallback):
         self._watches, self._advice = True, []
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        trainer.train_dataloader.measures_waiting = self._watches
+        if hasattr(trainer.train_dataloader, "measures_waiting"):
+            trainer.train_dataloader.measures_waiting = self._watches
         if not self._watches:
             return
         self._start = time.perf_counter()
-        self._updates_before, self._skipped = trainer.progress.update, 0
+        self._updates = self._skipped = 0
         self._clipped: Any = 0
         self._norms: Any = 0.0
-        self._rate = self._last = self._highest = _learning_rate(trainer)
+        self._rate = self._highest = 0.0
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if not self._watches:
             return
-        self._skipped += trainer.update_was_skipped
+        self._updates += 1
         if self._limit is not None:
             norm: Any = trainer.gradient_norm.detach()
             norm = host_number(norm) if norm.is_cpu else norm
             self._clipped = (norm > self._limit) + self._clipped
             self._norms = norm + self._norms
         if trainer.scheduler is not None:
-            # It has been stepped: the rate of this update is the one that was seen last.
+            self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
-            self._last, self._rate = self._rate, _learning_rate(trainer)
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._watches:
+            self._skipped += trainer.update_was_skipped
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._updates = trainer.progress.update - self._updates_before if self._watches else 0
-        if self._updates:
+        if self._watches and self._updates:
             self._watches = False
             self._advice = list(self._advise(trainer))
 
@@ -80,7 +84,7 @@ class AdviceCallback(TrainerCallback):
             self._advice = []
 
     def _advise(self, trainer: Trainer) -> Iterator[str]:
-        waited, epoch = trainer.ranks.max([trainer.train_dataloader.seconds_waited, time.perf_counter() - self._start])
+        waited, epoch = trainer.train_dataloader.seconds_waited, time.perf_counter() - self._start
         if waited >= max(0.2 * epoch, self.min_seconds):
             yield (
                 f"The model waited for data for {waited:.3g} of {epoch:.3g} seconds ({waited / epoch:.0%}). "
@@ -99,14 +103,16 @@ class AdviceCallback(TrainerCallback):
             yield from self._look_at_schedule(trainer)
 
     def _look_at_schedule(self, trainer: Trainer) -> Iterator[str]:
-        config, own = trainer.run_config, trainer.optimizer.param_groups[0].get("initial_lr", 0.0)
+        config = trainer.run_config
         is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
-        if is_last or trainer.is_finished:
+        if is_last or trainer.is_finished or math.isnan(self._rate):
             return
+        own = float(trainer.optimizer.param_groups[0].get("initial_lr", 0.0))
         name = type(trainer.scheduler).__name__
-        if self._last < 0.01 * self._highest:
+        next_rate = _learning_rate(trainer)  # a cyclic schedule may begin anew here
+        if self._rate < 0.01 * self._highest and next_rate < 0.01 * self._highest:
             yield (
-                f"{name} has brought the learning rate from {self._highest:.3g} down to {self._last:.3g} in this epoch "
+                f"{name} has brought the learning rate from {self._highest:.3g} down to {self._rate:.3g} in this epoch "
                 "already. A schedule is stepped after every update: give its lengths in updates "
                 "(TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH * epochs), or pass scheduler_interval='epoch'."
             )
@@ -118,9 +124,12 @@ class AdviceCallback(TrainerCallback):
 
 
 def _learning_rate(trainer: Trainer) -> float:
-    rate = trainer.optimizer.param_groups[0]["lr"]
-    # One on a device is not read in a step, and nothing is said of it.
-    return math.nan if isinstance(rate, torch.Tensor) and rate.device.type != "cpu" else float(rate)
+    """Return the rate of the first group; NaN, of which nothing is said, when there is none or it is on a device."""
+    groups = trainer.optimizer.param_groups
+    rate = groups[0].get("lr") if groups else None
+    if isinstance(rate, torch.Tensor):
+        return host_number(rate) if rate.is_cpu else math.nan
+    return float(rate) if isinstance(rate, numbers.Real) else math.nan
 
 
 def _why_skipped(trainer: Trainer) -> str:

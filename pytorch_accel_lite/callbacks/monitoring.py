@@ -6,6 +6,7 @@ loggers find it. Nothing is read from the device in a step.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -78,7 +79,7 @@ class GradientNormCallback(TrainerCallback):
         norm: Any = trainer.gradient_norm.detach()
         if norm.is_cpu:
             norm = host_number(norm)
-            self._max = max(norm, self._max)
+            self._max = norm if norm > self._max or math.isnan(norm) else self._max
         else:
             self._max = torch.clamp(norm, min=self._max) if self._count else norm
         trainer.step_metrics["gradient_norm"] = norm

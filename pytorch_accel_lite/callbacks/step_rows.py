@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
+# So many rows are kept while their numbers are copied from a device.
+_ROWS_BEHIND = 4
 # So many jobs may be waiting before the run waits for them: a tracker that does not answer must not fill the memory.
 _JOBS_BEHIND = 1000
+# Seconds that a process which fails alone gives to what is still to be written: its peers wait for it to exit.
+_PATIENCE = 5.0
 
 
 class InBackground:
-    """Does one job after the other, in a thread of its own."""
+    """Does one job after the other, in a thread of its own. A job must not talk to other processes."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_JOBS_BEHIND)
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         # A daemon: a process that fails does not wait for what no longer comes.
         threading.Thread(target=self._run, daemon=True, name="logger").start()
 
@@ -36,54 +42,56 @@ class InBackground:
             try:
                 if job is None:
                     return
-                if self._failure is None:
-                    job()
-            except Exception as error:
-                self._failure = error
+                job()
+            except BaseException as error:
+                self._failure = self._failure or error
             finally:
                 self._jobs.task_done()
 
     def do(self, job: Callable[[], None]) -> None:
         """Do this when all that was given before is done.
 
-        :raises Exception: what an earlier job failed with
+        :raises BaseException: what an earlier job failed with
         """
         self._raise_failure()
         self._jobs.put(job)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         """Wait until all is done.
 
-        :raises Exception: what a job failed with
+        :param seconds: at most
+        :raises BaseException: what a job failed with
         """
-        self._jobs.join()
+        done = self._jobs.all_tasks_done
+        with done:
+            done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
         self._raise_failure()
 
     def close(self) -> None:
         """End the thread, when all is done. It is not waited for."""
-        self._jobs.put(None)
+        with suppress(queue.Full):  # of a tracker that does not answer
+            self._jobs.put_nowait(None)
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
             raise failure
 
 
 class _Row(NamedTuple):
     update: int
     epoch: int
-    names: list[str]
-    values: torch.Tensor
+    numbers: dict[str, float | None]  # None: on the device, and to be found in ``copied``
+    copied: torch.Tensor | None
     arrived: torch.cuda.Event | None
 
 
 class StepRows(TrainerCallback):
     """Base class of callbacks that log every n updates: the mean loss since the last row, and ``trainer.step_metrics``.
 
-    A row is made at the end of the step, before any training state is saved. All else is done in the background, where
-    it keeps no step waiting: the numbers come from the device, are averaged over the processes, and are written. When
-    the callback's state is taken, all of that is waited for: so every state has its rows, and no row is lost or written
-    twice.
+    A row is made at the end of the step, before any training state is saved. Numbers on a device are copied while it
+    computes, and averaged over the processes a few rows later; rows are written in the background. All of that is
+    waited for when the callback's state is taken: so every state has its rows, and no row is lost or written twice.
 
     :param every_n_updates: ``None`` for no rows
     """
@@ -93,6 +101,7 @@ class StepRows(TrainerCallback):
             check_positive_int("every_n_updates", every_n_updates)
         self.every_n_updates = every_n_updates
         self._ranks: Ranks | None = None
+        self._pending: deque[_Row] = deque()
         self._background: InBackground | None = None
         #: The epoch's sums of losses and weights in the last row, by which the next row's mean is found.
         self._sums = (0, 0.0, 0.0)
@@ -108,14 +117,9 @@ class StepRows(TrainerCallback):
             self._background = InBackground()
         self._background.do(job)
 
-    def wait(self) -> None:
-        """Wait for what is done in the background."""
-        if self._background is not None:
-            self._background.wait()
-
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._ranks = Ranks(trainer.accelerator)  # a group of its own: nothing else waits for these sums
-        self._background = None  # that of a run that failed may wait for other processes for ever
+        self._ranks, self._background = trainer.ranks, None
+        self._pending.clear()
         self._sums, self._last_row = (0, 0.0, 0.0), {}
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -124,29 +128,37 @@ class StepRows(TrainerCallback):
             return
         tracker, metrics = trainer.loss_trackers["loss"], trainer.step_metrics
         named = {"total": tracker.total_loss, "count": tracker.running_count, **dict(sorted(metrics.items()))}
-        row = self._begin(trainer, named)
-        self.in_background(lambda: self._average(row))
+        self._pending.append(self._begin(trainer, named))
+        self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
 
     def _begin(self, trainer: Trainer, named: dict[str, Any]) -> _Row:
-        """Begin to copy the numbers to host memory."""
-        device = trainer.device
-        if device.type == "cpu":
-            values, arrived = torch.tensor([float(value) for value in named.values()], dtype=torch.float64), None
-        else:
-            dtype = torch.float32 if device.type == "mps" else torch.float64
-            parts = [torch.as_tensor(value, dtype=dtype, device=device).detach() for value in named.values()]
-            values, arrived = torch.stack(parts).to("cpu", non_blocking=True), None
-            if device.type == "cuda":
+        """Begin to copy what is on a device to host memory."""
+        there = {name: v for name, v in named.items() if isinstance(v, torch.Tensor) and not v.is_cpu}
+        numbers = {name: None if name in there else float(value) for name, value in named.items()}
+        copied, arrived = None, None
+        if there:
+            dtype = torch.float32 if trainer.device.type == "mps" else torch.float64
+            stacked = torch.stack([value.detach().to(dtype).reshape(()) for value in there.values()])
+            copied = stacked.to("cpu", non_blocking=True)
+            if trainer.device.type == "cuda":
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()
-        return _Row(trainer.progress.update, trainer.progress.epoch, list(named), values, arrived)
+        return _Row(trainer.progress.update, trainer.progress.epoch, numbers, copied, arrived)
 
-    def _average(self, row: _Row) -> None:
-        """Average a row over the processes, and write it."""
+    def _average(self, keep: int) -> None:
+        """Average the pending rows over the processes and have them written, but for the latest few."""
+        while len(self._pending) > keep:
+            assert self._ranks is not None
+            row = self._pending.popleft()
+            if row.arrived is not None:
+                row.arrived.synchronize()  # it has arrived long ago, unless all is asked for
+            copied = iter([] if row.copied is None else row.copied.tolist())
+            mine = [next(copied) if number is None else number for number in row.numbers.values()]
+            summed = self._ranks.sum(mine)
+            self._finish_row(row, dict(zip(row.numbers, summed, strict=True)))
+
+    def _finish_row(self, row: _Row, summed: dict[str, float]) -> None:
         assert self._ranks is not None
-        if row.arrived is not None:
-            row.arrived.synchronize()
-        summed = dict(zip(row.names, self._ranks.sum(row.values.tolist()), strict=True))
         epoch, total_before, count_before = self._sums
         if epoch != row.epoch:
             total_before = count_before = 0.0
@@ -157,17 +169,39 @@ class StepRows(TrainerCallback):
             values = {"loss": (total - total_before) / (count - count_before), **values}
         self._last_row = {"update": row.update, "epoch": row.epoch, "values": values}
         if self._ranks.rank == 0:
-            self.write_row(row.update, row.epoch, values)
+            self.in_background(lambda: self.write_row(row.update, row.epoch, values))
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._average(keep=0)
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._average(keep=0)
+        self._end_background()
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.ranks.world_size == 1 or isinstance(kwargs["exception"], NonFiniteLossError):
+            self._average(keep=0)
+            self._end_background()
+        else:  # the other processes may not be there to average what is pending
+            self._end_background(_PATIENCE)
+
+    def _end_background(self, seconds: float | None = None) -> None:
         background, self._background = self._background, None
         if background is not None:
             background.close()
-            background.wait()
+            background.wait(seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for all rows, and return what the next needs of the last. To be called on every process."""
-        self.wait()
+        """Wait for all rows, and return what the next needs of the last. To be called on every process.
+
+        :raises RuntimeError: when a row could not be written: a training state must not be saved without it
+        """
+        self._average(keep=0)
+        if self._background is not None:
+            try:
+                self._background.wait()
+            except OSError as error:
+                raise RuntimeError(f"{type(self).__name__} could not write its rows: {error}") from error
         return {"sums": list(self._sums), "last_row": dict(self._last_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

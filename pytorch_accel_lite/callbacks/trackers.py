@@ -24,7 +24,7 @@ class TrackerCallback(StepRows):
     The step of everything is the number of updates made. A resumed run goes on in the same curves: TensorBoard forgets
     what was logged after the state that is resumed from, MLflow is not given twice what it has, Weights & Biases drops
     it by itself; the id of the run is kept in the training state. Other trackers may show such steps twice. All is
-    logged in the background; what that fails with ends the run at the next row.
+    logged in the background, but by a tracker of your own; what that fails with ends the run at the next row.
 
     What Accelerate makes of it is also among ``trainer.accelerator.trackers`` while the run lasts; outside of a
     training run nothing is logged.
@@ -82,9 +82,12 @@ class TrackerCallback(StepRows):
             os.makedirs(os.path.join(self.project_dir, self.project_name), exist_ok=True)
 
     def in_background(self, job: Callable[[], None]) -> None:
-        """Do something in the background, with the tracker started here: a run of MLflow belongs to its thread."""
-        self._start()
-        super().in_background(job)
+        """Do something in the background; at once with a tracker of the user's, which may belong to this thread."""
+        self._start()  # here: a run of MLflow, too, belongs to its thread
+        if isinstance(self.tracker, str):
+            super().in_background(job)
+        else:
+            job()
 
     # At the first use: what is resumed from is known only after on_training_run_start.
     def _start(self) -> None:
@@ -92,9 +95,10 @@ class TrackerCallback(StepRows):
         assert trainer is not None
         if self._started is not None or not trainer.accelerator.is_main_process:
             return
-        self._started = self._create(trainer)
-        self._started.start()
-        trainer.accelerator.trackers.append(self._started)
+        tracker = self._create(trainer)
+        tracker.start()
+        self._started = tracker
+        trainer.accelerator.trackers.append(tracker)
         if not self._first_update:
             configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
             self._started.store_init_configuration(
@@ -135,7 +139,7 @@ class TrackerCallback(StepRows):
         self._log_new(trainer)
 
     def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if self._started is not None:  # within a run
+        if not self._is_over:
             self._log_new(trainer)
 
     def _log_new(self, trainer: Trainer) -> None:
@@ -156,6 +160,8 @@ class TrackerCallback(StepRows):
     def _log(self, values: dict[str, Any], step: int) -> None:
         """Log numbers, unless the tracker has them from an earlier attempt. In the background."""
         new = {name: value for name, value in values.items() if step not in self._known.setdefault(name, set())}
+        if not new:
+            return
         for name in new:
             self._known[name].add(step)
         if self.tracker != "mlflow":
@@ -177,7 +183,7 @@ class TrackerCallback(StepRows):
         if not trainer.accelerator.is_main_process or self._is_over:
             return
         at = trainer.progress.update if step is None else step
-        pictures = {name: np.asarray(image) for name, image in images.items()}
+        pictures = {name: np.array(image) for name, image in images.items()}  # copies, as they are logged later
         self.in_background(lambda: self._log_images(pictures, at))
 
     def _log_images(self, pictures: dict[str, Any], step: int) -> None:
@@ -192,24 +198,28 @@ class TrackerCallback(StepRows):
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if self._is_over:
             return
-        self._log_new(trainer)
         try:
+            self._log_new(trainer)
             super().on_training_run_end(trainer)
         finally:
             self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if trainer.ranks.world_size == 1:  # otherwise the others may not be there to add up what is pending
-            self.on_training_run_end(trainer)
-        elif not self._is_over:
+        if self._is_over:
+            return
+        try:
+            super().on_exception(trainer, **kwargs)
+            if trainer.ranks.world_size == 1:
+                self.on_training_run_end(trainer)
+        finally:
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
         self._is_over = True
-        if self._started is not None:
-            self._started.finish()
-            trainer.accelerator.trackers.remove(self._started)
-            self._started = None
+        tracker, self._started = self._started, None
+        if tracker is not None:
+            trainer.accelerator.trackers.remove(tracker)
+            tracker.finish()
 
     def _counts(self, trainer: Trainer) -> dict[str, int]:
         history = trainer.run_history

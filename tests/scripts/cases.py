@@ -7,6 +7,7 @@ A case named ``case_x`` is the entry ``x``. With one process, tests call the fun
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import sys
@@ -14,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from pytorch_accel_lite.callbacks import (
     GradualUnfreezingCallback,
     LimitBatchesCallback,
     MetricsCallback,
+    MetricsFileCallback,
     ModelEmaCallback,
     NaNReportCallback,
     PredictionWriterCallback,
@@ -49,7 +51,9 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
+    ThroughputCallback,
     TimeLimitCallback,
+    TimingCallback,
     WorstSamplesCallback,
     WSDCheckpointCallback,
     read_predictions,
@@ -238,6 +242,35 @@ def case_stop_on_one_rank() -> Any:
     trainer = quiet_trainer(model, callbacks=[StopOnOneRank])
     trainer.train(regression_data(2000), 2, per_device_batch_size=1)
     return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
+
+
+class StopAtEpochEnd(TrainerCallback):
+    def on_train_epoch_end(self, trainer, **kwargs):
+        if trainer.accelerator.process_index == trainer.accelerator.num_processes - 1:
+            raise StopTrainingError("at the end of the epoch")
+
+
+def case_stop_before_talking_callbacks() -> Any:
+    """The others of the event still run on the rank that asks for a stop: they talk to the other ranks."""
+    timing = TimingCallback(show=False)
+    trainer = quiet_trainer(small_model(), callbacks=[StopAtEpochEnd(), ThroughputCallback(), timing])
+    trainer.train(regression_data(16), num_epochs=3, per_device_batch_size=4)
+    return {"reason": trainer.stop_reason, "epoch": trainer.progress.epoch, "run": timing.totals["run"]}
+
+
+def case_nan_with_logger() -> Any:
+    """All ranks end together: the rows until then are written."""
+    with shared_folder() as folder:
+        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, log])
+        with suppress(NonFiniteLossError):
+            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
+        trainer.barrier()
+        rows = (folder / "m_updates.jsonl").read_text().splitlines()
+        trainer.barrier()
+    return [json.loads(row)["update"] for row in rows], trainer.progress.update
 
 
 def case_shipped_callbacks() -> Any:
