@@ -43,6 +43,21 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload, contende
     assert figures["machine"]["torch"]
 
 
+def test_the_parts_of_a_step_are_those_of_both_loops():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gaps", "--quick", "--rounds", "1"],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:3] for line in done.stdout.splitlines()[2:]]
+    assert [name.strip() for name, _ in rows][:3] == ["forward pass", "forward pass to loss", "loss"]
+    assert all(float(by_hand) > 0 for _, by_hand in rows)
+
+
 def test_a_contender_that_makes_other_updates_is_refused():
     code = (
         "import benchmarks.worker as w; from benchmarks.contenders import CONTENDERS\n"
