@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from benchmarks.tasks import Task, make_task
-from pytorch_accel_lite.gradients import clear_gradients
 
 PARTS = [
     "forward pass",
@@ -51,7 +50,7 @@ def by_hand(task: Task, batches: list[Any]) -> list[float]:
     for inputs, targets in batches:
         backward(loss_func(model(inputs), targets))
         step()
-        clear_gradients(optimizer)
+        optimizer.zero_grad()
     return marks
 
 
