@@ -11,6 +11,11 @@ import pytest
 from tests.launching import ROOT, environment
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("workload", "contenders"),
     [
@@ -23,16 +28,8 @@ from tests.launching import ROOT, environment
     ],
 )
 def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload, contenders):
-    chosen = ["--contenders", *contenders]
-    command = [sys.executable, "-m", "benchmarks", "--workloads", workload, "--quick", "--rounds", "1"]
-    done = subprocess.run(
-        [*command, *chosen, "--output", str(tmp_path)],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ["--workloads", workload, "--quick", "--rounds", "1", "--output", str(tmp_path)]
+    done = run("-m", "benchmarks", *options, "--contenders", *contenders)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / f"{workload}.json").read_text())
     rows = (tmp_path / f"{workload}.md").read_text().splitlines()
@@ -44,14 +41,7 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload, contende
 
 
 def test_the_parts_of_a_step_are_those_of_both_loops():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gaps", "--quick", "--rounds", "1"],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("-m", "benchmarks.gaps", "--quick", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1:3] for line in done.stdout.splitlines()[2:]]
     assert [name.strip() for name, _ in rows][:3] == ["forward pass", "forward pass to loss", "loss"]
@@ -64,7 +54,5 @@ def test_a_contender_that_makes_other_updates_is_refused():
         "CONTENDERS['lazy'] = lambda task, folder: lambda: None\n"
         "w.measure('lazy', 'loop', True)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run("-c", code)
     assert "lazy made 0 updates instead of 20" in done.stderr
