@@ -388,9 +388,15 @@ def test_pictures_are_those_of_their_time(tmp_path):
 
     tracker, canvas = TrackerCallback("tensorboard", "run", tmp_path), np.zeros((4, 5, 3), dtype=np.uint8)
 
+    may_log = threading.Event()
+
     def draw(trainer: Any) -> None:
+        if trainer.progress.epoch == 1:
+            tracker.in_background(lambda: may_log.wait(60) and None)  # all three are drawn before one is logged
         canvas[:] = 40 * trainer.progress.epoch
         tracker.log_images(trainer, {"sample": canvas})
+        if trainer.progress.epoch == 3:
+            may_log.set()
 
     train(make_trainer([tracker, listener(on_train_epoch_end=draw)]), epochs=3)
     events = EventAccumulator(str(tmp_path / "run"))
