@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.batches import find_batch_size, total_loss
+from pytorch_accel_lite.devices import module_of
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -99,8 +100,8 @@ def _time(trainer: Trainer, batches: Iterable[Any], step: Callable[[Trainer, Any
 
 
 def _now(trainer: Trainer) -> float:
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)
+    if trainer.device.type != "cpu":
+        module_of(trainer.device).synchronize()
     return time.perf_counter()
 
 

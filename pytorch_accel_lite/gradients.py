@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pytorch_accel_lite.devices import wide_float
 from pytorch_accel_lite.distributed import Ranks
 
 Count = int | float | torch.Tensor
@@ -78,7 +79,8 @@ class GradientWindow:
         self.is_open = False
         self._nominal = self._true = 0
         if self.items_per_batch is not None and self._ranks.world_size > 1:
-            true = self._ranks.sum_on_device(torch.as_tensor(_as_weight(true), device=device).clone())
+            mine = torch.zeros((), dtype=wide_float(device), device=device)  # a number is not copied there: that waits
+            true = self._ranks.sum_on_device(mine + _as_weight(true))
         if not isinstance(true, torch.Tensor) and true == nominal:
             return
         factor: Any = nominal / true
@@ -124,6 +126,4 @@ def clear_gradients(optimizer: Any) -> None:
 
 def _as_weight(count: Count) -> Count:
     """Return a count as float64 where that exists: dividing whole numbers would give float32."""
-    if isinstance(count, torch.Tensor) and count.device.type != "mps":
-        return count.double()
-    return count
+    return count.to(wide_float(count.device)) if isinstance(count, torch.Tensor) else count

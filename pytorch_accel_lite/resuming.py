@@ -25,6 +25,7 @@ from pytorch_accel_lite.checkpoint.training_state import (
     take_snapshot,
 )
 from pytorch_accel_lite.data.order import mix, seed_generators
+from pytorch_accel_lite.devices import module_of
 from pytorch_accel_lite.tracking import LossTracker
 
 if TYPE_CHECKING:
@@ -91,15 +92,16 @@ def _collect_own(trainer: TrainerBase) -> dict[str, Any]:
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of the generators of python, numpy, torch and this process's GPU."""
+    """Return the states of the generators of python, numpy, torch and this process's GPU or other accelerator."""
     kind, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        states[accelerator.type] = module_of(accelerator).get_rng_state()
     return states
 
 
@@ -109,8 +111,9 @@ def set_generator_states(states: dict[str, Any]) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in states:
+        module_of(accelerator).set_rng_state(states[accelerator.type])
 
 
 def restore(trainer: TrainerBase, state: TrainingState) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.devices import host_number, wide_float
 from pytorch_accel_lite.utils import did_you_mean, import_extra
 
 if TYPE_CHECKING:
@@ -225,12 +226,6 @@ class InMemoryRunHistory(RunHistory):
         return plot_curves(curves, path)
 
 
-def host_number(scalar: torch.Tensor) -> float:
-    """Read a tensor of one element in host memory, past the operation that waits for a device."""
-    number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()
-    return float(number)
-
-
 class LossTracker:
     """A running mean, weighted by batch size, whose sums stay on the device until they are read.
 
@@ -270,8 +265,7 @@ class LossTracker:
 
     def _add_on_device(self, loss: torch.Tensor, batch_size: Any) -> None:
         if not isinstance(self.total_loss, torch.Tensor):
-            dtype = torch.float32 if loss.device.type == "mps" else torch.float64
-            self.total_loss = torch.full((), self.total_loss, dtype=dtype, device=loss.device)
+            self.total_loss = torch.full((), self.total_loss, dtype=wide_float(loss.device), device=loss.device)
         if isinstance(batch_size, torch.Tensor):
             self.total_loss.add_(loss.to(self.total_loss.dtype) * batch_size)
         else:

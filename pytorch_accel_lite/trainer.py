@@ -42,7 +42,14 @@ from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import LossTracker, Progress
 from pytorch_accel_lite.trials import unchanged
 from pytorch_accel_lite.utils import check_positive_int, check_range
-from pytorch_accel_lite.validation import check_data, check_scheduler, check_training, has_no_batch, takes
+from pytorch_accel_lite.validation import (
+    check_data,
+    check_scheduler,
+    check_training,
+    has_no_batch,
+    takes,
+    warn_of_a_foreign_optimizer,
+)
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -165,6 +172,7 @@ class Trainer(TrainerBase):
             scheduler_metric,
         )
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        warn_of_a_foreign_optimizer(self)
         self._eval_every_n_epochs = check_positive_int("eval_every_n_epochs", eval_every_n_epochs)
         builds_loader = type(self).create_train_dataloader is not Trainer.create_train_dataloader
         check_data(

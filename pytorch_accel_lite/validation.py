@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
@@ -45,6 +47,20 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         raise ValueError(
             f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
             "Leave it at 1 there, and pass gradient_accumulation_steps to train() instead."
+        )
+
+
+def warn_of_a_foreign_optimizer(trainer: Any) -> None:
+    """Warn when an optimizer has no parameter of any module that the trainer knows: training may change nothing."""
+    modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    optimized = list(optimized_parameters(trainer.optimizer))
+    if optimized and not any(id(parameter) in known for parameter in optimized):
+        warnings.warn(
+            f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
+            "as it is. Make the optimizer from model.parameters() of the model that the trainer is given: anew, "
+            "whenever you make the model anew.",
+            stacklevel=3,
         )
 
 

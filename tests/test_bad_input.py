@@ -539,3 +539,24 @@ def test_an_error_is_not_masked_by_an_output_that_nobody_reads(monkeypatch):
 def test_callbacks_refuse(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+def test_an_optimizer_of_another_model_is_warned_of():
+    forgotten = torch.optim.SGD(make_model(1).parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*anew"):
+        train(make_trainer(optimizer=forgotten))
+
+
+def test_an_optimizer_of_the_loss_functions_parameters_alone_is_none_of_that(recwarn):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return (self.scale * outputs - targets).pow(2).mean()
+
+    loss_func = Scaled()
+    train(make_trainer(loss_func=loss_func, optimizer=torch.optim.SGD(loss_func.parameters(), lr=0.1)))
+    assert not list(recwarn)
+    assert loss_func.scale != 1

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.devices import host_number
 from pytorch_accel_lite.diagnosis import faster_data
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_range
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite.devices import host_number, module_of, wide_float
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class GradientNormCallback(TrainerCallback):
         else:
             self._max = torch.clamp(norm, min=self._max) if self._count else norm
         trainer.step_metrics["gradient_norm"] = norm
-        self._sum = norm + self._sum
+        self._sum = (norm.to(wide_float(norm.device)) if isinstance(norm, torch.Tensor) else norm) + self._sum
         self._count += 1
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
         if limit is not None:
@@ -190,14 +190,16 @@ class DeviceMemoryCallback(TrainerCallback):
     """
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if trainer.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(trainer.device)
+        memory = module_of(trainer.device)
+        if hasattr(memory, "reset_peak_memory_stats"):
+            memory.reset_peak_memory_stats(trainer.device)
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if trainer.device.type == "cuda":
+        memory = module_of(trainer.device)
+        if hasattr(memory, "reset_peak_memory_stats"):
             used = {
-                "memory_allocated_mib": torch.cuda.max_memory_allocated(trainer.device) / _MIB,
-                "memory_reserved_mib": torch.cuda.max_memory_reserved(trainer.device) / _MIB,
+                "memory_allocated_mib": memory.max_memory_allocated(trainer.device) / _MIB,
+                "memory_reserved_mib": memory.max_memory_reserved(trainer.device) / _MIB,
             }
         else:
             import resource  # which only POSIX systems have

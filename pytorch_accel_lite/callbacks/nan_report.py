@@ -15,9 +15,9 @@ from torch import nn
 
 from pytorch_accel_lite.batches import total_loss
 from pytorch_accel_lite.checkpoint import fit_model_state, model_state, read_checkpoint, write_checkpoint
+from pytorch_accel_lite.devices import host_number
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.resuming import generator_states, set_generator_states
-from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.trials import unchanged
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class NaNReportCallback(TrainerCallback):
         step = self._window[-1]
         step.batch, step.indices = kwargs["batch"], trainer.batch_indices
         loss = kwargs["batch_output"]["loss"].detach()
-        if self.report is None and not math.isfinite(host_number(loss) if loss.is_cpu else float(loss)):
+        if self.report is None and not math.isfinite(host_number(loss)):
             self._write(trainer, "loss")
 
     def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -120,7 +120,7 @@ class NaNReportCallback(TrainerCallback):
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if self.check_gradients and trainer.accelerator.scaler is None:
             norm = trainer.gradient_norm.detach()
-            is_finite = math.isfinite(host_number(norm) if norm.is_cpu else float(norm))
+            is_finite = math.isfinite(host_number(norm))
             # The norm is the same on all processes; of one of them the loss may have been the cause.
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.devices import host_number, wide_float
 from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_range
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class GradientSpikeCallback(TrainerCallback):
         if self.action == "clip":
             self._clip(trainer, gradients, norm)
         else:
-            self._skip(trainer, host_number(norm) if norm.is_cpu else float(norm))
+            self._skip(trainer, host_number(norm))
 
     def _skip(self, trainer: Trainer, norm: float) -> None:
         usual, is_known = self._usual(), trainer.progress.update >= self.warm_up_updates and self._count
@@ -86,12 +86,12 @@ class GradientSpikeCallback(TrainerCallback):
 
     def _clip(self, trainer: Trainer, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
         """Clip and average without knowing any of the numbers."""
-        largest = torch.as_tensor(math.inf, device=norm.device)
+        largest: Any = math.inf
         if trainer.progress.update >= self.warm_up_updates:
-            largest = self.factor * torch.as_tensor(self._usual(), device=norm.device)
+            largest = self.factor * self._usual()
             now = torch.nn.utils.get_total_norm(gradients)  # they may have been clipped
             torch._foreach_mul_(gradients, (largest / now).clamp(max=1.0).to(gradients[0].dtype))
-        norm = norm.double() if norm.device.type != "mps" else norm
+        norm = norm.to(wide_float(norm.device))
         self._add(torch.where(torch.isfinite(norm) & (norm <= largest), norm, self._usual()))
 
     def _usual(self) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pytorch_accel_lite.devices import HostCopy, wide_float
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
@@ -82,8 +83,7 @@ class _Row(NamedTuple):
     update: int
     epoch: int
     numbers: dict[str, float | None]  # None: on the device, and to be found in ``copied``
-    copied: torch.Tensor | None
-    arrived: torch.cuda.Event | None
+    copied: HostCopy | None
 
 
 class StepRows(TrainerCallback):
@@ -135,24 +135,19 @@ class StepRows(TrainerCallback):
         """Begin to copy what is on a device to host memory."""
         there = {name: v for name, v in named.items() if isinstance(v, torch.Tensor) and not v.is_cpu}
         numbers = {name: None if name in there else float(value) for name, value in named.items()}
-        copied, arrived = None, None
+        copied = None
         if there:
-            dtype = torch.float32 if trainer.device.type == "mps" else torch.float64
-            stacked = torch.stack([value.detach().to(dtype).reshape(()) for value in there.values()])
-            copied = stacked.to("cpu", non_blocking=True)
-            if trainer.device.type == "cuda":
-                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                arrived.record()
-        return _Row(trainer.progress.update, trainer.progress.epoch, numbers, copied, arrived)
+            dtype = wide_float(trainer.device)
+            copied = HostCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in there.values()]))
+        return _Row(trainer.progress.update, trainer.progress.epoch, numbers, copied)
 
     def _average(self, keep: int) -> None:
         """Average the pending rows over the processes and have them written, but for the latest few."""
         while len(self._pending) > keep:
             assert self._ranks is not None
             row = self._pending.popleft()
-            if row.arrived is not None:
-                row.arrived.synchronize()  # it has arrived long ago, unless all is asked for
-            copied = iter([] if row.copied is None else row.copied.tolist())
+            # Copies have arrived long ago, unless all is asked for.
+            copied = iter([] if row.copied is None else row.copied.read().tolist())
             mine = [next(copied) if number is None else number for number in row.numbers.values()]
             summed = self._ranks.sum(mine)
             self._finish_row(row, dict(zip(row.numbers, summed, strict=True)))

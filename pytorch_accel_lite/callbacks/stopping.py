@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
+from pytorch_accel_lite.devices import HostCopy, computes_on_its_own, host_number
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.tracking import host_number
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self._recent: deque[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = deque(maxlen=2 * self.LOOK_EVERY)
-        self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._copy: HostCopy | None = None
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self.triggered = False
@@ -58,21 +58,15 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def _look_late(self, trainer: Trainer, loss: torch.Tensor) -> None:
         """Read the copy that was begun some steps ago, if it has arrived, and begin another."""
-        if loss.device.type != "cuda":
-            return  # no asynchronous copies: the end of the epoch will tell
+        if not computes_on_its_own(loss.device):
+            return  # the end of the epoch will tell
         if self._copy is not None:
-            copied, arrived = self._copy
-            if not arrived.query():  # type: ignore[no-untyped-call]
+            if not self._copy.has_arrived:
                 return
-            if not math.isfinite(host_number(copied)):
+            if not math.isfinite(host_number(self._copy.read())):
                 self._search(trainer)
         # A sum over the latest steps: one number that is not finite makes it so.
-        total = torch.stack([recent for _, recent, _ in self._recent]).float().sum()
-        copied = torch.empty((), pin_memory=True)
-        copied.copy_(total, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        self._copy = copied, arrived
+        self._copy = HostCopy(torch.stack([recent for _, recent, _ in self._recent]).float().sum())
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._search(trainer)
@@ -94,9 +88,12 @@ class TerminateOnNaNCallback(TrainerCallback):
             )
 
     def _search(self, trainer: Trainer) -> None:
-        for step, loss, named in self._recent:
-            if not math.isfinite(float(loss)):
-                self._terminate(trainer, step, loss, named)
+        if not self._recent:
+            return
+        finite = torch.stack([loss for _, loss, _ in self._recent]).isfinite().tolist()
+        for is_finite, recent in zip(finite, self._recent, strict=True):
+            if not is_finite:
+                self._terminate(trainer, *recent)
 
     def _terminate(self, trainer: Trainer, step: int, loss: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
         self.triggered = True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.devices import computes_on_its_own, record_event
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int, check_range
 
@@ -65,7 +66,8 @@ class TimingCallback(TrainerCallback):
         for callback, name in zip(trainer.callback_handler, trainer.callback_handler.callback_list, strict=True):
             number = sum(known == name or known.startswith(f"{name} (") for known in self._names.values()) + 1
             self._names[id(callback)] = name if number == 1 else f"{name} ({number})"
-        self._on_gpu, self._is_running = trainer.device.type == "cuda", True
+        self._device, self._is_running = trainer.device, True
+        self._on_gpu = computes_on_its_own(trainer.device)
         self._epoch_start = time.perf_counter()
         trainer.callback_handler.timer = self._time
 
@@ -98,9 +100,7 @@ class TimingCallback(TrainerCallback):
         if not self._on_gpu:
             self._lap(phase)
             return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._of_step.append((phase, event))
+        self._of_step.append((phase, record_event(self._device, enable_timing=True)))
         self._lap(None)
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102

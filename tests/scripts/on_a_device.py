@@ -1,0 +1,255 @@
+"""Runs on the simulated device, or the same on the CPU: python on_a_device.py sim|cpu FOLDER
+
+A case named ``case_x`` is the entry ``x``; tests/test_devices.py compares what the two give.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanSquaredError
+
+from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    AdviceCallback,
+    GradientNormCallback,
+    GradientSpikeCallback,
+    MetricsCallback,
+    MetricsFileCallback,
+    ModelEmaCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
+    TerminateOnNaNCallback,
+    TimingCallback,
+)
+from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS
+from tests.launching import Failed
+from tests.shipped import RUN, SHIPPED, build
+from tests.small import make_data, make_trainer, train
+
+waits: Counter[str] = Counter()
+
+
+def on_host(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+
+
+def results_of(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "device": trainer.device.type,
+        "weights": on_host(trainer.model.state_dict()),
+        "history": trainer.run_history.to_dict(),
+    }
+
+
+def with_waits(run: Callable[[int], Trainer]) -> dict[str, Any]:
+    """Return what a run of 10 and of 110 steps gives, and what the hundred steps more have waited for."""
+    results, waited = {}, []
+    for size in (20, 220):
+        waits.clear()
+        results = results_of(run(size))
+        waited.append(waits.copy())
+    return results | {"waits": dict(waited[1] - waited[0])}
+
+
+def case_default_callbacks() -> Any:
+    return with_waits(
+        lambda size: train(make_trainer(DEFAULT_CALLBACKS), size=size, epochs=3, eval_dataset=make_data())
+    )
+
+
+def case_shipped_callbacks() -> Any:
+    def run(callback_class: type[TrainerCallback], size: int) -> Trainer:
+        special = callback_class is StepBasedEvaluationCallback
+        callback = StepBasedEvaluationCallback(10_000) if special else build(callback_class)
+        arguments = RUN.get(callback_class.__name__, {})
+        return train(make_trainer([callback]), size=size, eval_dataset=make_data(), **arguments)
+
+    def waited(callback_class: type[TrainerCallback]) -> int:
+        return sum(with_waits(lambda size: run(callback_class, size))["waits"].values())
+
+    return {callback_class.__name__: waited(callback_class) for callback_class in SHIPPED}
+
+
+def case_monitors_and_rows() -> Any:
+    """Everything that reads numbers of an update, with a row of them for each."""
+
+    def run(size: int) -> Trainer:
+        callbacks = [GradientNormCallback(), MetricsFileCallback("rows.jsonl", every_n_updates=1), AdviceCallback()]
+        return train(make_trainer(callbacks), size=size, epochs=2, gradient_clip_norm=0.3)
+
+    results = with_waits(run)
+    return results | {"rows": [json.loads(line) for line in Path("rows_updates.jsonl").read_text().splitlines()]}
+
+
+def case_accumulated_and_clipped() -> Any:
+    """Windows of three micro-batches, the last of them short, of five samples, in a schedule."""
+    return with_waits(
+        lambda size: train(
+            make_trainer(),
+            size=2 * size + 1,
+            batch_size=5,
+            epochs=2,
+            gradient_accumulation_steps=3,
+            gradient_clip_norm=0.1,
+            create_scheduler_fn=lambda optimizer: LambdaLR(optimizer, lambda update: 1 / (1 + update)),
+        )
+    )
+
+
+class CountsItems(Trainer):
+    """Losses over a number of items that only the device knows; two losses."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        counted = (inputs[:, 0] > -10).sum().clamp(min=1)
+        loss = ((outputs - targets) ** 2).sum() / counted
+        return {
+            "loss": {"fit": loss, "size": 0.01 * outputs.pow(2).sum() / counted},
+            "model_outputs": outputs,
+            "batch_size": len(inputs),
+            "num_items_in_batch": counted,
+        }
+
+
+def case_items_counted_on_the_device() -> Any:
+    def run(size: int) -> Trainer:
+        trainer = make_trainer(DEFAULT_CALLBACKS, trainer_class=CountsItems)
+        return train(trainer, size=2 * size + 1, batch_size=4, gradient_accumulation_steps=2)
+
+    return with_waits(run)
+
+
+def case_clipped_spikes() -> Any:
+    callback = GradientSpikeCallback(action="clip", factor=1.5, warm_up_updates=3)
+    return with_waits(lambda size: train(make_trainer([callback]), size=size))
+
+
+def case_evaluation() -> Any:
+    def run(size: int) -> Trainer:
+        trainer = make_trainer(DEFAULT_CALLBACKS)
+        trainer.evaluate(make_data(size), per_device_batch_size=2)
+        return trainer
+
+    return with_waits(run)
+
+
+def case_split_batches() -> Any:
+    """Batches of six that do not fit into memory, which the first step finds out."""
+
+    class Full(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> Any:
+            if len(batch[0]) > 2:
+                raise torch.OutOfMemoryError
+            return super().calculate_train_batch_loss(batch)
+
+    def run(size: int) -> Trainer:
+        return train(make_trainer(trainer_class=Full), size=3 * size, batch_size=6, auto_microbatch=True)
+
+    return with_waits(run)
+
+
+def case_a_loss_that_is_nan() -> Any:
+    x, y = make_data(400).tensors
+    y[121] = float("nan")
+    trainer = make_trainer([TerminateOnNaNCallback])
+    try:
+        train(trainer, train_dataset=TensorDataset(x, y))
+    except NonFiniteLossError as error:
+        return {"message": str(error), "step": trainer.progress.step}
+    return None
+
+
+def case_evaluated_and_predicted() -> Any:
+    callbacks = [
+        MetricsCallback(MeanSquaredError(), train=True),
+        ModelEmaCallback(decay=0.9, evaluate_during_training=True),
+        StepBasedEvaluationCallback(5),
+        SaveBestModelCallback("best.pt"),
+    ]
+    trainer = train(make_trainer(callbacks), size=20, epochs=3, eval_dataset=make_data(9))
+    predictions = trainer.predict(make_data(7), per_device_batch_size=3)
+    trainer.load_checkpoint("best.pt")
+    trainer.evaluate(make_data(9), per_device_batch_size=2)
+    return results_of(trainer) | {"predictions": on_host(predictions)}
+
+
+def case_resumed() -> Any:
+    def run(**kwargs: Any) -> Trainer:
+        callbacks = [SaveTrainingStateCallback("states", save_every_n_steps=1), TerminateOnNaNCallback()]
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        trainer = make_trainer(callbacks, model, optimizer=torch.optim.AdamW(model.parameters()), seed=4)
+        arguments = {"epochs": 2, "size": 12, "eval_dataset": make_data(), "train_dataloader_kwargs": {}}
+        return train(trainer, **arguments, gradient_accumulation_steps=2, **kwargs)
+
+    whole = results_of(run())
+    states = sorted(Path("states").glob("update-*"))
+    resumed = {state.name: results_of(run(resume_from=state)) for state in states[:4]}
+    return {"whole": whole, "resumed": resumed}
+
+
+def case_finding_settings() -> Any:
+    trainer = make_trainer()
+    before = on_host(trainer.model.state_dict())
+    found = trainer.find_lr(make_data(40), per_device_batch_size=4, num_steps=20)
+    diagnosis = trainer.diagnose(make_data(40), per_device_batch_size=4, num_steps=5)
+    after = on_host(trainer.model.state_dict())
+    return {
+        "losses": found.losses,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "steps": diagnosis.steps,
+        "seconds": diagnosis.step,
+    }
+
+
+def case_timing() -> Any:
+    timing = TimingCallback(show=False)
+    train(make_trainer([timing]), size=40, epochs=2, eval_dataset=make_data())
+    return timing.totals
+
+
+def main(kind: str, folder: str) -> None:
+    if kind == "sim":
+        from tests import simulated_device
+
+        global waits
+        waits = simulated_device.waits
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "sim"
+        del os.environ["ACCELERATE_USE_CPU"]
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, case in list(globals().items()):
+        if name.startswith("case_"):
+            output = io.StringIO()
+            with tempfile.TemporaryDirectory() as workplace:
+                os.chdir(workplace)
+                try:
+                    with redirect_stdout(output), redirect_stderr(output):
+                        results[name.removeprefix("case_")] = case()
+                except Exception:
+                    results[name.removeprefix("case_")] = Failed(traceback.format_exc())
+                os.chdir(folder)
+    torch.save(results, Path(folder) / f"{kind}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

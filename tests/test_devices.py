@@ -1,0 +1,112 @@
+"""What runs on a device that computes on its own, as a GPU does: nothing waits for it, and results are those of a CPU.
+
+There is no GPU where these tests run: the device is that of tests/simulated_device.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import Results, launch
+from tests.shipped import SHIPPED
+from tests.small import same
+
+# What must know a number before the update, as documented.
+READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}
+
+
+@functools.cache
+def _run(kind: str) -> Results:
+    with tempfile.TemporaryDirectory() as folder:
+        done = launch([sys.executable, "tests/scripts/on_a_device.py", kind, folder], timeout=280)
+        assert done.returncode == 0, done.stderr
+        return Results([torch.load(Path(folder, f"{kind}.pt"), weights_only=False)], done.stdout)
+
+
+def on_device(case: str) -> Any:
+    return _run("sim")[case][0]
+
+
+def on_cpu(case: str) -> Any:
+    return _run("cpu")[case][0]
+
+
+def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
+    assert (on_device["device"], on_cpu["device"]) == ("sim", "cpu")
+    assert same(on_device["weights"], on_cpu["weights"])
+    assert on_device["history"] == on_cpu["history"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "default_callbacks",
+        "monitors_and_rows",
+        "accumulated_and_clipped",
+        "items_counted_on_the_device",
+        "clipped_spikes",
+        "split_batches",
+        "evaluation",
+    ],
+)
+def test_no_step_waits_for_the_device_and_the_results_are_the_same(case):
+    assert on_device(case)["waits"] == {}  # of a hundred steps
+    assert_same(on_device(case), on_cpu(case))
+
+
+@pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
+def test_a_shipped_callback_does_not_wait_for_the_device_in_a_step(name):
+    assert on_device("shipped_callbacks")[name] == 100 * READS_NUMBERS.get(name, 0)
+
+
+def test_rows_of_numbers_that_were_copied_late_are_right():
+    rows = on_device("monitors_and_rows")["rows"]
+    assert [row["update"] for row in rows] == list(range(1, 221))
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert rows == on_cpu("monitors_and_rows")["rows"]
+
+
+def test_a_loss_that_is_not_finite_is_found_a_few_steps_later():
+    found, at_once = on_device("a_loss_that_is_nan"), on_cpu("a_loss_that_is_nan")
+    assert "step 60" in at_once["message"]
+    assert found["message"] == at_once["message"]
+    assert at_once["step"] <= found["step"] <= at_once["step"] + 16
+
+
+def test_evaluations_averaged_weights_the_best_model_and_predictions_are_those_of_a_cpu():
+    assert_same(on_device("evaluated_and_predicted"), on_cpu("evaluated_and_predicted"))
+    predictions = on_device("evaluated_and_predicted")["predictions"]
+    assert torch.equal(predictions, on_cpu("evaluated_and_predicted")["predictions"])
+
+
+def test_a_run_goes_on_from_any_state_to_the_same_bits():
+    whole, resumed = on_device("resumed")["whole"], on_device("resumed")["resumed"]
+    assert_same(whole, on_cpu("resumed")["whole"])
+    assert len(resumed) == 4
+    assert all(same(run["weights"], whole["weights"]) for run in resumed.values())
+    assert all(run["history"] == whole["history"] for run in resumed.values())
+
+
+def test_settings_are_found_and_nothing_is_changed():
+    found = on_device("finding_settings")
+    assert found["unchanged"]
+    assert found["losses"] == on_cpu("finding_settings")["losses"]
+    assert found["steps"] == 5
+    assert found["seconds"] > 0
+
+
+def test_phases_of_a_step_are_timed_by_the_device():
+    totals = on_device("timing")
+    assert totals["forward"] > 0
+    assert totals["backward"] > 0
+    assert totals["optimizer"] > 0
+    # The events of the simulation count operations, as milliseconds.
+    assert totals["backward"] * 1000 == pytest.approx(round(totals["backward"] * 1000))
