@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
@@ -84,7 +83,7 @@ class TrainerBase:
         self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
         self._accelerator = self.accelerator  # the name that the ancestor's users know
         check_launch(self.accelerator)
-        self.seed = seed
+        self.seed = None if seed is None else int(seed)  # generators refuse numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.progress = Progress()
@@ -104,6 +103,7 @@ class TrainerBase:
         self._update_limit: int | None = None
         self._eval_every_n_epochs = 1
         self._must_rehearse = False
+        self._parameters_outside: list[nn.Parameter] = []
         self._gradient_norm: torch.Tensor | None = None
         self._skips_update = False
         self._guard: StepGuard | None = None
@@ -116,7 +116,7 @@ class TrainerBase:
         self.loss_trackers = {"loss": LossTracker()}
         self.gradient_window: GradientWindow | None = None
         self.registered_objects: dict[str, Any] = {}
-        self.data_seed = seed
+        self.data_seed = self.seed
         self.interruption: RunPausedError | None = None
         self.recorded_losses: dict[str, float] = {}
         self.step_metrics: dict[str, Any] = {}
@@ -139,25 +139,21 @@ class TrainerBase:
     # ------------------------------------------------------------------------------------ events
 
     def _call_event(self, event: str, **kwargs: Any) -> None:
-        """Fire an event. What ends a run is raised at once on one process, and put to the vote on several.
+        """Fire an event. What ends the run is raised after it on one process, and put to the vote on several.
 
         A pause waits for the next moment from which the run can go on exactly.
         """
-        if not self.callback_handler.listeners[event]:
-            return
-        if self.ranks.world_size > 1:
+        if self.callback_handler.listeners[event]:
             self.callback_handler.call_each(event, self._stop_vote.ask, self, **kwargs)
-            return
-        try:
-            self.callback_handler.call_event(event, self, **kwargs)
-        except RunPausedError as pause:
-            self._stop_vote.ask(pause)
+            if self.ranks.world_size == 1:
+                self._stop_vote.answer()
 
     def _close_failed_run(self, error: BaseException, ended: bool) -> None:
         """Tell the callbacks that an error ends the run; the error itself goes on to the caller.
 
         A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
         """
+        self._stop_vote.forget()
         together = self.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
         problems = self.callback_handler.tell_all("on_exception", self, exception=error)
         if together and not ended:
@@ -253,6 +249,22 @@ class TrainerBase:
         """
         weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
         self.ranks.run_together(lambda: write_weights(weights, path), only_first=True)
+
+    def check_weights(self) -> None:
+        """Check that all trained weights are finite, before they take the place of good ones. Reads the device.
+
+        To be called on every process.
+
+        :raises NonFiniteLossError: on all processes, when a weight is infinite or NaN on one
+        """
+        weights = (w for w in self.model.parameters() if w.requires_grad and w.is_floating_point() and w.itemsize > 1)
+        finite = all(bool(getattr(weight, "_local_tensor", weight).isfinite().all()) for weight in weights)
+        if self.ranks.max([float(not finite)])[0]:
+            raise NonFiniteLossError(
+                f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "
+                "learning rate, clip the gradients, or go on from an earlier state with SkipFailedBatchesCallback or "
+                "GradientSpikeCallback."
+            )
 
     def _summed_losses(self) -> dict[str, tuple[float, float]]:
         """Return, by name, the sums of the losses so far and of their weights, over all ranks. Reads the device."""
@@ -457,18 +469,18 @@ class TrainerBase:
         self.accelerator.print(*args, **kwargs)
 
     def close(self) -> None:
-        """Free what the trainer holds, and leave the job when no other trainer of this process needs it.
+        """Free what the trainer holds; afterwards it cannot be used.
 
-        Happens by itself at the end of the program; afterwards the trainer cannot be used. ``with Trainer(...) as
-        trainer:`` does the same at the end of the block.
+        Happens by itself at the end of the program, when the job of several processes is left in order, too. ``with
+        Trainer(...) as trainer:`` does the same at the end of the block.
         """
         lifecycle.close(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        lifecycle.close(self, failed=exception_type is not None)
+    def __exit__(self, *_: object) -> None:
+        lifecycle.close(self)
 
     # --------------------------------------------------------------------------------- setting up a run
 
@@ -523,9 +535,7 @@ class TrainerBase:
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Give all processes the first one's buffers of a module. To be called on every process."""
-        if self.ranks.world_size > 1:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=0)
+        self.ranks.copy_from_first(module.buffers())
 
     @property
     def is_running(self) -> bool:

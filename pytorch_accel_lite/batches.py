@@ -7,27 +7,18 @@ import inspect
 import itertools
 import numbers
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from _tensors(value)
-    elif isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
-        for value in data:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        for field in dataclasses.fields(data):
-            yield from _tensors(getattr(data, field.name))
+    return (part for part in itertools.chain([data], _parts(data)) if isinstance(part, torch.Tensor))
 
 
 def find_batch_size(batch: Any) -> int:
@@ -46,16 +37,71 @@ def find_batch_size(batch: Any) -> int:
     )
 
 
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Split a batch into so many parts, as even as possible; not more than it has samples.
+def batch_size_of(batch: Any, expected: int | None) -> int:
+    """Return how many samples a batch holds.
+
+    :param expected: how many were collated, ``None`` when that is not known. It is the answer where anything in the
+        batch is as long; else (the collate function has left some out) as many as the first tensor is long.
+    """
+    first = batch[0] if type(batch) in (tuple, list) and batch else None
+    if isinstance(first, torch.Tensor) and first.ndim and expected in (None, first.shape[0]):
+        return first.shape[0]  # the usual case, without a look at abstract types
+    if expected is not None:
+        parts = list(_parts(batch))
+        if any(_is_as_long(part, expected) for part in parts) or not any(map(_has_length, parts)):
+            return expected
+    return find_batch_size(batch)
+
+
+def _has_length(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.ndim > 0
+
+
+def _parts(data: Any) -> Iterator[Any]:
+    """Yield what something nested consists of, and what that consists of."""
+    values: Iterable[Any] = ()
+    if isinstance(data, Mapping):
+        values = data.values()
+    elif isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        values = data
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        values = [getattr(data, field.name) for field in dataclasses.fields(data)]
+    for value in values:
+        yield value
+        yield from _parts(value)
+
+
+def _is_as_long(data: Any, size: int) -> bool:
+    """Whether something has an element for each of so many samples."""
+    if isinstance(data, torch.Tensor):
+        return data.ndim > 0 and len(data) == size
+    if isinstance(data, Mapping):
+        return bool(data) and all(_is_as_long(value, size) for value in data.values())
+    return isinstance(data, (list, tuple)) and len(data) == size
+
+
+def is_list_of_samples(data: Any, size: int) -> bool:
+    """Whether a list has an element for each sample, and not a column of all of them in each element."""
+    return isinstance(data, (list, tuple)) and len(data) == size and not all(_is_as_long(e, size) for e in data)
+
+
+def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
+    """Split a batch into so many parts, as even as possible, each with its size; not more than it has samples.
 
     Tensors whose first dimension is that of the samples are split, and so are lists with an element for each sample.
     Anything else is in every part.
+
+    :param size: how many samples it has
+    :raises ValueError: when nothing in it has an element for each
     """
-    size = find_batch_size(batch)
+    if not any(_is_as_long(part, size) for part in itertools.chain([batch], _parts(batch))):
+        raise ValueError(
+            f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
+            f"for each of its {size} samples. Let collate_fn return tensors, lists or dicts of such."
+        )
     parts = min(parts, size)
     bounds = [size * part // parts for part in range(parts + 1)]
-    return [_slice(batch, begin, end, size) for begin, end in itertools.pairwise(bounds)]
+    return [(_slice(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
 
 
 def _slice(data: Any, begin: int, end: int, size: int) -> Any:
@@ -64,11 +110,19 @@ def _slice(data: Any, begin: int, end: int, size: int) -> Any:
     if isinstance(data, Mapping):
         return {key: _slice(value, begin, end, size) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        if len(data) == size and not any(tensor.ndim and len(tensor) == size for tensor in _tensors(data)):
+        if is_list_of_samples(data, size):
             return data[begin:end]
         values = [_slice(value, begin, end, size) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     return data
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    """Return the arguments of a model's ``forward``."""
+    try:
+        return inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of a scripted module, say, which knows them otherwise
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 class ModelCaller:
@@ -81,10 +135,10 @@ class ModelCaller:
     def __init__(self, model: nn.Module) -> None:
         while isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile hides the signature
             model = model._orig_mod  # type: ignore[assignment]
-        parameters = inspect.signature(type(model).forward).parameters.values()
+        parameters = _signature(model).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._keys = [p.name for p in parameters if p.kind in named][1:]
+        self._keys = [p.name for p in parameters if p.kind in named]
         self._name = type(model).__name__
         self._warned = False
 
@@ -168,6 +222,8 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     losses = output["loss"]
     if isinstance(losses, Mapping) and not losses:
         raise ValueError(f"{method} returned an empty dict of losses.")
+    if isinstance(losses, Mapping) and "loss" in losses:
+        raise ValueError(f"{method} returned a dict of losses with one called 'loss', as their sum is. Rename it.")
     for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
@@ -201,12 +257,20 @@ def total_loss(losses: Any) -> torch.Tensor:
     return losses  # type: ignore[no-any-return]
 
 
-def to_cpu(outputs: Any) -> Any:
+class ListOfSamples(list[Any]):
+    """Outputs with an element for each sample, as models for detection return them, whatever the elements are."""
+
+
+def to_cpu(outputs: Any, size: int | None = None) -> Any:
     """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
 
     Entries without a dimension for the samples (a mean loss, say) and entries that are no tensors are left out of
     dicts; elsewhere they are an error.
+
+    :param size: how many samples they are of: a list with an element for each is kept as such
     """
+    if size is not None and type(outputs) is list and is_list_of_samples(outputs, size):
+        return ListOfSamples(recursively_apply(lambda tensor: tensor.detach().cpu(), outputs))
     if isinstance(outputs, torch.Tensor):
         if not outputs.ndim:
             raise ValueError("predict: the model returned a tensor without a dimension for the samples.")
@@ -238,6 +302,8 @@ def concatenate_if_possible(parts: Sequence[Any]) -> Any:
 def concatenate(parts: Sequence[Any]) -> Any:
     """Concatenate nested outputs of the same structure along their first dimension."""
     first = parts[0]
+    if any(isinstance(part, ListOfSamples) for part in parts):
+        return ListOfSamples(itertools.chain(*parts))
     if isinstance(first, torch.Tensor):
         try:
             return torch.cat(list(parts))
@@ -248,5 +314,10 @@ def concatenate(parts: Sequence[Any]) -> Any:
             ) from error
     if isinstance(first, Mapping):
         return {key: concatenate([part[key] for part in parts]) for key in first}
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(
+            f"predict: the model returned lists of {sorted({len(part) for part in parts})} elements, which cannot be "
+            "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list of one for each sample."
+        )
     columns = [concatenate(column) for column in zip(*parts, strict=True)]
     return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +51,12 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give all ranks rank 0's values, in place."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what each rank gave, in rank order."""
@@ -134,12 +140,13 @@ class StopVote:
     def __init__(self, ranks: Ranks, seconds: float = 0.2) -> None:
         self._ranks = ranks
         self._seconds = seconds
+        self._request: tuple[int, Exception] | None = None
+        self._pause: RunPausedError | None = None
         self.restart()
 
     def restart(self) -> None:
         """Forget what was asked for, and begin to count anew."""
-        self._request: tuple[int, Exception] | None = None
-        self._pause: RunPausedError | None = None
+        self.forget()
         self._calls = 0
         self._updates = 0
         self._interval = 1
@@ -157,6 +164,16 @@ class StopVote:
             self._pause = self._pause or error
         else:
             self._request = self._request or (self._calls, error)
+
+    def forget(self) -> None:
+        """Forget what was asked for."""
+        self._request = self._pause = None
+
+    def answer(self) -> None:
+        """Raise what was asked for on one process, but for a pause: nobody else needs to agree."""
+        if self._request is not None:
+            (_, error), self._request = self._request, None
+            raise error
 
     def settle(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.

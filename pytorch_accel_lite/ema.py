@@ -29,6 +29,8 @@ class ModelEma(nn.Module):
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        for buffer in self.module.buffers():  # one that was expanded has several elements in one place
+            buffer.data = buffer.contiguous()
         self.decay = decay
         self.warmup = warmup
         self.num_updates = 0

@@ -274,12 +274,16 @@ class CallbackHandler:
     def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
         """Call an event as :meth:`call_event` does; give ``ask`` what is to end the run, and go on with the next.
 
-        For several processes: what comes after a callback that asks for an end on one of them may communicate.
+        What comes after a callback that asks for an end, on one process of several say, may communicate.
         """
+        timer = self.timer
         for listener in self.listeners[event]:
             try:
-                with nullcontext() if self.timer is None else self.timer(getattr(listener, "__self__", listener)):
+                if timer is None:
                     listener(*args, **kwargs)
+                else:
+                    with timer(getattr(listener, "__self__", listener)):
+                        listener(*args, **kwargs)
             except (StopTrainingError, NonFiniteLossError) as error:
                 ask(error)
 

@@ -11,6 +11,7 @@ from pytorch_accel_lite.devices import wide_float
 from pytorch_accel_lite.distributed import Ranks
 
 Count = int | float | torch.Tensor
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
 
 
 class GradientWindow:
@@ -96,12 +97,17 @@ class GradientWindow:
 def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
     """Average gradients over the ranks, as ``DistributedDataParallel`` does. A rank that has none counts as zero."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    used = ranks.max([float(parameter.grad is not None) for parameter in trained])
+    used = ranks.max([_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in trained])
     gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter, is_used in zip(trained, used, strict=True):
-        if is_used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter, kind in zip(trained, used, strict=True):
+        if kind == _NONE:
+            continue
+        if parameter.grad is None:
+            layout = torch.sparse_coo if kind == _SPARSE else torch.strided
+            parameter.grad = torch.zeros_like(parameter, layout=layout)
+        if kind == _SPARSE:
+            parameter.grad = ranks.sum_on_device(parameter.grad.coalesce()) / ranks.world_size
+        else:
             gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for group in gradients.values():
         flat = ranks.sum_on_device(torch.cat([gradient.flatten() for gradient in group])).div_(ranks.world_size)
@@ -112,6 +118,12 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) ->
 def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of all groups of an optimizer."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def parameters_outside(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+    """Return what an optimizer trains that is not the model's: parameters of the loss function, say."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [parameter for parameter in optimized_parameters(optimizer) if id(parameter) not in own]
 
 
 def clear_gradients(optimizer: Any) -> None:

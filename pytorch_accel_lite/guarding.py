@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
-from pytorch_accel_lite.batches import concatenate_if_possible, find_batch_size, split_batch
+from pytorch_accel_lite.batches import batch_size_of, concatenate_if_possible, find_batch_size, split_batch
 from pytorch_accel_lite.data import FailedRead, LoadedBatch
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.gradients import average_gradients, optimized_parameters
@@ -91,12 +92,14 @@ class StepGuard:
         assert window is not None
         if isinstance(loaded.batch, FailedRead):
             raise loaded.batch.error
-        parts = [loaded.batch]
+        parts: Sequence[tuple[Any, int | None]] = [(loaded.batch, loaded.num_samples)]
         if trainer.num_microbatches > 1 and loaded.num_samples != 0:
-            parts = split_batch(loaded.batch, trainer.num_microbatches)
+            whole = batch_size_of(loaded.batch, loaded.num_samples)
+            parts = split_batch(loaded.batch, trainer.num_microbatches, whole)
         window.is_split = trainer.num_microbatches > 1
         outputs, step = list[BatchOutput](), trainer.progress.step
-        for part in parts:
+        for part, size in parts:
+            trainer._loaded = loaded._replace(batch=part, num_samples=size)
             output = trainer.calculate_train_batch_loss(part)
             trainer._complete_output(output, part, "calculate_train_batch_loss", training=True)
             own = loaded.num_samples if loaded.num_samples is not None and len(parts) == 1 else output["batch_size"]
@@ -106,13 +109,14 @@ class StepGuard:
             trainer.backward_step(loss)
             trainer._call_event("on_backward_end", batch=part, batch_output=output, step=step)
             outputs.append(output if len(parts) == 1 else _detached(output))
+        trainer._loaded = loaded
         return outputs
 
     def _agree(self, error: Exception | None, loaded: LoadedBatch) -> tuple[int, int]:
         """Return how the step went, the same on every process, and the samples of the largest batch."""
         trainer, outcome, size = self._trainer, _DONE, 0
-        if not isinstance(loaded.batch, FailedRead):
-            size = find_batch_size(loaded.batch)
+        if self._splits and not isinstance(loaded.batch, FailedRead):
+            size = batch_size_of(loaded.batch, loaded.num_samples or None)
         if error is not None:
             if self._splits and is_out_of_memory(error):
                 outcome = _OUT_OF_MEMORY
@@ -212,8 +216,8 @@ def _merge(outputs: list[BatchOutput]) -> BatchOutput:
             merged[key] = sum(output["loss"] * (output[counted] / total) for output in outputs)
         elif key == "losses":
             merged[key] = {
-                name: sum(output["losses"][name] * (output[counted] / total) for output in outputs)
-                for name in values[0]
+                name: sum(o["losses"][name] * (o[counted] / total) for o in outputs if name in o.get("losses", ()))
+                for name in {name: None for losses in values for name in losses or ()}
             }
         else:
             merged[key] = concatenate_if_possible(values)

@@ -27,18 +27,13 @@ def register(trainer: TrainerBase) -> None:
     _job[:] = [trainer.accelerator]
 
 
-def close(trainer: TrainerBase, failed: bool = False) -> None:
-    """Free what a trainer holds; the last one of a process leaves the job.
-
-    :param failed: an error is being handled: do not wait for the other processes
-    """
+def close(trainer: TrainerBase) -> None:
+    """Free what a trainer holds. The job is left at the end of the program only: it cannot be entered again."""
     if trainer not in _open:
         return
     _open.discard(trainer)
     trainer._train_dataloader = trainer._eval_dataloader = None
     trainer.accelerator.free_memory()
-    if not _open:
-        _leave(wait=not failed)
 
 
 def _leave(wait: bool) -> None:
@@ -56,6 +51,6 @@ def _leave(wait: bool) -> None:
 def _close_all() -> None:
     failed = hasattr(sys, "last_type")  # set when the interpreter has printed an uncaught error
     for trainer in list(_open):
-        close(trainer, failed)
+        close(trainer)
     if _job:
         _leave(wait=not failed)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 
 from pytorch_accel_lite.checkpoint import fit_model_state, gathered, load_optimizer_state, model_state
 from pytorch_accel_lite.checkpoint.training_state import (
@@ -72,6 +73,7 @@ def _collect_shared(trainer: TrainerBase) -> dict[str, Any]:
         "optimizer": None if optimizer is None else gathered(optimizer.state_dict(), keep),
         "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
+        "loss_func": trainer.loss_func.state_dict() if isinstance(trainer.loss_func, nn.Module) else None,
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
         "callbacks": {
             name: callback.state_dict()
@@ -125,14 +127,15 @@ def restore(trainer: TrainerBase, state: TrainingState) -> None:
         ("optimizer", trainer.optimizer),
         ("scheduler", trainer.scheduler),
         ("scaler", trainer.accelerator.scaler),
+        ("loss_func", trainer.loss_func if isinstance(trainer.loss_func, nn.Module) else None),
     ):
-        if shared[name] is not None and owner is not None:
+        if shared.get(name) is not None and owner is not None:
             try:
                 if name == "optimizer":
                     load_optimizer_state(owner, shared[name])
                 else:
                     owner.load_state_dict(shared[name])
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, RuntimeError) as error:
                 raise ValueError(
                     f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's "
                     f"{type(owner).__name__}: {error}. Create it as it was when the state was saved."
@@ -203,15 +206,28 @@ def find_state(trainer: TrainerBase, resume_from: str | os.PathLike[str] | None)
     if resume_from is None:
         return None
     if resume_from == "latest":
-        savers = [callback for callback in trainer.callback_handler if callback.saves_training_states]
-        if not savers:
-            raise ValueError(
-                "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir says where to look. Add one to "
-                "the trainer's callbacks, or give the directory of a state."
-            )
-        return savers[0].find_latest(trainer)  # type: ignore[attr-defined, no-any-return]
+        return _find_latest(trainer)
     state = read_state(Path(resume_from), trainer.ranks)
     trainer.print(f"Resuming from {os.fspath(resume_from)}: {describe(state.metadata)}")
+    return state
+
+
+def _find_latest(trainer: TrainerBase) -> TrainingState | None:
+    """Return the newest whole state of all callbacks that save some."""
+    savers: list[Any] = [callback for callback in trainer.callback_handler if hasattr(callback, "find_latest")]
+    if not savers:
+        raise ValueError(
+            "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir says where to look. Add one to "
+            "the trainer's callbacks, or give the directory of a state."
+        )
+    states = [state for state in (saver.find_latest(trainer) for saver in savers) if state is not None]
+    if not states:
+        folders = " or ".join(repr(os.fspath(saver.save_dir)) for saver in savers)
+        trainer.print(f"No training state in {folders}: starting afresh")
+        return None
+    state: TrainingState = max(states, key=lambda state: state.metadata["saved_at"])
+    progress = state.metadata["progress"]
+    trainer.print(f"Resuming from {str(state.directory)!r}: epoch {progress['epoch']}, update {progress['update']}")
     return state
 
 

@@ -112,8 +112,8 @@ class RunHistory(ABC):
     @abstractmethod
     def _increment_epoch(self) -> None: ...
 
-    @abstractmethod
-    def _set_epoch(self, epoch: int) -> None: ...
+    def _set_epoch(self, epoch: int) -> None:  # noqa: B027
+        """Record what follows with an epoch: that of an evaluation after a run. Histories without it need not care."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,14 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base import TrainerBase
-from pytorch_accel_lite.batches import check_batch_size, check_loss, concatenate, find_batch_size, to_cpu, total_loss
+from pytorch_accel_lite.batches import batch_size_of, check_batch_size, check_loss, concatenate, to_cpu, total_loss
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, CallbackHandler, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.diagnosis import Diagnosis, diagnose
 from pytorch_accel_lite.finding import LearningRates, check_range_test, largest_batch, range_test
-from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, optimized_parameters
+from pytorch_accel_lite.gradients import (
+    GradientWindow,
+    average_gradients,
+    clear_gradients,
+    optimized_parameters,
+    parameters_outside,
+)
 from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
@@ -99,7 +106,7 @@ class Trainer(TrainerBase):
     :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar stop_reason: why the last run was stopped early, ``None`` when it was not
+    :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
     :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors of one element
         on the device, which are read only by those who show them every so often
@@ -171,6 +178,11 @@ class Trainer(TrainerBase):
             scheduler_interval,
             scheduler_metric,
         )
+        if self.is_running:
+            raise RuntimeError(
+                "train() cannot be called within a run, nor while predict_iter() is being iterated over. End that "
+                "first: raise StopTrainingError, or close the iterator."
+            )
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
         warn_of_a_foreign_optimizer(self)
         self._eval_every_n_epochs = check_positive_int("eval_every_n_epochs", eval_every_n_epochs)
@@ -182,6 +194,7 @@ class Trainer(TrainerBase):
             self._check_eval_data(
                 "eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn
             )
+        per_device_batch_size = int(per_device_batch_size)  # of numpy's integers, too
         if isinstance(train_dataset, dict):
             train_dataset = NamedDatasets(train_dataset)
         self.train_dataset, self.collate_fn, self._latest_eval_dataset = train_dataset, collate_fn, eval_dataset
@@ -203,13 +216,17 @@ class Trainer(TrainerBase):
             )
             self.scheduler = self.create_scheduler()
             self._check_scheduler(request)
+            self._parameters_outside = [] if self.is_sharded else parameters_outside(self.model, self.optimizer)
+            self.ranks.copy_from_first(self._parameters_outside)
             clear_gradients(self.optimizer)  # what a run that failed within a window may have left
             self.accelerator.sync_gradients = True
-            self.progress = Progress()
+            was_mid_epoch, self.progress = self.progress.is_mid_epoch, Progress()
             self.step_metrics.clear()
             self._guard, self.num_microbatches = self._create_guard(auto_microbatch), 1
             if reset_run_history:
                 self.run_history.reset()
+            elif was_mid_epoch:
+                self.run_history._increment_epoch()  # past the one in which the run before was stopped
             if state is not None:
                 restore(self, state)
             is_ddp = isinstance(self.model, DistributedDataParallel)
@@ -314,11 +331,15 @@ class Trainer(TrainerBase):
 
     def clip_gradients(self) -> None:
         """Clip the gradients as the run config says. Called once an update, on unscaled gradients."""
-        config = self._config
-        if config.gradient_clip_value is not None:
-            self.accelerator.clip_grad_value_(self.model.parameters(), config.gradient_clip_value)
-        if config.gradient_clip_norm is not None:
-            self._gradient_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), config.gradient_clip_norm)
+        value, norm = self._config.gradient_clip_value, self._config.gradient_clip_norm
+        if value is None and norm is None:
+            return
+        # Of what the update changes; Accelerate recognises the sharded models by their parameters.
+        clipped = list(self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer))
+        if value is not None:
+            self.accelerator.clip_grad_value_(clipped, value)
+        if norm is not None:
+            self._gradient_norm = self.accelerator.clip_grad_norm_(clipped, norm)
 
     def optimizer_step(self) -> None:
         """Update the weights."""
@@ -417,12 +438,12 @@ class Trainer(TrainerBase):
         self._call_event("on_train_epoch_start")
         self._finish_resuming()
         loader = self._train_dataloader = self._shard(self._train_dataloader, training=True)
-        for loaded in loader.steps(self.progress.epoch, self.progress.samples_in_epoch, self.progress.step):
+        limit = math.inf if self._update_limit is None else self._update_limit
+        steps = loader.steps(self.progress.epoch, self.progress.samples_in_epoch, self.progress.step)
+        while self.progress.update < limit and (loaded := next(steps, None)) is not None:
             if self._must_rehearse:
                 self._rehearse(loaded.batch)
             self._run_train_step(loaded)
-            if self._update_limit is not None and self.progress.update >= self._update_limit:
-                break
         if not self.progress.step:
             raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
         self._stop_vote.settle(now=True)
@@ -480,6 +501,8 @@ class Trainer(TrainerBase):
         assert self.gradient_window is not None
         if self._guard is not None:
             self._guard.finish_window()
+        elif self._parameters_outside and self.ranks.world_size > 1:
+            average_gradients(self._parameters_outside, self.ranks)
         self.gradient_window.finish(self.optimizer, self.accelerator.device)
         self._gradient_norm, self._skips_update = None, False
         self.clip_gradients()
@@ -582,7 +605,8 @@ class Trainer(TrainerBase):
             self.stop_reason = reason
             self.print(f"Nothing more to do: the run was stopped. {reason}")
             return True
-        if self.is_finished and not self.progress.is_mid_epoch:
+        ends_its_epoch = self.progress.is_mid_epoch and self.progress.update == self._update_limit
+        if self.is_finished and not ends_its_epoch:
             self.print("Nothing more to do: the run had finished. Ask for more epochs to go on from its end.")
             return True
         return False
@@ -598,23 +622,29 @@ class Trainer(TrainerBase):
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation: every n-th epoch and the last, if there are data."""
         epoch = self.progress.epoch
-        is_last = epoch == self._config.num_epochs or self.is_finished
+        is_last = self.is_finished or (self._update_limit is None and epoch == self._config.num_epochs)
         return bool(self.eval_dataloaders) and (is_last or epoch % self._eval_every_n_epochs == 0)
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has made all the epochs or updates it was asked for."""
-        config = self._config
-        if config.num_epochs is not None and self.progress.epochs_completed >= config.num_epochs:
-            return True
-        return self._update_limit is not None and self.progress.update >= self._update_limit
+        if self._update_limit is not None:  # how many epochs these take is an estimate: batches may be skipped
+            return self.progress.update >= self._update_limit
+        num_epochs = self._config.num_epochs
+        return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     # ------------------------------------------------------------------------------- losses and gradients
 
     def _calculate_loss(self, batch: Any) -> BatchOutput:
         outputs, targets = self._caller.call(self.model, batch)
         loss = self._caller.loss(self.loss_func, outputs, targets, batch)
-        return {"loss": loss, "model_outputs": outputs, "batch_size": find_batch_size(batch)}
+        return {"loss": loss, "model_outputs": outputs, "batch_size": self._batch_size(batch)}
+
+    def _batch_size(self, batch: Any) -> int:
+        """Return how many samples a batch holds, or a part of one."""
+        loaded = self._loaded
+        known = loaded.num_samples if loaded is not None and batch is loaded.batch else None
+        return batch_size_of(batch, known or None)
 
     def _weigh_loss(self, output: BatchOutput, loaded: LoadedBatch) -> torch.Tensor:
         """Track the losses of a step and return the one to minimise, weighted by its share of the window."""
@@ -634,7 +664,7 @@ class Trainer(TrainerBase):
         """Check what a step returned, and add what it left out."""
         check_loss(output, method, training)
         if "batch_size" not in output:
-            output["batch_size"] = find_batch_size(batch)
+            output["batch_size"] = self._batch_size(batch)
         size = output["batch_size"]
         if type(size) is not int or size < 1:
             check_batch_size(size, method)
@@ -660,9 +690,10 @@ class Trainer(TrainerBase):
         """Record the epoch's mean losses over all ranks under ``name``, in which the loss's own name is put."""
         recorded = {}
         for key, (total, count) in self._summed_losses().items():
+            if not count and name.startswith("train"):
+                raise ValueError("Every batch of the epoch was skipped.")
             if not count:
-                skipped = "Every batch of the epoch was skipped." if self.progress.is_mid_epoch else ""
-                raise ValueError(skipped or "eval_dataset gave no batch: it is empty, or exhausted.")
+                raise ValueError("eval_dataset gave no batch: it is empty, or exhausted.")
             recorded[name.format(key)] = total / count
         for metric, value in recorded.items():
             self.run_history.update_metric(metric, value)
@@ -798,11 +829,17 @@ class Trainer(TrainerBase):
         """
         check_positive_int("start", start)
         check_positive_int("num_steps", num_steps)
-        most = len(train_dataset) // self.ranks.world_size
+        fixed = {"batch_size", "batch_sampler"} & set(train_dataloader_kwargs or {})
+        if fixed:
+            raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}: find_batch_size() tries sizes of its own.")
+        data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+        if not hasattr(data, "__len__"):
+            raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
+        most = len(data) // self.ranks.world_size
         if max_batch_size is not None:
             most = min(most, check_positive_int("max_batch_size", max_batch_size))
         if most < 1:
-            raise ValueError(f"train_dataset has {len(train_dataset)} samples: too few for a batch on every process.")
+            raise ValueError(f"train_dataset has {len(data)} samples: too few for a batch on every process.")
 
         def load(size: int) -> Any:
             loader = self._shard(self.create_train_dataloader(size, train_dataloader_kwargs), training=True)
@@ -867,22 +904,28 @@ class Trainer(TrainerBase):
         dataset = self._latest_eval_dataset if dataset is None else dataset
         self._check_eval_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
         known = {name: len(self.run_history.get_metric_values(name)) for name in self.run_history.get_metric_names()}
+        within_a_run, stopped = self.is_running, None
         run = self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=True)
         with self._in_last_epoch(), run:
             try:
-                self.stop_reason = None
+                if not within_a_run:
+                    self.stop_reason = None
                 try:
                     self._call_event("on_dataloaders_created")
                     self.evaluation_run_start()
                     self._call_event("on_evaluation_run_start")
                     self._run_evaluations(is_training=False)
                 except StopTrainingError as stop:
-                    self._end_early(stop)
+                    stopped = stop
+                    if not within_a_run:
+                        self._end_early(stop)
                 self.evaluation_run_end()
                 self._call_ending_event("on_evaluation_run_end")
             except BaseException as error:
                 self._close_failed_run(error, ended=True)
                 raise
+        if stopped is not None and within_a_run:
+            raise stopped  # it ends that run
         return {
             name: self.run_history.get_latest_metric(name)
             for name in self.run_history.get_metric_names()
@@ -893,7 +936,7 @@ class Trainer(TrainerBase):
     def _in_last_epoch(self) -> Iterator[None]:
         """After a run, record metrics with its last epoch, not with one that has not been trained."""
         epoch = self.run_history.current_epoch
-        if self._preparation is None and self.progress.epochs_completed:
+        if self._preparation is None and self.progress.epochs_completed and not self.progress.is_mid_epoch:
             self.run_history._set_epoch(epoch - 1)
         try:
             yield
@@ -953,6 +996,9 @@ class Trainer(TrainerBase):
                 while parts := [p for p in self.ranks.all_gather_object(next(outputs, None)) if p is not None]:
                     yield concatenate(parts)
                 self._call_event("on_predict_run_end")
+            except GeneratorExit:  # who iterates has seen enough
+                self._call_event("on_predict_run_end")
+                raise
             except BaseException as error:
                 self._close_failed_run(error, ended=True)
                 raise
@@ -964,7 +1010,7 @@ class Trainer(TrainerBase):
                 output = self.calculate_predict_batch_output(loaded.batch)
             self._call_event("on_predict_step_end", batch=loaded.batch, batch_output=output)
             if loaded.num_samples != 0:
-                yield to_cpu(output)
+                yield to_cpu(output, batch_size_of(loaded.batch, loaded.num_samples) if type(output) is list else None)
 
     def calculate_predict_batch_output(self, batch: Any) -> Any:
         """Return the model's outputs for a batch in ``predict``; override it to post-process them.
@@ -984,7 +1030,7 @@ class Trainer(TrainerBase):
         """
         running = self._preparation is not None
         before = {name: getattr(self, name) for name in _OF_A_RUN}
-        self.eval_dataset, self.collate_fn = dataset, collate_fn
+        self.eval_dataset, self.collate_fn, batch_size = dataset, collate_fn, int(batch_size)
         try:
             self._create_eval_loaders(dataset, batch_size, loader_kwargs)
             modes = evaluation_mode(self.model) if running else nullcontext()

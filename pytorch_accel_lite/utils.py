@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 
 from pytorch_accel_lite.ema import ModelEma as ModelEma  # the ancestor's users import it from here
 
@@ -91,12 +92,17 @@ class DataLoaderSlice:
         return min(self.slice_size, len(self.dl)) if isinstance(self.dl, Sized) else self.slice_size
 
 
+def _process() -> PartialState:
+    """Return which process this is. Asked before there is an ``Accelerator``, it must come to the same as that."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
 def local_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
     """Decorate a function that only one process of each machine is to run; the others get ``None`` at once."""
 
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return func(*args, **kwargs) if PartialState().is_local_main_process else None
+        return func(*args, **kwargs) if _process().is_local_main_process else None
 
     return wrapper
 
@@ -106,7 +112,7 @@ def world_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return func(*args, **kwargs) if PartialState().is_main_process else None
+        return func(*args, **kwargs) if _process().is_main_process else None
 
     return wrapper
 
@@ -119,7 +125,7 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        state = PartialState()
+        state = _process()
         if not state.is_local_main_process:
             state.wait_for_everyone()
             return func(*args, **kwargs)

@@ -10,6 +10,7 @@ import traceback
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -560,3 +561,22 @@ def test_an_optimizer_of_the_loss_functions_parameters_alone_is_none_of_that(rec
     train(make_trainer(loss_func=loss_func, optimizer=torch.optim.SGD(loss_func.parameters(), lr=0.1)))
     assert not list(recwarn)
     assert loss_func.scale != 1
+
+
+def test_numpys_integers_are_taken():
+    trainer = make_trainer(seed=np.int64(3))
+    trainer.train(make_data(), np.int64(1), make_data(), np.int64(2), gradient_accumulation_steps=np.int64(2))
+    assert trainer.progress.update == 2
+    assert "evaluation_loss" in trainer.evaluate(make_data(), np.int64(2))
+
+
+def test_a_loss_that_is_named_as_their_sum_is_refused():
+    losses = {"loss": torch.tensor(1.0), "aux": torch.tensor(3.0)}
+    trainer = make_trainer(trainer_class=returning(lambda output: {"loss": losses}))
+    with pytest.raises(ValueError, match=r"calculate_eval_batch_loss .* one called 'loss', as"):
+        trainer.evaluate(make_data())
+
+
+def test_an_empty_evaluation_is_called_so():
+    with pytest.raises(ValueError, match="eval_dataset gave no batch"):
+        train(make_trainer(), eval_dataset=Stream(0))

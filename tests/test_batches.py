@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from tests.tasks import Rows, quiet_trainer, regression_data, small_model
+from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model, weights
 
 
 def bert():
@@ -180,3 +183,113 @@ def test_a_loss_module_with_parameters_of_its_own_is_trained_too():
     trainer = quiet_trainer(model, loss_func, optimizer)
     trainer.train(regression_data(12), 1, per_device_batch_size=2, gradient_accumulation_steps=4)
     assert loss_func.scale.item() != 1.0
+
+
+RAGGED = [(torch.arange(12.0 - i) / 10, torch.tensor([float(i)])) for i in range(8)]
+
+
+def collate_ragged(samples: Any) -> Any:
+    """A list of sequences of unequal length, and their targets."""
+    return [sequence for sequence, _ in samples], torch.stack([target for _, target in samples])
+
+
+class OfSequences(nn.Module):
+    def __init__(self, room: float = math.inf) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.room = nn.Linear(1, 1), room
+
+    def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        if sum(map(len, sequences)) > self.room:
+            raise MemoryError
+        return torch.stack([self.linear(sequence[:, None]).sum(0) for sequence in sequences])
+
+
+def test_losses_are_weighed_by_samples_also_when_a_batch_is_a_list_of_unequal_tensors():
+    trainer = quiet_trainer(OfSequences(), optimizer=None)
+    losses = [trainer.evaluate(RAGGED, size, {"num_workers": 0}, collate_ragged)["evaluation_loss"] for size in (8, 3)]
+    assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.parametrize("collate", [collate_ragged, lambda samples: tuple(collate_ragged(samples))])
+def test_batches_with_lists_of_unequal_tensors_are_split_by_samples(collate):
+    def run(room: float) -> Any:
+        model = OfSequences(room)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = quiet_trainer(model, optimizer=optimizer)
+        arguments = {"collate_fn": collate, "train_dataloader_kwargs": {"shuffle": False, "num_workers": 0}}
+        trainer.train(RAGGED, 2, per_device_batch_size=8, auto_microbatch=True, **arguments)
+        return trainer
+
+    whole, split = run(math.inf), run(45)
+    assert (whole.num_microbatches, split.num_microbatches) == (1, 2)
+    assert torch.allclose(split.model.linear.weight, whole.model.linear.weight, rtol=1e-5)
+    assert split.run_history.to_dict()["train_loss_epoch"] == pytest.approx(
+        whole.run_history.to_dict()["train_loss_epoch"], rel=1e-5
+    )
+
+
+class OwnBatch:
+    """A batch of which only its own step knows what it holds."""
+
+    def __init__(self, samples: Any) -> None:
+        self.x, self.y = map(torch.stack, zip(*samples, strict=True))
+
+
+class OfOwnBatches(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        return {"loss": self.loss_func(self.model(batch.x), batch.y)}
+
+
+def test_batches_of_a_class_of_the_users_are_counted_and_guarded():
+    def run(*callbacks: Any, **kwargs: Any) -> Trainer:
+        model = small_model()
+        trainer = OfOwnBatches(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks)
+        trainer.train(regression_data(10), 1, per_device_batch_size=4, collate_fn=OwnBatch, **kwargs)
+        return trainer
+
+    torch.manual_seed(0)
+    plain = run()
+    torch.manual_seed(0)
+    guarded = run(SkipFailedBatchesCallback())
+    assert equal(weights(guarded.model), weights(plain.model))
+    assert plain.run_history.to_dict() == guarded.run_history.to_dict()
+
+    class Full(OfOwnBatches):
+        def calculate_train_batch_loss(self, batch):
+            raise MemoryError
+
+    model = small_model()
+    trainer = Full(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    with pytest.raises(ValueError, match="A batch of type OwnBatch cannot be split"):
+        trainer.train(regression_data(8), 1, collate_fn=OwnBatch, auto_microbatch=True)
+
+
+@pytest.mark.parametrize("size", [4, 3, 5, 8])
+def test_predictions_that_are_a_list_of_samples_stay_one(size):
+    class Detector(nn.Module):
+        def forward(self, x):
+            return [{"scores": row.repeat(int(row) % 3), "label": row[0]} for row in x]
+
+    found = Trainer(Detector(), None, None, callbacks=[]).predict(TensorDataset(torch.arange(8.0)[:, None]), size)
+    assert [float(sample["label"]) for sample in found] == list(range(8))
+    assert [len(sample["scores"]) for sample in found] == [index % 3 for index in range(8)]
+
+
+def test_predictions_in_lists_of_unequal_length_are_an_error_in_words():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return (x,) * len(x)
+
+    with pytest.raises(ValueError, match=r"lists of \[2, 3\] elements"):
+        Trainer(Odd(), None, None, callbacks=[]).predict(TensorDataset(torch.zeros(5, 2)), 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_scripted_models_and_forwards_of_one_instance_are_called():
+    scripted = Trainer(torch.jit.script(nn.Linear(5, 1)), None, None, callbacks=[])
+    assert scripted.predict(TensorDataset(torch.zeros(4, 5))).shape == (4, 1)
+    model = nn.Linear(5, 1)
+    model.forward = lambda inputs, scale: scale * nn.Linear.forward(model, inputs)
+    data = [{"inputs": torch.zeros(5), "scale": torch.ones(1)}] * 4
+    assert Trainer(model, None, None, callbacks=[]).predict(data).shape == (4, 1)

@@ -496,7 +496,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_an_error_that_says_where(va
     assert "epoch 1" in message
     assert "step 2" in message
     assert "loss=nan" in message if math.isnan(value) else "loss=inf" in message
-    assert fired == ["step 0", "step 1", "on_exception NonFiniteLossError", "on_training_run_end"]
+    assert fired == ["step 0", "step 1", "step 2", "on_exception NonFiniteLossError", "on_training_run_end"]
     assert callback.triggered
 
 

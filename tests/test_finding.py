@@ -190,6 +190,17 @@ def test_no_batch_is_larger_than_asked_for_or_than_the_data(largest, found, caps
     assert "the most there is" in capsys.readouterr().out
 
 
+def test_of_several_datasets_the_shortest_limits_the_batch(capsys):
+    class OfTwo(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return super().calculate_train_batch_loss(batch["a"])
+
+    model = small_model()
+    trainer = OfTwo(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    assert trainer.find_batch_size({"a": regression_data(20), "b": regression_data(12)}) == 12
+    assert "12 (the most there is)" in capsys.readouterr().out
+
+
 def test_a_model_that_is_too_large_for_one_sample_is_an_error():
     with pytest.raises(RuntimeError, match="Not even a batch of one sample fits"):
         quiet_trainer(Hungry(0)).find_batch_size(regression_data(10))
@@ -218,6 +229,8 @@ def test_other_errors_are_errors():
         (lambda t, d: t.find_lr([]), ValueError, "train_dataset"),
         (lambda t, d: t.find_batch_size(d, start=0), ValueError, "start=0"),
         (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0"),
+        (lambda t, d: t.find_batch_size(d, train_dataloader_kwargs={"batch_size": 4}), ValueError, "batch_size"),
+        (lambda t, d: t.find_batch_size(iter(d)), TypeError, "has no length"),
         (lambda t, d: Trainer(small_model(), nn.MSELoss(), None, callbacks=[]).find_lr(d), ValueError, "optimizer"),
     ],
 )

@@ -186,8 +186,8 @@ class ProgressBarCallback(TrainerCallback):
 
 def _epoch_of(trainer: Trainer) -> str:
     config = trainer.run_config
-    of = f"/{config.num_epochs}" if config is not None and config.num_epochs is not None else ""
-    return f"Epoch {trainer.progress.epoch}{of}"
+    epoch, planned = trainer.progress.epoch, None if config is None else config.num_epochs
+    return f"Epoch {epoch}" if planned is None or epoch > planned else f"Epoch {epoch}/{planned}"
 
 
 def _length(loader: Any) -> int | None:

@@ -38,7 +38,8 @@ class KeepBest:
 class SaveTrainingStateCallback(TrainerCallback):
     """Saves training states, from which ``train(resume_from="latest")`` goes on.
 
-    Every state is whole or does not exist, and the newest whole one is never removed. In a job of several processes
+    Every state is whole or does not exist, and the newest whole one is never removed. Weights that are not finite are
+    not saved, but end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`. In a job of several processes
     all take part. The order of the data follows from a seed then, also when the trainer was given none.
 
     :param save_dir: where the states go, as ``update-000000123``; other files there are left alone
@@ -95,20 +96,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._best: dict[str, float] = {}
         self._best_before: dict[str, float] = {}
         self._watched = WatchedMetric("" if keep_best is None else keep_best.metric)
-        self._saved: dict[str, int] | None = None
+        self._saved: dict[str, Any] | None = None
         self._saved_clock = 0.0
 
     def find_latest(self, trainer: Trainer) -> TrainingState | None:
         """Return the newest whole state of ``save_dir``, or ``None`` when there is none."""
         self._lock(trainer)
         path = trainer.ranks.broadcast_object(lambda: self._store.find_latest(trainer.print))
-        if path is None:
-            trainer.print(f"No training state in {os.fspath(self.save_dir)!r}: starting afresh")
-            return None
-        state = read_state(path, trainer.ranks)
-        progress = state.metadata["progress"]
-        trainer.print(f"Resuming from {os.fspath(path)!r}: epoch {progress['epoch']}, update {progress['update']}")
-        return state
+        return None if path is None else read_state(path, trainer.ranks)
 
     def _lock(self, trainer: Trainer) -> None:
         trainer.ranks.run_together(self._store.lock, only_first=True)
@@ -140,9 +135,15 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        between_updates = trainer.gradient_window is None or not trainer.gradient_window.is_open
-        if (self.save_at_end or trainer.interruption is not None) and between_updates:
-            self._save(trainer)
+        if not self.save_at_end and trainer.interruption is None:
+            return
+        if trainer.gradient_window is not None and trainer.gradient_window.is_open:
+            trainer.print(
+                f"No training state is saved: the run was stopped within an accumulation window, after update "
+                f"{trainer.progress.update}. Raise StopTrainingError in on_train_step_checkpoint to stop after one."
+            )
+            return
+        self._save(trainer)
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         try:
@@ -158,9 +159,10 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._store.unlock()
 
     def _save(self, trainer: Trainer) -> None:
-        progress = trainer.progress.state_dict()
-        if progress == self._saved:  # this very moment is saved already
+        moment = trainer.progress.state_dict() | {"stop_reason": trainer.stop_reason}
+        if moment == self._saved:  # it is saved already
             return
+        trainer.check_weights()
         if self._writer is not None:
             self._attempt(trainer, self._writer.wait)
         path = self._store.path_for(trainer.progress.update)
@@ -171,7 +173,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             if is_main:
                 self._store.rotate(self.max_checkpoints, best)
 
-        self._saved, self._saved_clock = progress, trainer.clock
+        self._saved, self._saved_clock = moment, trainer.clock
         self._attempt(trainer, lambda: trainer.save_training_state(path, writer=self._writer, then=rotate))
 
     def _attempt(self, trainer: Trainer, action: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.checkpoint.files import durable_file, load_plain, storable
 
@@ -134,7 +135,7 @@ def fit_state(model: nn.Module, state: Mapping[str, Any], source: StrPath, stric
     shapes = {
         key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[names[key]].shape)})"
         for key in names.keys() & state.keys()
-        if isinstance(own[names[key]], torch.Tensor) and state[key].shape != own[names[key]].shape
+        if _has_shape(own[names[key]]) and state[key].shape != own[names[key]].shape
     }
     problems = [
         _listed("missing in the checkpoint", names.keys() - state.keys()),
@@ -151,6 +152,11 @@ def fit_state(model: nn.Module, state: Mapping[str, Any], source: StrPath, stric
             )
         warnings.warn(f"{text}. The rest is loaded.", stacklevel=3)
     return {names[key]: value for key, value in state.items() if key in names and key not in shapes}
+
+
+def _has_shape(value: Any) -> bool:
+    """Whether an entry of a model's state has one: lazy layers have none before their first batch."""
+    return isinstance(value, torch.Tensor) and not is_lazy(value)
 
 
 def _without_wrappers(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

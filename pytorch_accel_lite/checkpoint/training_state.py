@@ -87,13 +87,19 @@ def take_snapshot(
 
     :raises TypeError: when a value cannot be stored without pickle; names the path to it
     """
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in weights.items() if name not in tensors}  # of get_extra_state()
+    tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
+    others = {name: value for name, value in weights.items() if name not in tensors}
     shared, own = storable(shared | {"model_extra": others}, "state"), storable(own, "state")
     if rank > 0:
         return Snapshot({}, {}, {}, own, metadata)
     tensors, tied = untie(tensors)
     return Snapshot(tensors, tied, shared, own, metadata)
+
+
+def _fits_safetensors(value: Any) -> bool:
+    """Whether the format has a place for an entry of a model's state: not for what ``get_extra_state()`` gave."""
+    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
+    return is_plain and value.dtype != torch.complex128
 
 
 def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:

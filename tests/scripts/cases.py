@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import random
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
@@ -935,9 +937,97 @@ def case_process_helpers() -> Any:
     return results
 
 
+class LearnedScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 1.0 + rank(), dtype=torch.float64))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().mean() * torch.exp(-self.scale) + self.scale
+
+
+def case_learned_loss() -> Any:
+    model, loss_func = small_model(), LearnedScale()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.05)
+    trainer = quiet_trainer(model, loss_func, optimizer)
+    trainer.train(
+        regression_data(25),
+        2,
+        per_device_batch_size=_global_batch(6),
+        gradient_accumulation_steps=2,
+        train_dataloader_kwargs=IN_ORDER,
+    )
+    return {"weights": weights(model), "scale": loss_func.scale.detach()}
+
+
+def case_sparse_gradients() -> Any:
+    """The same with a guard, which averages gradients itself, and without."""
+    results = {}
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1)).double()
+        data = TensorDataset(torch.arange(24).reshape(12, 2), torch.randn(12, 1, dtype=torch.float64))
+        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, auto_microbatch=guarded)
+        results[guarded] = weights(model)
+    return results
+
+
+def case_trainers_in_turn() -> Any:
+    """One trainer after another, each in a block of its own, as for folds of a cross-validation."""
+    means = []
+    for _ in range(2):
+        model = small_model()
+        with quiet_trainer(model) as trainer:
+            trainer.train(regression_data(12), 1)
+            means.append(trainer.gather(torch.tensor([float(model[0].weight.mean())])).tolist())
+    return means
+
+
+def case_states_with_nan() -> Any:
+    """Only one rank sees the NaN, and the ranks talk rarely; states are saved often."""
+    data = regression_data(400)
+    data.tensors[0][23] = math.nan
+    with shared_folder() as folder:
+        saver = SaveTrainingStateCallback(folder / "nan", save_every_n_steps=1, max_checkpoints=2)
+        trainer = quiet_trainer(small_model(), callbacks=[TerminateOnNaNCallback, saver], seed=0)
+        failed = None
+        try:
+            trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
+        except NonFiniteLossError as error:
+            failed = str(error)
+        trainer.barrier()
+        kept = {path.name: load_file(path / "model.safetensors") for path in (folder / "nan").glob("update-*")}
+    finite = {name: all(bool(weight.isfinite().all()) for weight in state.values()) for name, state in kept.items()}
+    return {"failed": failed, "finite": finite}
+
+
+def case_stop_before_others() -> Any:
+    """What a callback after the one that stops the run has heard."""
+    heard: list[int] = []
+    callbacks = [StopsAtEpochTwo(), Hears(heard)]
+    quiet_trainer(small_model(), callbacks=callbacks).train(regression_data(12), 3, regression_data(6))
+    return heard
+
+
+class StopsAtEpochTwo(TrainerCallback):
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        if trainer.progress.epoch == 2:
+            raise StopTrainingError("enough")
+
+
+class Hears(TrainerCallback):
+    def __init__(self, heard: list[int]) -> None:
+        self.heard = heard
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        self.heard.append(trainer.progress.epoch)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"world_size": Accelerator().num_processes}
+    first = local_process_zero_only(lambda: True)()  # before anything else has made a process of this one
+    results: dict[str, Any] = {"world_size": Accelerator().num_processes, "first of all": first}
     for name, case in list(globals().items()):
         if name.startswith("case_"):
             try:

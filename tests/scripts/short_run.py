@@ -30,7 +30,6 @@ if how == "with":
 elif how == "two trainers":
     first, second = make(), make()
     first.close()
-    assert dist.is_initialized()
     run(second)
     second.close()
 else:
@@ -39,4 +38,4 @@ else:
     if how == "close":
         trainer.close()
         trainer.close()
-print(f"process group left: {not dist.is_initialized()}", flush=True)
+assert dist.is_initialized()  # the job is left when the program ends

@@ -1,0 +1,365 @@
+"""How long a run is, how it ends, and what may be called within it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import BatchSampler, TensorDataset
+
+from pytorch_accel_lite import InMemoryRunHistory, NonFiniteLossError, RunHistory, StopTrainingError, Trainer
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback, SkipFailedBatchesCallback
+from tests.small import listener, make_data, make_model, make_trainer, same, train, weights
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def raises(error: BaseException) -> Any:
+    def action(*_: Any, **__: Any) -> None:
+        raise error
+
+    return action
+
+
+# -------------------------------------------------------------------------------------- how long a run is
+
+
+def test_a_limit_of_updates_is_kept_when_batches_were_skipped():
+    class Fails(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            if self.progress.epoch == 1 and self.progress.step in (1, 2):
+                raise ValueError("bad batch")
+            return super().calculate_train_batch_loss(batch)
+
+    trainer = make_trainer([SkipFailedBatchesCallback()], trainer_class=Fails)
+    train(trainer, epochs=None, size=10, max_num_train_steps=10)
+    assert trainer.progress.update == 10
+    assert trainer.progress.epoch == 3
+
+
+def test_a_limit_of_updates_is_kept_when_epochs_differ_in_length():
+    class Shrinking:
+        def __init__(self) -> None:
+            self.lengths = iter([5, 3, 3, 3, 3, 3, 3])
+            self.length = 5
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __iter__(self) -> Any:
+            self.length = next(self.lengths)
+            return iter(BatchSampler(range(self.length), 1, False))
+
+    trainer = make_trainer()
+    train(trainer, epochs=None, max_num_train_steps=16, train_dataloader_kwargs={"batch_sampler": Shrinking()})
+    assert trainer.progress.update == 16
+
+
+def test_a_run_resumed_with_another_batch_size_makes_all_its_updates(here):
+    def saving(folder: str) -> Any:
+        def save(trainer: Trainer) -> None:
+            if trainer.progress.epochs_completed == 5:
+                trainer.save_training_state(folder)
+
+        return listener(on_epoch_checkpoint=save)
+
+    train(make_trainer([saving("state")], seed=0), None, size=20, batch_size=10, max_num_train_steps=20)
+    resumed = make_trainer(seed=0)
+    train(resumed, None, size=20, batch_size=2, max_num_train_steps=20, resume_from="state")
+    assert resumed.progress.update == 20
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_from_the_state_of_its_last_update_a_run_makes_no_further_one(here, accumulation):
+    def run(callbacks: Any, **kwargs: Any) -> Trainer:
+        arguments = {"eval_dataset": make_data(), "gradient_accumulation_steps": accumulation, "size": 14}
+        return train(make_trainer(callbacks, seed=0), None, max_num_train_steps=7, **arguments, **kwargs)
+
+    whole = run([])
+    killed = listener(
+        on_eval_epoch_start=lambda t, **_: raises(KeyboardInterrupt())() if t.progress.update == 7 else None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run([SaveTrainingStateCallback("states", save_every_n_steps=1), killed])
+    resumed = run([SaveTrainingStateCallback("states", save_every_n_steps=1)], resume_from="latest")
+    assert resumed.progress == whole.progress
+    assert resumed.run_history.to_dict() == whole.run_history.to_dict()
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+@pytest.mark.parametrize("asked", [{"max_num_train_steps": 2}, {"epochs": 1}])
+def test_a_run_that_has_made_more_than_it_is_asked_for_makes_nothing_more(here, asked, capsys):
+    train(make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)], seed=0), epochs=2)
+    resumed = make_trainer(seed=0)
+    train(resumed, **{"epochs": None, **asked}, resume_from="states/update-000000005")
+    assert resumed.progress.update == 5
+    assert "Nothing more to do" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------- what ends it, and the end
+
+
+def test_callbacks_after_the_one_that_stops_a_run_hear_the_event_too():
+    values = [1.0, 0.999, 0.998]
+    measure = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("m", values[t.progress.epoch - 1]))
+    heard: list[int] = []
+    after = listener(on_eval_epoch_end=lambda t, **_: heard.append(t.progress.epoch))
+    trainer = make_trainer([measure, EarlyStoppingCallback(1, 0.01, "m"), after])
+    train(trainer, epochs=3, eval_dataset=True)
+    assert heard == [1, 2]
+    assert trainer.stop_reason is not None
+
+
+def test_an_error_after_a_request_to_stop_leaves_nothing_of_the_request():
+    trainer = make_trainer(
+        [listener(on_train_step_end=raises(StopTrainingError("enough"))), listener(on_train_step_end=raises(OSError()))]
+    )
+    with pytest.raises(OSError, match=r"^$"):
+        train(trainer)
+    trainer.callback_handler.clear_callbacks()
+    assert "evaluation_loss" in trainer.evaluate(make_data())
+
+
+def test_a_stop_in_an_evaluation_within_a_run_ends_the_run(here):
+    once = listener(on_train_epoch_end=lambda t, **_: t.evaluate(make_data()))
+    stops = listener(on_eval_epoch_end=raises(StopTrainingError("good enough")))
+    trainer = train(make_trainer([once, stops]), epochs=3)
+    assert trainer.progress.epoch == 1
+    assert trainer.stop_reason == "good enough"
+
+
+def test_what_is_recorded_after_a_stopped_epoch_belongs_to_it_and_the_next_run_begins_another():
+    stop = listener(on_eval_epoch_end=lambda t, **_: raises(StopTrainingError())() if t.progress.epoch == 2 else None)
+    trainer = train(make_trainer([stop]), epochs=5, eval_dataset=True)
+    trainer.callback_handler.clear_callbacks()
+    trainer.evaluate(make_data())
+    train(trainer, epochs=1, reset_run_history=False)
+    rows = trainer.run_history.rows()
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert "evaluation_loss" in rows[1]
+    assert rows[1]["train_loss_epoch"] != rows[2]["train_loss_epoch"]
+
+
+def test_training_within_a_run_is_refused():
+    nested = listener(on_train_step_end=lambda t, **_: train(t))
+    with pytest.raises(RuntimeError, match=r"train\(\) cannot be called within a run"):
+        train(make_trainer([nested]))
+    trainer = make_trainer()
+    parts = trainer.predict_iter(make_data(), per_device_batch_size=2)
+    next(parts)
+    with pytest.raises(RuntimeError, match="predict_iter"):
+        train(trainer)
+    parts.close()
+    train(trainer)
+
+
+def test_breaking_off_a_prediction_is_no_error():
+    told: list[Any] = []
+    trainer = make_trainer(
+        [
+            listener(
+                on_exception=lambda t, exception, **_: told.append(exception),
+                on_predict_run_end=lambda t: told.append("end"),
+            )
+        ]
+    )
+    for _ in trainer.predict_iter(make_data(), per_device_batch_size=2):
+        break
+    assert told == ["end"]
+
+
+# -------------------------------------------------------------------------------------- states of its end
+
+
+def test_the_newest_state_of_all_savers_is_gone_on_from(here, capsys):
+    def run(updates: int) -> Trainer:
+        savers = [
+            SaveTrainingStateCallback("epochs", save_every_n_epochs=1),
+            SaveTrainingStateCallback("updates", save_every_n_steps=2),
+        ]
+        killed = listener(
+            on_train_step_start=lambda t: raises(KeyboardInterrupt())() if t.progress.update == updates else None
+        )
+        trainer = make_trainer([*savers, killed], seed=0)
+        with suppress(KeyboardInterrupt):
+            train(trainer, epochs=2, size=12, resume_from="latest")
+        return trainer
+
+    run(5)
+    assert "No training state in 'epochs' or 'updates': starting afresh" in capsys.readouterr().out
+    assert run(99).progress.update == 12
+    assert "Resuming from 'updates/update-000000004'" in capsys.readouterr().out
+
+
+def test_a_stop_is_part_of_the_state_also_when_its_moment_was_saved_already(here):
+    def run(stops: bool) -> Trainer:
+        saver = SaveTrainingStateCallback("states", save_every_n_steps=3)
+        stop = listener(
+            on_train_step_checkpoint=lambda t, **_: (
+                raises(StopTrainingError("enough"))() if stops and t.progress.update == 3 else None
+            )
+        )
+        return train(make_trainer([saver, stop], seed=0), epochs=2, size=12, resume_from="latest")
+
+    assert run(stops=True).progress.update == 3
+    again = run(stops=False)
+    assert again.progress.update == 3
+    assert again.stop_reason == "enough"
+
+
+def test_a_stop_within_an_accumulation_window_says_that_nothing_is_saved(here, capsys):
+    stop = listener(on_train_step_end=lambda t, step, **_: raises(StopTrainingError("enough"))() if step == 2 else None)
+    train(make_trainer([SaveTrainingStateCallback("states"), stop]), size=20, gradient_accumulation_steps=4)
+    assert list(Path("states").glob("update-*")) == []
+    assert "No training state is saved: the run was stopped within an accumulation window" in capsys.readouterr().out
+
+
+def test_weights_that_are_not_finite_never_replace_good_ones(here):
+    x, y = make_data(20).tensors
+    y[8] = float("nan")
+    trainer = make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1, max_checkpoints=2)], seed=0)
+    with pytest.raises(NonFiniteLossError, match="after update 5, and were not saved"):
+        train(trainer, train_dataset=TensorDataset(x, y))
+    states = sorted(Path("states").glob("update-*"))
+    assert [state.name for state in states] == ["update-000000003", "update-000000004"]
+    assert all(weight.isfinite().all() for weight in load_file(states[-1] / "model.safetensors").values())
+
+
+# ------------------------------------------------------------------------------------- what is part of it
+
+
+class Weighted(nn.Module):
+    """A loss with a weight that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().mean() * torch.exp(-self.scale) + self.scale
+
+
+def weighted_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
+    model, loss_func = make_model(), Weighted()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1, momentum=0.9)
+    return make_trainer(callbacks, model, loss_func=loss_func, optimizer=optimizer, seed=0, **kwargs)
+
+
+def test_parameters_of_the_loss_function_are_part_of_training_states(here):
+    whole = train(weighted_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)]), epochs=2)
+    resumed = train(weighted_trainer(), epochs=2, resume_from="states/update-000000002")
+    assert same(weights(resumed.model), weights(whole.model))
+    assert torch.equal(resumed.loss_func.scale, whole.loss_func.scale)
+    assert whole.loss_func.scale != 1
+
+
+def test_parameters_of_the_loss_function_are_put_back_after_a_trial(here):
+    trainer = weighted_trainer()
+    trainer.find_lr(make_data(40), num_steps=10)
+    assert trainer.loss_func.scale == 1
+
+
+def test_gradients_are_clipped_of_all_that_the_optimizer_trains_and_of_nothing_else():
+    trainer = weighted_trainer([listener(on_optimizer_step_start=lambda t: seen.append(t.loss_func.scale.grad))])
+    seen: list[torch.Tensor] = []
+    train(trainer, gradient_clip_value=1e-3)
+    assert all(gradient.abs() <= 1e-3 for gradient in seen)
+
+    model = make_model()
+    head = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    norms: list[float] = []
+
+    def note(trainer: Trainer) -> None:
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in model[2].parameters()])))
+
+    train(
+        make_trainer([listener(on_optimizer_step_start=note)], model, optimizer=head),
+        epochs=4,
+        batch_size=6,
+        gradient_clip_norm=0.1,
+    )
+    assert norms == pytest.approx([norms[0]] * 4)  # whatever piles up in parameters that are not trained
+
+
+class Holding(nn.Linear):
+    """A model with entries that safetensors has no place for."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+
+
+def test_states_hold_sparse_and_complex_entries(here):
+    trainer = train(make_trainer(model=Holding()))
+    trainer.save_training_state("state")
+    again = make_trainer(model=Holding())
+    again.load_training_state("state")
+    assert torch.equal(again.model.weight, trainer.model.weight)
+    assert torch.equal(again.model.phase, trainer.model.phase)
+    assert torch.equal(again.model.adjacency.to_dense(), torch.eye(3))
+
+
+def test_a_run_of_a_model_with_lazy_layers_can_be_resumed(here):
+    def lazy() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.LazyLinear(1)
+
+    def run(**kwargs: Any) -> Trainer:
+        return train(make_trainer([SaveTrainingStateCallback("s", save_every_n_steps=1)], lazy(), seed=0), **kwargs)
+
+    whole, resumed = run(epochs=2), run(epochs=2, resume_from="s/update-000000002")
+    assert same(weights(resumed.model), weights(whole.model))
+    with pytest.raises(ValueError, match="lazy layers"):
+        make_trainer(model=lazy()).find_lr(make_data(40), num_steps=10)
+
+
+def test_histories_as_the_ancestors_users_wrote_them_can_be_used():
+    class Own(RunHistory):
+        def __init__(self) -> None:
+            self.inner = InMemoryRunHistory()
+
+        def get_metric_names(self):
+            return self.inner.get_metric_names()
+
+        def get_metric_values(self, metric_name):
+            return self.inner.get_metric_values(metric_name)
+
+        def get_latest_metric(self, metric_name):
+            return self.inner.get_latest_metric(metric_name)
+
+        def update_metric(self, metric_name, metric_value):
+            self.inner.update_metric(metric_name, metric_value)
+
+        @property
+        def current_epoch(self):
+            return self.inner.current_epoch
+
+        def _increment_epoch(self):
+            self.inner._increment_epoch()
+
+        def reset(self):
+            self.inner.reset()
+
+        def delete_metric(self, metric_name):
+            self.inner.delete_metric(metric_name)
+
+        def set_metric_name_prefix(self, prefix):
+            self.inner.set_metric_name_prefix(prefix)
+
+        @property
+        def metric_name_prefix(self):
+            return self.inner.metric_name_prefix
+
+    trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
+    trainer.evaluate(make_data())
+    assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
