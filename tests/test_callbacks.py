@@ -19,7 +19,9 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     AdviceCallback,
     EarlyStoppingCallback,
+    KeepBest,
     LogMetricsCallback,
+    ModelEmaCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
@@ -683,6 +685,63 @@ def test_a_watched_metric_that_was_never_recorded_is_an_error_that_lists_those_t
 def test_watching_the_evaluation_loss_of_a_run_without_evaluation_is_an_error(callback_class, here):
     with pytest.raises(ValueError, match=r"eval_loss_epoch.*[Rr]ecorded: train_loss_epoch"):
         train(make_trainer([callback_class]))
+
+
+# ---------------------------------------------------------------------- states of what watches a metric
+
+
+def resumed(folder: Path, *stages: TrainerCallback) -> None:
+    """Train an epoch with the first callback, and go on from its state for three with the second."""
+    accuracies = [0.5, 0.6, 0.7, 0.8]
+    for epochs, callback in zip((1, 4), stages, strict=True):
+        record = listener(
+            on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("accuracy", accuracies[t.progress.epoch - 1])
+        )
+        saver = SaveTrainingStateCallback(folder / "states", save_every_n_epochs=1)
+        trainer = make_trainer([record, callback, saver], seed=0)
+        train(trainer, epochs=epochs, eval_dataset=True, resume_from="latest")
+
+
+WATCHING: dict[str, Any] = {
+    "SaveBestModelCallback": lambda **kwargs: SaveBestModelCallback("best.pt", **kwargs),
+    "EarlyStoppingCallback": lambda **kwargs: EarlyStoppingCallback(9, **kwargs),
+    "ModelEmaCallback": lambda **kwargs: ModelEmaCallback(save_path="ema.pt", **kwargs),
+}
+
+
+@pytest.mark.parametrize("name", WATCHING)
+def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
+    first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
+    before = (
+        r"begins anew: it watches 'accuracy' \(greater is better\), and its training state is of '\w*eval_loss_epoch'"
+    )
+    with pytest.warns(UserWarning, match=f"{name} {before}"):
+        resumed(here, first, again)
+    assert first.best_metric > 0.8  # a loss, which as an accuracy would be the best for ever
+    assert again.best_metric == 0.8
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", WATCHING)
+def test_the_best_value_counts_after_a_resume_also_from_a_state_that_does_not_name_its_metric(name, here):
+    first, again = (WATCHING[name](watch_metric="accuracy", greater_is_better=False) for _ in range(2))
+    resumed(here, first, again)
+    assert again.best_metric == 0.5
+    old = {key: value for key, value in again.state_dict().items() if key not in ("watch_metric", "greater_is_better")}
+    first.load_state_dict(old)
+    assert first.best_metric == 0.5
+
+
+def test_the_best_states_by_another_metric_do_not_count_after_a_resume(here):
+    def run(epochs: int, best: KeepBest) -> None:
+        record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("new", float(t.progress.epoch)))
+        saver = SaveTrainingStateCallback("states", 1, max_checkpoints=1, keep_best=best)
+        train(make_trainer([record, saver], seed=0), epochs=epochs, eval_dataset=True, resume_from="latest")
+
+    run(1, KeepBest("eval_loss_epoch"))
+    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback begins anew: it watches 'new'"):
+        run(4, KeepBest("new"))  # smaller than the loss or not, the first value is that of epoch 2
+    assert sorted(path.name for path in Path("states").glob("update-*")) == ["update-000000006", "update-000000012"]
 
 
 # ------------------------------------------------------------------------------------- early stopping

@@ -52,7 +52,7 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
         self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
-        self._watched = WatchedMetric(watch_metric)
+        self._watched = WatchedMetric(watch_metric, greater_is_better)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         for other in trainer.callback_handler:
@@ -73,7 +73,7 @@ class SaveBestModelCallback(TrainerCallback):
         epoch = trainer.run_history.current_epoch
         if self.keep > 1 and not math.isnan(metric):
             self._keep(trainer, metric, epoch)
-        if self._is_better(metric):
+        if self._watched.is_better(metric, self.best_metric):
             self._save(trainer, self.save_path, metric, epoch)
             self.best_metric, self.best_metric_epoch = metric, epoch
 
@@ -100,13 +100,6 @@ class SaveBestModelCallback(TrainerCallback):
         path = Path(self.save_path)
         return path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}")
 
-    def _is_better(self, metric: float) -> bool:
-        if math.isnan(metric):
-            return False
-        if self.best_metric is None:
-            return True
-        return metric > self.best_metric if self.greater_is_better else metric < self.best_metric
-
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
@@ -117,20 +110,15 @@ class SaveBestModelCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all models that are kept."""
-        kept = [list(kept) for kept in self._kept]
-        return {
-            "best_metric": self.best_metric,
-            "best_metric_epoch": self.best_metric_epoch,
-            "kept": kept,
-            "seen": self._watched.seen,
-        }
+        best = {"best_metric": self.best_metric, "best_metric_epoch": self.best_metric_epoch}
+        return {**self._watched.state_dict(), **best, "kept": [list(kept) for kept in self._kept]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        self.best_metric = state["best_metric"]
-        self.best_metric_epoch = state["best_metric_epoch"]
-        self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
-        self._watched.seen = state["seen"]
+        """Take over what :meth:`state_dict` returned, but the state of another metric."""
+        if self._watched.load_state_dict(state, self):
+            self.best_metric = state["best_metric"]
+            self.best_metric_epoch = state["best_metric_epoch"]
+            self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
 
 
 def _same(one: SaveBestModelCallback, other: SaveBestModelCallback) -> bool:

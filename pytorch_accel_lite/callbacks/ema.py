@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.ema import ModelEma
 from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
@@ -64,6 +64,7 @@ class ModelEmaCallback(TrainerCallback):
         self.warmup = warmup
         self.ema: ModelEma | None = None
         self.best_metric: float | None = None
+        self._watched = WatchedMetric(watch_metric, greater_is_better)
         self._handler = CallbackHandler(callbacks)
         self._loaded: dict[str, Any] = {}
 
@@ -103,12 +104,9 @@ class ModelEmaCallback(TrainerCallback):
             return
         trainer.run_evaluation(self._average.module, PREFIX, is_intermediate=False, callbacks=self._handler)
         metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
-        if not math.isnan(metric) and (self.best_metric is None or self._is_better(metric, self.best_metric)):
+        if self._watched.is_better(metric, self.best_metric):
             self.best_metric = metric
             self._save(trainer, {self.watch_metric: metric})
-
-    def _is_better(self, metric: float, best: float) -> bool:
-        return metric > best if self.greater_is_better else metric < best
 
     def _save(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.save_path is None:
@@ -124,6 +122,7 @@ class ModelEmaCallback(TrainerCallback):
         if self.ema is None:
             return self._loaded
         return {
+            **self._watched.state_dict(),
             "module": dict(self.ema.module.state_dict()),
             "num_updates": self.ema.num_updates,
             "best_metric": self.best_metric,
@@ -133,6 +132,7 @@ class ModelEmaCallback(TrainerCallback):
         """Take over what :meth:`state_dict` returned; outside of a run there is no average yet to put it into."""
         self._loaded = state
         if self.ema is not None and state:
-            self.best_metric = state["best_metric"]
+            if self._watched.load_state_dict(state, self):
+                self.best_metric = state["best_metric"]
             self.ema.module.load_state_dict(state["module"])
             self.ema.num_updates = state["num_updates"]

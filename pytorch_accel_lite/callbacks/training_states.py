@@ -94,7 +94,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._writer: BackgroundWriter | None = None
         self._best: dict[str, float] = {}
         self._best_before: dict[str, float] = {}
-        self._watched = WatchedMetric("" if keep_best is None else keep_best.metric)
+        watched = keep_best or KeepBest(metric="")
+        self._watched = WatchedMetric(watched.metric, watched.greater_is_better)
         self._saved: dict[str, int] | None = None
         self._saved_clock = 0.0
 
@@ -197,9 +198,10 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the best states."""
-        return {"best": dict(self._best), "seen": self._watched.seen}
+        return {**self._watched.state_dict(), "best": dict(self._best)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        self._best = dict(state["best"])
-        self._watched.seen = state["seen"]
+        # Without keep_best the states that were kept stay; with it for the first time there are none.
+        if self.keep_best is None or not state["best"] or self._watched.load_state_dict(state, self):
+            self._best = dict(state["best"])
