@@ -661,6 +661,43 @@ def test_the_best_of_an_earlier_run_counts_only_when_it_is_not_reset(reset, tmp_
     assert torch.load(tmp_path / "best.pt")["score"] == callback.best_metric
 
 
+def kept_scores(folder: Path) -> dict[str, float]:
+    """The scores of the models that are kept, by the names of their files."""
+    return {path.stem: torch.load(path)["score"] for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("second", "kept"),
+    [
+        ([9.0, 0.5, 9.0], {"best": 0.5, "best-epoch0002": 0.5, "best-epoch0003": 1.0}),
+        ([9.0, 9.0, 1.5], {"best": 1.0, "best-epoch0002": 2.0, "best-epoch0003": 1.0}),
+        ([0.5, 0.6, 0.7], {"best": 0.5, "best-epoch0001": 0.5, "best-epoch0002": 0.6}),
+    ],
+)
+def test_models_that_are_kept_over_two_runs_are_never_removed(second, kept, tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=False, keep=2)
+    trainer = scripted([3.0, 2.0, 1.0], best)
+    type(trainer).script = second
+    train(trainer, epochs=3, eval_dataset=True)
+    assert kept_scores(tmp_path) == kept
+
+
+def test_models_kept_of_an_earlier_run_are_removed_when_the_next_begins_anew(tmp_path):
+    trainer = scripted([3.0, 2.0, 1.0], SaveBestModelCallback(tmp_path / "best.pt", "score", keep=2))
+    assert kept_scores(tmp_path) == {"best": 1.0, "best-epoch0002": 2.0, "best-epoch0003": 1.0}
+    type(trainer).script = [8.0, 9.0]
+    train(trainer, epochs=2, eval_dataset=True)
+    assert kept_scores(tmp_path) == {"best": 8.0, "best-epoch0001": 8.0, "best-epoch0002": 9.0}
+
+
+def test_models_that_are_kept_stay_when_a_run_goes_on_with_the_same_callback(here):
+    best = SaveBestModelCallback(here / "kept" / "best.pt", "score", keep=2)
+    saver = SaveTrainingStateCallback("states", save_every_n_epochs=1)
+    trainer = scripted([1.0, 2.0, 9.0], best, saver, epochs=2)
+    train(trainer, epochs=3, eval_dataset=True, resume_from="latest")
+    assert kept_scores(here / "kept") == {"best": 1.0, "best-epoch0001": 1.0, "best-epoch0002": 2.0}
+
+
 def test_folders_of_the_best_model_are_made(tmp_path):
     scripted([1], SaveBestModelCallback(tmp_path / "some" / "where" / "best.pt", "score"))
     assert (tmp_path / "some" / "where" / "best.pt").is_file()

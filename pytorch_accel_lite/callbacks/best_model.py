@@ -26,7 +26,8 @@ class SaveBestModelCallback(TrainerCallback):
     :param save_scheduler: include the scheduler's state
     :param load_saved_checkpoint: load the best model at the end of the run
     :param keep: how many of the best models to keep: for more than one, each is also saved under the number of its
-        epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best
+        epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best. Of two runs' epochs of
+        one number the better is kept, or, with ``reset_on_train``, the files of the run before are removed.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
         self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
+        self._written: set[int] = set()  # epochs of which there are files, those of an earlier run included
         self._watched = WatchedMetric(watch_metric, greater_is_better)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -86,15 +88,19 @@ class SaveBestModelCallback(TrainerCallback):
         )
 
     def _keep(self, trainer: Trainer, metric: float, epoch: int) -> None:
-        """Save the model under its epoch when it is among the best, and remove the one that no longer is."""
+        """Save the model under its epoch when it is among the best, and remove those that no longer are."""
         ranking = sorted([*self._kept, (metric, epoch)], key=lambda kept: kept[0], reverse=self.greater_is_better)
-        kept, dropped = ranking[: self.keep], ranking[self.keep :]
-        if (metric, epoch) in kept:
+        best_of_epoch: dict[int, float] = {}  # a second run's epochs have the numbers, and the files, of the first's
+        for value, number in ranking:
+            best_of_epoch.setdefault(number, value)
+        self._kept = [(value, number) for number, value in best_of_epoch.items()][: self.keep]
+        if (metric, epoch) in self._kept:
             self._save(trainer, self._path_of(epoch), metric, epoch)
-        self._kept = kept
+        kept = {number for _, number in self._kept}
         if trainer.accelerator.is_local_main_process:
-            for _, old in dropped:
+            for old in self._written - kept:
                 self._path_of(old).unlink(missing_ok=True)
+        self._written = kept
 
     def _path_of(self, epoch: int) -> Path:
         path = Path(self.save_path)
@@ -119,6 +125,7 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric = state["best_metric"]
             self.best_metric_epoch = state["best_metric_epoch"]
             self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
+            self._written |= {epoch for _, epoch in self._kept}
 
 
 def _same(one: SaveBestModelCallback, other: SaveBestModelCallback) -> bool:
