@@ -88,6 +88,10 @@ def test_every_logger_has_every_row_once(uninterrupted):
     assert [step for step, _ in tensorboard["loss"]] == [2, 4, 6, 8, 10, 12]
     assert [step for step, _ in tensorboard["eval_loss_epoch"]] == [4, 8, 12]
     assert [step for step, _ in tensorboard["lr"]] == [2, 4, 6, 8, 10, 12]
+    for curves in (tensorboard, mlflow):
+        assert [step for step, _ in curves["intermediate_eval_loss"]] == [2, 4, 6, 8, 10, 12]
+    evaluated = [value for _, value in mlflow["intermediate_eval_loss"]]
+    assert evaluated[1::2] == [value for _, value in mlflow["eval_loss_epoch"]]  # of the same weights
     assert [step for step, _ in mlflow["loss"]] == list(range(1, 13))
     assert [value for _, value in mlflow["loss"]] == [row["loss"] for row in logged["updates"]]
     assert [value for _, value in mlflow["train_loss_epoch"]] == [row["train_loss_epoch"] for row in logged["epochs"]]

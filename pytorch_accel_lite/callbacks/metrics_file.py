@@ -24,7 +24,8 @@ class MetricsFileCallback(StepRows):
     """Writes the metrics of the run history to a file, a row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
     The file is replaced as a whole after each epoch, so a crash never leaves half a file, and a resumed run has every
-    row once. A metric that was recorded several times in an epoch shows its last value. Numbers that are not finite
+    row once. A metric that was recorded several times in an epoch, as by evaluations within it, shows its last value; a
+    :class:`TrackerCallback` has them all. Numbers that are not finite
     are written as the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is no number, as a text.
 
     :param path: where to write; missing folders are made. A run that is not resumed replaces the file.
