@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -170,6 +171,36 @@ def test_what_json_and_csv_cannot_hold_is_written_as_text(tmp_path):
     expected = {"nan": "NaN", "inf": "-Infinity", "words": "two words", "list": "[1, 2]"}
     assert json_rows(tmp_path / "m.jsonl")[0].items() >= expected.items()
     assert csv_rows(tmp_path / "m.csv")[0].items() >= expected.items()
+
+
+def with_step_metrics(path: Path, **metrics: Any) -> list[dict[str, Any]]:
+    """The rows of a run in which these step metrics were put."""
+    put = listener(on_optimizer_step_end=lambda t: t.step_metrics.update(metrics))
+    train(make_trainer([put, MetricsFileCallback(path / "m.jsonl", 1)]))
+    return json_rows(path / "m_updates.jsonl")
+
+
+def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
+    losses = [row["loss"] for row in with_step_metrics(tmp_path)]
+    rows = with_step_metrics(tmp_path, total=3.0, count=torch.tensor([7.0]))
+    assert [row["loss"] for row in rows] == losses
+    assert [(row["total"], row["count"]) for row in rows] == [(3.0, 7.0)] * 3
+    for name in ("loss", "update", "epoch"):
+        with pytest.raises(ValueError, match=rf"step_metrics\['{name}'\] has the name of a column"):
+            with_step_metrics(tmp_path, **{name: 1.0})
+
+
+@pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
+def test_a_step_metric_that_is_no_number_is_named(tmp_path, value):
+    with pytest.raises(TypeError, match=r"step_metrics\['mine'\]=.* must be a number"):
+        with_step_metrics(tmp_path, mine=value)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_metric_that_is_called_epoch_is_refused(tmp_path, suffix):
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("epoch", 0.5))
+    with pytest.raises(ValueError, match="A metric was recorded as 'epoch'"):
+        train(make_trainer([record, MetricsFileCallback(tmp_path / f"m.{suffix}")]))
 
 
 def test_columns_may_come_later(tmp_path):
