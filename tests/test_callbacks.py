@@ -21,6 +21,7 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     KeepBest,
     LogMetricsCallback,
+    MetricsFileCallback,
     ModelEmaCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
@@ -625,11 +626,26 @@ def test_an_infinite_loss_is_worse_than_any_finite_one_that_follows(tmp_path):
     assert same(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
-def test_two_best_models_in_one_file_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    best = [SaveBestModelCallback(watch_metric="a"), SaveBestModelCallback(tmp_path / "best_model.pt", "b")]
-    with pytest.raises(ValueError, match=r"save_path='best_model.pt' is that of two SaveBestModelCallbacks"):
-        train(make_trainer(best))
+@pytest.mark.parametrize(
+    ("make", "other", "argument"),
+    [
+        (SaveBestModelCallback, SaveBestModelCallback, "save_path"),
+        (lambda path: ModelEmaCallback(save_path=path), SaveBestModelCallback, "save_path"),
+        (lambda path: ModelEmaCallback(save_path=path), lambda path: ModelEmaCallback(save_path=path), "save_path"),
+        (SaveTrainingStateCallback, SaveTrainingStateCallback, "save_dir"),
+        (MetricsFileCallback, MetricsFileCallback, "path"),
+    ],
+)
+def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, argument, here):
+    steps: list[int] = []
+    callbacks = [
+        make("same.jsonl"),
+        other(here / "same.jsonl"),
+        listener(on_train_step_start=lambda t: steps.append(1)),
+    ]
+    with pytest.raises(ValueError, match=rf"{argument}=.*same.jsonl' is that of two callbacks, \w+ and \w+, which"):
+        train(make_trainer(callbacks), eval_dataset=True)
+    assert not steps
 
 
 def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):

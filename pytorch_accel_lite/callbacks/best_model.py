@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
@@ -29,6 +30,8 @@ class SaveBestModelCallback(TrainerCallback):
         epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best. Of two runs' epochs of
         one number the better is kept, or, with ``reset_on_train``, the files of the run before are removed.
     """
+
+    path_argument = "save_path"
 
     def __init__(
         self,
@@ -57,12 +60,7 @@ class SaveBestModelCallback(TrainerCallback):
         self._watched = WatchedMetric(watch_metric, greater_is_better)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        for other in trainer.callback_handler:
-            if other is not self and isinstance(other, SaveBestModelCallback) and _same(other, self):
-                raise ValueError(
-                    f"save_path={os.fspath(self.save_path)!r} is that of two SaveBestModelCallbacks, which would "
-                    "overwrite each other's model. Give each a path of its own."
-                )
+        refuse_shared_path(trainer, self)
         self._watched.start(trainer.run_history)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
@@ -126,7 +124,3 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric_epoch = state["best_metric_epoch"]
             self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
             self._written |= {epoch for _, epoch in self._kept}
-
-
-def _same(one: SaveBestModelCallback, other: SaveBestModelCallback) -> bool:
-    return Path(one.save_path).absolute() == Path(other.save_path).absolute()

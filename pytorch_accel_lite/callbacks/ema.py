@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.ema import ModelEma
@@ -37,6 +38,8 @@ class ModelEmaCallback(TrainerCallback):
     :param warmup: let the decay grow at first, see :class:`~pytorch_accel_lite.ema.ModelEma`
     :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run
     """
+
+    path_argument = "save_path"
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class ModelEmaCallback(TrainerCallback):
         self.best_metric = None
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        refuse_shared_path(trainer, self)
         if trainer.is_sharded:
             raise ValueError("ModelEmaCallback cannot average sharded weights. Train without FSDP, or leave it out.")
         self._average.to(trainer.device)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.step_rows import StepRows
 from pytorch_accel_lite.checkpoint.portable import replacing
 
@@ -36,6 +37,8 @@ class MetricsFileCallback(StepRows):
     :raises OSError: at the start of a run, when the file cannot be written
     """
 
+    path_argument = "path"
+
     def __init__(self, path: str | os.PathLike[str] = "metrics.jsonl", every_n_updates: int | None = None) -> None:
         super().__init__(every_n_updates)
         self.path = Path(path)
@@ -47,6 +50,7 @@ class MetricsFileCallback(StepRows):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         super().on_training_run_start(trainer)
+        refuse_shared_path(trainer, self)
         if not hasattr(trainer.run_history, "rows"):
             raise TypeError(
                 f"MetricsFileCallback needs a run history with rows(), which {type(trainer.run_history).__name__} has "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.store import StateStore
@@ -56,6 +57,7 @@ class SaveTrainingStateCallback(TrainerCallback):
     """
 
     saves_training_states = True
+    path_argument = "save_dir"
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         check_states_are_possible(trainer.accelerator)
+        refuse_shared_path(trainer, self)
         self._watched.start(trainer.run_history)
         self._saved, self._saved_clock, self._best, self._value = None, 0.0, {}, math.nan
         if self.asynchronous:
