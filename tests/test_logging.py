@@ -250,6 +250,20 @@ def test_the_folder_of_a_run_says_how_it_went(tmp_path):
     assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
 
 
+def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_path):
+    def no_number(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("mine", math.nan))
+    config = {("a", 1): 2, "rates": (0.1, math.inf), "nested": {3: torch.tensor(4.0), "path": tmp_path}}
+    train(make_trainer([record, RunLogCallback(tmp_path, config)]))
+    found = json.loads((tmp_path / "run.json").read_text(), parse_constant=no_number)
+    assert found["metrics"][0]["mine"] == "NaN"
+    assert found["config"]["('a', 1)"] == 2
+    assert found["config"]["rates"] == [0.1, "Infinity"]
+    assert found["config"]["nested"] == {"3": 4.0, "path": str(tmp_path)}
+
+
 def test_the_error_of_a_run_is_in_its_folder(tmp_path):
     def fail(trainer: Any, **kwargs: Any) -> None:
         raise ValueError("nothing works")

@@ -95,7 +95,7 @@ class MetricsFileCallback(StepRows):
             self._write_epochs(trainer)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as it is written."""
     if isinstance(value, (str, bool, int)) or value is None:
         return value
@@ -109,14 +109,14 @@ def _plain(value: Any) -> Any:
 
 
 def _as_text(rows: Iterable[Row], suffix: str, columns: list[str], header: bool) -> str:
-    plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
+    written = [{name: plain(value) for name, value in row.items()} for row in rows]
     if suffix == ".jsonl":
-        return "".join(json.dumps(row) + "\n" for row in plain)
+        return "".join(json.dumps(row) + "\n" for row in written)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     if header:
         writer.writeheader()
-    writer.writerows(plain)
+    writer.writerows(written)
     return text.getvalue()
 
 
