@@ -121,8 +121,8 @@ class MetricsCallback(TrainerCallback):
         if states.keys() != metrics.keys():
             listed = ", ".join(sorted(states.keys() ^ metrics.keys()))
             warnings.warn(
-                "These training metrics are either new, and of what remains of this epoch, or have gone since the state "
-                f"was saved: {listed}.",
+                "These training metrics are either new, and of what remains of this epoch, or have gone since the "
+                f"state was saved: {listed}.",
                 stacklevel=2,
             )
         for name in states.keys() & metrics.keys():
