@@ -23,6 +23,10 @@ _COLOURS = {"train": "#1f77b4", "eval": "#d95f02", "": "#d95f02"}
 _FAMILIES = ("time", "gradient_norm", "memory", "lr")
 
 
+class NothingToPlotError(ValueError):
+    """None of the metrics that are to be plotted has numbers."""
+
+
 def new_figure(size: tuple[float, float]) -> Figure:
     """Return an empty figure, which a notebook shows when it is the value of a cell.
 
@@ -46,6 +50,7 @@ def plot_curves(
 
     :param curves: by metric name, the epochs and the values; values that are no numbers are left out
     :param path: where to save the picture; ``None``: not saved
+    :raises NothingToPlotError: when there are no numbers
     """
     ticker = import_extra("matplotlib.ticker", "plot", "plot()")
     panels: dict[str, dict[str, tuple[Sequence[int], list[float]]]] = {}
@@ -57,7 +62,7 @@ def plot_curves(
         panel, label = _panel_of(name)
         panels.setdefault(panel, {})[label] = (epochs, numbers)
     if not panels:
-        raise ValueError("There is nothing to plot: no metric with numbers has been recorded yet.")
+        raise NothingToPlotError("There is nothing to plot: no metric with numbers has been recorded yet.")
 
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
@@ -201,7 +206,9 @@ def plot_sheet(
 
 
 def as_picture(image: Any) -> np.ndarray[Any, Any]:
-    """Return an image as an array of shape (height, width) or (height, width, 3), its values stretched from 0 to 1.
+    """Return an image as an array of shape (height, width) or (height, width, 3), its values from 0 to 1.
+
+    Values that are not all in that range are stretched to it.
 
     :raises ValueError: when it has no such shape
     """
@@ -216,6 +223,8 @@ def as_picture(image: Any) -> np.ndarray[Any, Any]:
         return array
     array = array.astype(np.float64)
     low, high = array.min(), array.max()
+    if low >= 0 and high <= 1:
+        return array
     return (array - low) / (high - low) if high > low else np.zeros_like(array)
 
 

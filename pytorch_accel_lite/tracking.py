@@ -192,7 +192,15 @@ class InMemoryRunHistory(RunHistory):
         return {name: list(values) for name, values in self._metrics.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it."""
+        """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
+
+        :raises ValueError: when a metric was recorded as ``epoch``
+        """
+        if "epoch" in self._metrics:
+            raise ValueError(
+                "A metric was recorded as 'epoch', the column with the number of the epoch. Record it under "
+                "another name."
+            )
         table: dict[int, dict[str, Any]] = {}
         for name, values in self._metrics.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):

@@ -19,7 +19,10 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     AdviceCallback,
     EarlyStoppingCallback,
+    KeepBest,
     LogMetricsCallback,
+    MetricsFileCallback,
+    ModelEmaCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
@@ -623,11 +626,26 @@ def test_an_infinite_loss_is_worse_than_any_finite_one_that_follows(tmp_path):
     assert same(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
-def test_two_best_models_in_one_file_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    best = [SaveBestModelCallback(watch_metric="a"), SaveBestModelCallback(tmp_path / "best_model.pt", "b")]
-    with pytest.raises(ValueError, match=r"save_path='best_model.pt' is that of two SaveBestModelCallbacks"):
-        train(make_trainer(best))
+@pytest.mark.parametrize(
+    ("make", "other", "argument"),
+    [
+        (SaveBestModelCallback, SaveBestModelCallback, "save_path"),
+        (lambda path: ModelEmaCallback(save_path=path), SaveBestModelCallback, "save_path"),
+        (lambda path: ModelEmaCallback(save_path=path), lambda path: ModelEmaCallback(save_path=path), "save_path"),
+        (SaveTrainingStateCallback, SaveTrainingStateCallback, "save_dir"),
+        (MetricsFileCallback, MetricsFileCallback, "path"),
+    ],
+)
+def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, argument, here):
+    steps: list[int] = []
+    callbacks = [
+        make("same.jsonl"),
+        other(here / "same.jsonl"),
+        listener(on_train_step_start=lambda t: steps.append(1)),
+    ]
+    with pytest.raises(ValueError, match=rf"{argument}=.*same.jsonl' is that of two callbacks, \w+ and \w+, which"):
+        train(make_trainer(callbacks), eval_dataset=True)
+    assert not steps
 
 
 def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):
@@ -659,6 +677,43 @@ def test_the_best_of_an_earlier_run_counts_only_when_it_is_not_reset(reset, tmp_
     assert torch.load(tmp_path / "best.pt")["score"] == callback.best_metric
 
 
+def kept_scores(folder: Path) -> dict[str, float]:
+    """The scores of the models that are kept, by the names of their files."""
+    return {path.stem: torch.load(path)["score"] for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("second", "kept"),
+    [
+        ([9.0, 0.5, 9.0], {"best": 0.5, "best-epoch0002": 0.5, "best-epoch0003": 1.0}),
+        ([9.0, 9.0, 1.5], {"best": 1.0, "best-epoch0002": 2.0, "best-epoch0003": 1.0}),
+        ([0.5, 0.6, 0.7], {"best": 0.5, "best-epoch0001": 0.5, "best-epoch0002": 0.6}),
+    ],
+)
+def test_models_that_are_kept_over_two_runs_are_never_removed(second, kept, tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=False, keep=2)
+    trainer = scripted([3.0, 2.0, 1.0], best)
+    type(trainer).script = second
+    train(trainer, epochs=3, eval_dataset=True)
+    assert kept_scores(tmp_path) == kept
+
+
+def test_models_kept_of_an_earlier_run_are_removed_when_the_next_begins_anew(tmp_path):
+    trainer = scripted([3.0, 2.0, 1.0], SaveBestModelCallback(tmp_path / "best.pt", "score", keep=2))
+    assert kept_scores(tmp_path) == {"best": 1.0, "best-epoch0002": 2.0, "best-epoch0003": 1.0}
+    type(trainer).script = [8.0, 9.0]
+    train(trainer, epochs=2, eval_dataset=True)
+    assert kept_scores(tmp_path) == {"best": 8.0, "best-epoch0001": 8.0, "best-epoch0002": 9.0}
+
+
+def test_models_that_are_kept_stay_when_a_run_goes_on_with_the_same_callback(here):
+    best = SaveBestModelCallback(here / "kept" / "best.pt", "score", keep=2)
+    saver = SaveTrainingStateCallback("states", save_every_n_epochs=1)
+    trainer = scripted([1.0, 2.0, 9.0], best, saver, epochs=2)
+    train(trainer, epochs=3, eval_dataset=True, resume_from="latest")
+    assert kept_scores(here / "kept") == {"best": 1.0, "best-epoch0001": 1.0, "best-epoch0002": 2.0}
+
+
 def test_folders_of_the_best_model_are_made(tmp_path):
     scripted([1], SaveBestModelCallback(tmp_path / "some" / "where" / "best.pt", "score"))
     assert (tmp_path / "some" / "where" / "best.pt").is_file()
@@ -683,6 +738,63 @@ def test_a_watched_metric_that_was_never_recorded_is_an_error_that_lists_those_t
 def test_watching_the_evaluation_loss_of_a_run_without_evaluation_is_an_error(callback_class, here):
     with pytest.raises(ValueError, match=r"eval_loss_epoch.*[Rr]ecorded: train_loss_epoch"):
         train(make_trainer([callback_class]))
+
+
+# ---------------------------------------------------------------------- states of what watches a metric
+
+
+def resumed(folder: Path, *stages: TrainerCallback) -> None:
+    """Train an epoch with the first callback, and go on from its state for three with the second."""
+    accuracies = [0.5, 0.6, 0.7, 0.8]
+    for epochs, callback in zip((1, 4), stages, strict=True):
+        record = listener(
+            on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("accuracy", accuracies[t.progress.epoch - 1])
+        )
+        saver = SaveTrainingStateCallback(folder / "states", save_every_n_epochs=1)
+        trainer = make_trainer([record, callback, saver], seed=0)
+        train(trainer, epochs=epochs, eval_dataset=True, resume_from="latest")
+
+
+WATCHING: dict[str, Any] = {
+    "SaveBestModelCallback": lambda **kwargs: SaveBestModelCallback("best.pt", **kwargs),
+    "EarlyStoppingCallback": lambda **kwargs: EarlyStoppingCallback(9, **kwargs),
+    "ModelEmaCallback": lambda **kwargs: ModelEmaCallback(save_path="ema.pt", **kwargs),
+}
+
+
+@pytest.mark.parametrize("name", WATCHING)
+def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
+    first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
+    before = (
+        r"begins anew: it watches 'accuracy' \(greater is better\), and its training state is of '\w*eval_loss_epoch'"
+    )
+    with pytest.warns(UserWarning, match=f"{name} {before}"):
+        resumed(here, first, again)
+    assert first.best_metric > 0.8  # a loss, which as an accuracy would be the best for ever
+    assert again.best_metric == 0.8
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", WATCHING)
+def test_the_best_value_counts_after_a_resume_also_from_a_state_that_does_not_name_its_metric(name, here):
+    first, again = (WATCHING[name](watch_metric="accuracy", greater_is_better=False) for _ in range(2))
+    resumed(here, first, again)
+    assert again.best_metric == 0.5
+    old = {key: value for key, value in again.state_dict().items() if key not in ("watch_metric", "greater_is_better")}
+    first.load_state_dict(old)
+    assert first.best_metric == 0.5
+
+
+def test_the_best_states_by_another_metric_do_not_count_after_a_resume(here):
+    def run(epochs: int, best: KeepBest) -> None:
+        record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("new", float(t.progress.epoch)))
+        saver = SaveTrainingStateCallback("states", 1, max_checkpoints=1, keep_best=best)
+        train(make_trainer([record, saver], seed=0), epochs=epochs, eval_dataset=True, resume_from="latest")
+
+    run(1, KeepBest("eval_loss_epoch"))
+    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback begins anew: it watches 'new'"):
+        run(4, KeepBest("new"))  # smaller than the loss or not, the first value is that of epoch 2
+    assert sorted(path.name for path in Path("states").glob("update-*")) == ["update-000000006", "update-000000012"]
 
 
 # ------------------------------------------------------------------------------------- early stopping

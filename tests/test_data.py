@@ -27,7 +27,12 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import LimitBatchesCallback, LimitEvalStepsCallback, ProgressBarCallback
+from pytorch_accel_lite.callbacks import (
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+    ProgressBarCallback,
+    StepBasedEvaluationCallback,
+)
 from pytorch_accel_lite.data import NamedDatasets, shard
 from pytorch_accel_lite.data.defaults import default_num_workers
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
@@ -542,6 +547,42 @@ def test_limited_evaluations():
         assert len(trainer.eval_dataloader) == 8
     trainer._run_eval_epoch(trainer.eval_dataloader, is_intermediate=True)
     assert count.steps == expected + 2
+
+
+@pytest.mark.parametrize("limits", [[5, 3], [3, 5], [3, 5, 4]])
+@pytest.mark.parametrize(("of_all", "expected"), [(None, (3, 8)), (2, (2, 2)), (6, (3, 6))])
+def test_of_several_limits_of_evaluations_the_smallest_counts_and_leaves_no_trace(limits, of_all, expected):
+    steps: dict[bool, list[int]] = {True: [], False: []}
+
+    class Count(TrainerCallback):
+        def on_eval_epoch_start(self, trainer, is_intermediate, **kwargs):
+            steps[is_intermediate].append(0)
+            self.steps = steps[is_intermediate]
+
+        def on_eval_step_end(self, trainer, **kwargs):
+            self.steps[-1] += 1
+
+    callbacks = [Count(), StepBasedEvaluationCallback(1), *map(LimitEvalStepsCallback, limits)]
+    callbacks += [] if of_all is None else [LimitBatchesCallback(of_all)]
+    quiet_trainer(small_model(), callbacks=callbacks).train(
+        regression_data(8), 2, regression_data(30), per_device_batch_size=4
+    )
+    assert steps == {True: [expected[0]] * 4, False: [expected[1]] * 2}
+
+
+def test_a_limit_of_evaluations_may_be_extended_as_in_the_ancestor():
+    class Mine(LimitEvalStepsCallback):
+        def on_eval_epoch_start(self, trainer, is_intermediate=False, **kwargs):
+            super().on_eval_epoch_start(trainer, is_intermediate, **kwargs)
+
+        def on_eval_epoch_end(self, trainer, is_intermediate=False, **kwargs):
+            super().on_eval_epoch_end(trainer, is_intermediate, **kwargs)
+
+    lengths: list[int] = []
+    look = listener(on_eval_step_end=lambda t, **_: lengths.append(len(t.eval_dataloader)))
+    callbacks = [Mine(2), look, StepBasedEvaluationCallback(2)]
+    quiet_trainer(small_model(), callbacks=callbacks).train(regression_data(8), 1, regression_data(12), 4)
+    assert lengths == [2, 2, 3, 3, 3]
 
 
 BAD_INPUT = [

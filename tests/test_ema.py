@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import (
+    ModelEmaCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    WorstSamplesCallback,
+)
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.ema import ModelEma
 from tests.scripts.cases import image_data, image_model
@@ -229,12 +234,50 @@ def test_the_average_is_the_same_on_all_processes_and_evaluated_once(ranks, two_
         ({"decay": 1.5}, "decay=1.5 must be a number from 0 to 1"),
         ({"decay": -0.1}, "decay=-0.1 must be a number from 0 to 1"),
         ({"decay": "0.9"}, "decay='0.9' must be a number from 0 to 1"),
+        ({"prefix": ""}, "prefix='' must tell the metrics"),
         ({"update_every": "step"}, "update_every='step' must be 'update' or 'epoch'"),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         ModelEmaCallback(**kwargs)
+
+
+def test_two_averages_are_told_apart_by_their_prefixes(tmp_path):
+    slow = ModelEmaCallback(0.99, save_path=tmp_path / "slow.pt", prefix="slow_")
+    fast = ModelEmaCallback(0.5, save_path=tmp_path / "fast.pt")
+    trainer = quiet_trainer(small_model(), callbacks=[slow, fast])
+    trainer.train(regression_data(22), 2, regression_data(9))
+    losses = {name: trainer.run_history.get_metric_values(f"{name}_eval_loss_epoch") for name in ("slow", "ema_model")}
+    assert losses["slow"] != losses["ema_model"]
+    assert torch.load(tmp_path / "slow.pt")["slow_eval_loss_epoch"] == min(losses["slow"]) == slow.best_metric
+    assert torch.load(tmp_path / "fast.pt")["ema_model_eval_loss_epoch"] == min(losses["ema_model"])
+
+
+def test_two_averages_with_one_prefix_are_refused():
+    trainer = quiet_trainer(small_model(), callbacks=[ModelEmaCallback(decay, save_path=None) for decay in (0.9, 0.99)])
+    with pytest.raises(ValueError, match="prefix='ema_model_' is that of two ModelEmaCallbacks"):
+        trainer.train(regression_data(8), 1, regression_data(4))
+
+
+def test_without_data_to_evaluate_on_the_best_average_cannot_be_saved(tmp_path):
+    trainer = quiet_trainer(small_model(), callbacks=[ModelEmaCallback(save_path=tmp_path / "ema.pt")])
+    with pytest.raises(ValueError, match=r"needs data to evaluate on.*evaluate_during_training=False"):
+        trainer.train(regression_data(8), 1)
+    assert trainer.progress.update == 0
+    unsaved = ModelEmaCallback(save_path=None)
+    quiet_trainer(small_model(), callbacks=[unsaved]).train(regression_data(8), 1)
+    assert unsaved.ema_model is unsaved.ema is not None
+
+
+def test_a_callback_of_the_average_learns_of_the_dataloaders():
+    worst = WorstSamplesCallback(3)
+    ema = ModelEmaCallback(0.5, save_path=None, callbacks=[worst])
+    data = regression_data(9)
+    quiet_trainer(small_model(), callbacks=[ema]).train(regression_data(22), 1, data)
+    x, y = data.tensors
+    losses = (ema.ema.module(x) - y).square().squeeze(1)
+    assert [sample.index for sample in worst.samples] == losses.topk(3).indices.tolist()
 
 
 def test_a_metric_that_is_not_recorded_is_named(tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -88,6 +89,10 @@ def test_every_logger_has_every_row_once(uninterrupted):
     assert [step for step, _ in tensorboard["loss"]] == [2, 4, 6, 8, 10, 12]
     assert [step for step, _ in tensorboard["eval_loss_epoch"]] == [4, 8, 12]
     assert [step for step, _ in tensorboard["lr"]] == [2, 4, 6, 8, 10, 12]
+    for curves in (tensorboard, mlflow):
+        assert [step for step, _ in curves["intermediate_eval_loss"]] == [2, 4, 6, 8, 10, 12]
+    evaluated = [value for _, value in mlflow["intermediate_eval_loss"]]
+    assert evaluated[1::2] == [value for _, value in mlflow["eval_loss_epoch"]]  # of the same weights
     assert [step for step, _ in mlflow["loss"]] == list(range(1, 13))
     assert [value for _, value in mlflow["loss"]] == [row["loss"] for row in logged["updates"]]
     assert [value for _, value in mlflow["train_loss_epoch"]] == [row["train_loss_epoch"] for row in logged["epochs"]]
@@ -168,6 +173,36 @@ def test_what_json_and_csv_cannot_hold_is_written_as_text(tmp_path):
     assert csv_rows(tmp_path / "m.csv")[0].items() >= expected.items()
 
 
+def with_step_metrics(path: Path, **metrics: Any) -> list[dict[str, Any]]:
+    """The rows of a run in which these step metrics were put."""
+    put = listener(on_optimizer_step_end=lambda t: t.step_metrics.update(metrics))
+    train(make_trainer([put, MetricsFileCallback(path / "m.jsonl", 1)]))
+    return json_rows(path / "m_updates.jsonl")
+
+
+def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
+    losses = [row["loss"] for row in with_step_metrics(tmp_path)]
+    rows = with_step_metrics(tmp_path, total=3.0, count=torch.tensor([7.0]))
+    assert [row["loss"] for row in rows] == losses
+    assert [(row["total"], row["count"]) for row in rows] == [(3.0, 7.0)] * 3
+    for name in ("loss", "update", "epoch"):
+        with pytest.raises(ValueError, match=rf"step_metrics\['{name}'\] has the name of a column"):
+            with_step_metrics(tmp_path, **{name: 1.0})
+
+
+@pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
+def test_a_step_metric_that_is_no_number_is_named(tmp_path, value):
+    with pytest.raises(TypeError, match=r"step_metrics\['mine'\]=.* must be a number"):
+        with_step_metrics(tmp_path, mine=value)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_metric_that_is_called_epoch_is_refused(tmp_path, suffix):
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("epoch", 0.5))
+    with pytest.raises(ValueError, match="A metric was recorded as 'epoch'"):
+        train(make_trainer([record, MetricsFileCallback(tmp_path / f"m.{suffix}")]))
+
+
 def test_columns_may_come_later(tmp_path):
     def measure(trainer: Any) -> None:
         if trainer.progress.update >= 1:
@@ -213,6 +248,20 @@ def test_the_folder_of_a_run_says_how_it_went(tmp_path):
     text = (tmp_path / "log" / "summary.md").read_text()
     assert "- **Outcome**: finished" in text
     assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
+
+
+def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_path):
+    def no_number(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("mine", math.nan))
+    config = {("a", 1): 2, "rates": (0.1, math.inf), "nested": {3: torch.tensor(4.0), "path": tmp_path}}
+    train(make_trainer([record, RunLogCallback(tmp_path, config)]))
+    found = json.loads((tmp_path / "run.json").read_text(), parse_constant=no_number)
+    assert found["metrics"][0]["mine"] == "NaN"
+    assert found["config"]["('a', 1)"] == 2
+    assert found["config"]["rates"] == [0.1, "Infinity"]
+    assert found["config"]["nested"] == {"3": 4.0, "path": str(tmp_path)}
 
 
 def test_the_error_of_a_run_is_in_its_folder(tmp_path):

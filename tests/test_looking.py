@@ -15,7 +15,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import PlotMetricsCallback, SnapshotCallback, TrackerCallback, WorstSamplesCallback
+from pytorch_accel_lite.callbacks import (
+    ModelEmaCallback,
+    PlotMetricsCallback,
+    SnapshotCallback,
+    TrackerCallback,
+    WorstSamplesCallback,
+)
 from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from pytorch_accel_lite.schedulers.preview import schedule_values
@@ -83,6 +89,16 @@ def test_a_loss_of_ones_own_and_streams_and_evaluations_by_name():
     assert [sample.index for sample in worst.samples] == [None, None]
 
 
+@pytest.mark.parametrize("loss_func", [nn.functional.mse_loss, partial(nn.functional.mse_loss, reduction="sum")])
+def test_the_functions_of_torch_give_a_loss_for_each_sample(loss_func):
+    found = []
+    for loss in (loss_func, nn.MSELoss()):
+        worst = WorstSamplesCallback(3)
+        make_trainer([worst], loss_func=loss).evaluate(make_data())
+        found.append(worst.samples)
+    assert found[0] == found[1] != []
+
+
 @pytest.mark.parametrize(
     ("loss_func", "arguments", "message"),
     [
@@ -108,6 +124,23 @@ def test_images_are_drawn_as_a_sheet(tmp_path):
     assert Image.open(tmp_path / "sheets" / "worst.png").width > 500
     with pytest.raises(ValueError, match="nothing to draw"):
         WorstSamplesCallback().plot(data)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_images_of_several_datasets_are_drawn_by_their_names(averaged):
+    model, worst = nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), WorstSamplesCallback(4)
+    named = {name: TensorDataset(torch.full((2, 1, 4, 4), level), torch.ones(2, 1)) for name, level in LEVELS.items()}
+    watched = "ema_model_left_eval_loss_epoch"
+    callback = ModelEmaCallback(save_path=None, watch_metric=watched, callbacks=[worst]) if averaged else worst
+    train(make_trainer([callback], model=model), train_dataset=named["left"], eval_dataset=named)
+    figure = worst.plot(named)  # all four samples: a picture of each dataset is of one shade
+    shown = sorted(float(axis.images[0].get_array().max()) for axis in figure.axes if axis.images)
+    assert shown == pytest.approx([0.25, 0.25, 0.75, 0.75])
+    with pytest.raises(ValueError, match=r"dataset=\['left'\] does not hold '\w*right_side'"):
+        worst.plot({"left": named["left"]})
+
+
+LEVELS = {"left": 0.25, "right_side": 0.75}
 
 
 @pytest.mark.processes
@@ -161,6 +194,22 @@ def test_a_picture_that_is_none_is_reported(tmp_path, capsys):
     assert "is no image" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("picture", "shades"),
+    [
+        (torch.full((2, 2), 0.5), [128] * 4),
+        (torch.ones(2, 2), [255] * 4),
+        (torch.zeros(2, 2), [0] * 4),
+        (torch.tensor([[0.2, 0.4], [0.4, 0.2]]), [51, 102, 102, 51]),
+        (torch.tensor([[-1.0, 1.0], [3.0, 1.0]]), [0, 128, 255, 128]),
+    ],
+)
+def test_values_from_0_to_1_are_shown_as_they_are_and_others_stretched(tmp_path, picture, shades):
+    train(make_trainer([SnapshotCallback(lambda model, samples: picture, directory=tmp_path)]))
+    found = np.asarray(Image.open(tmp_path / "snapshot-epoch-0001.png"))
+    assert found[:, :, 0].flatten().tolist() == shades
+
+
 # ------------------------------------------------------------------------------------------------ plots
 
 
@@ -173,6 +222,16 @@ def test_metrics_are_plotted_after_each_epoch(tmp_path):
     assert Image.open(path).width > 300
     train(make_trainer([PlotMetricsCallback(tmp_path / "loss.svg", ["train_loss_epoch"])]))
     assert "train loss" not in (tmp_path / "loss.svg").read_text()[:100]
+
+
+def test_a_run_without_numbers_is_not_ended_by_their_plot(tmp_path):
+    class Words(InMemoryRunHistory):
+        def update_metric(self, metric_name, metric_value):
+            super().update_metric(metric_name, "words")
+
+    trainer = make_trainer([PlotMetricsCallback(tmp_path / "m.png")], run_history=Words())
+    assert train(trainer, epochs=2).progress.epochs_completed == 2
+    assert not (tmp_path / "m.png").exists()
 
 
 def test_the_last_epoch_of_many_short_ones_is_drawn(tmp_path):

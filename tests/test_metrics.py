@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,9 +17,11 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     MetricsCallback,
     ModelEmaCallback,
+    SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
 from tests.scripts.resumable import CopyStates, run
+from tests.small import make_trainer, train
 from tests.tasks import quiet_trainer, regression_data, small_model
 
 
@@ -195,6 +199,19 @@ def test_training_metrics_go_on_exactly(tmp_path):
     for copy in sorted((tmp_path / "copies").glob("*/update-*"))[::2]:
         again = run(tmp_path / f"again-{copy.parent.name}", resume_from=copy, extra=metrics())
         assert again["history"] == whole["history"]
+
+
+def test_training_metrics_with_other_names_go_on_as_far_as_they_are_the_same(tmp_path):
+    def run(names: list[str], **kwargs: Any) -> Any:
+        metrics = MetricsCallback({name: MeanSquaredError() for name in names}, train=True)
+        saver = SaveTrainingStateCallback(tmp_path / "-".join(names), save_every_n_steps=1)
+        return train(make_trainer([metrics, saver], seed=0), **kwargs)
+
+    whole = run(["same", "old"])
+    with pytest.warns(UserWarning, match=r"either new.* or have gone .*: new, old\."):
+        resumed = run(["same", "new"], resume_from=tmp_path / "same-old" / "update-000000002")
+    history = resumed.run_history.to_dict()
+    assert history["train_same"] == whole.run_history.to_dict()["train_same"] != history["train_new"]
 
 
 @pytest.mark.processes

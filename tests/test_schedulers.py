@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, WSDCheckpointCallback
+from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
 from tests.scripts.resumable import CopyStates
@@ -463,14 +464,21 @@ def test_a_run_that_ends_within_a_decay_saves_its_last_model(tmp_path):
     assert same(saved, weights(trainer.model))
 
 
-def test_a_run_that_is_stopped_within_a_decay_does_not_call_its_model_finished(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "saved"), [(StopTrainingError, {"checkpoint_11_wsd_post_decay.pt"}), (RunPausedError, set())]
+)
+def test_a_run_that_is_stopped_within_a_decay_saves_its_last_model_unless_it_is_paused(tmp_path, error, saved):
     class Stops(TrainerCallback):
         def on_train_step_end(self, trainer, **kwargs):
             if trainer.progress.update == 11:
-                raise StopTrainingError("enough")
+                raise error("enough")
 
-    run(QUARTER, WSDCheckpointCallback(tmp_path), Stops())
-    assert files(tmp_path) == {"checkpoint_9_wsd_pre_decay.pt"}
+    trainer = run(QUARTER, WSDCheckpointCallback(tmp_path), Stops())
+    assert trainer.progress.update == 11
+    assert files(tmp_path) == {"checkpoint_9_wsd_pre_decay.pt"} | saved
+    for name in saved:
+        last = torch.load(tmp_path / name, weights_only=True)["model_state_dict"]
+        assert same(last, weights(trainer.model))
 
 
 def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):

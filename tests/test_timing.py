@@ -144,6 +144,21 @@ def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
     assert "aten::addmm" in names
 
 
+def test_traces_within_one_update_have_names_of_their_own(tmp_path):
+    profiler = ProfilerCallback(tmp_path, wait=0, warmup=0, active=1, repeat=4)
+    train(make_trainer([profiler]), size=8, gradient_accumulation_steps=4)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("make", [TimingCallback, lambda: ProfilerCallback("profiles")])
+def test_a_second_one_is_refused(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer([make(), make()])
+    with pytest.raises(ValueError, match=r"callbacks holds more than one (Timing|Profiler)Callback"):
+        train(trainer)
+    assert trainer.progress.update == 0
+
+
 @pytest.mark.parametrize("arguments", [{"active": 0}, {"wait": -1}, {"repeat": 0}])
 def test_bad_arguments_are_named(arguments):
     (name,) = arguments

@@ -37,6 +37,7 @@ from tests.launching import ROOT, TORCHRUN, environment, launch, torchrun
 from tests.scripts.resumable import CopyStates, make_model, run
 from tests.scripts.sharded import make_model as make_sharded_model
 from tests.scripts.sharded import run as run_sharded
+from tests.small import listener, make_trainer, train
 from tests.soak import soak
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
 
@@ -335,6 +336,24 @@ def test_rotation_keeps_the_newest_and_the_best_and_foreign_files(tmp_path):
     assert {int(path.name.removeprefix("update-")) for path in kept} == expected
     assert (tmp_path / "states" / "notes").is_dir()
     assert not list((tmp_path / "states").glob(".update*"))
+
+
+@pytest.mark.parametrize("arguments", [{"save_every_n_steps": 4}, {"save_every_n_epochs": 4}, {}])
+def test_the_best_epoch_is_saved_whenever_else_states_are(tmp_path, arguments):
+    values = [2.0, 1.0, 3.0, 4.0, 5.0]
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("mine", values[t.progress.epoch - 1]))
+    saver = SaveTrainingStateCallback(tmp_path, max_checkpoints=1, keep_best=KeepBest("mine"), **arguments)
+    train(make_trainer([record, saver], seed=0), epochs=5)
+    assert {int(path.name.removeprefix("update-")) for path in tmp_path.glob("update-*")} == {6, 15}
+
+
+@pytest.mark.parametrize("arguments", [{"save_every_n_steps": 1}, {"save_every_n_epochs": 3}, {}])
+def test_a_metric_for_the_best_states_that_is_not_recorded_is_named_after_the_first_epoch(tmp_path, arguments):
+    saver = SaveTrainingStateCallback(tmp_path, keep_best=KeepBest("train_los_epoch"), **arguments)
+    trainer = make_trainer([saver], seed=0)
+    with pytest.raises(ValueError, match="Did you mean 'train_loss_epoch'"):
+        train(trainer, epochs=3)
+    assert trainer.progress.epochs_completed == 1
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
@@ -26,8 +27,11 @@ class SaveBestModelCallback(TrainerCallback):
     :param save_scheduler: include the scheduler's state
     :param load_saved_checkpoint: load the best model at the end of the run
     :param keep: how many of the best models to keep: for more than one, each is also saved under the number of its
-        epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best
+        epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best. Of two runs' epochs of
+        one number the better is kept, or, with ``reset_on_train``, the files of the run before are removed.
     """
+
+    path_argument = "save_path"
 
     def __init__(
         self,
@@ -52,15 +56,11 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
         self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
-        self._watched = WatchedMetric(watch_metric)
+        self._written: set[int] = set()  # epochs of which there are files, those of an earlier run included
+        self._watched = WatchedMetric(watch_metric, greater_is_better)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        for other in trainer.callback_handler:
-            if other is not self and isinstance(other, SaveBestModelCallback) and _same(other, self):
-                raise ValueError(
-                    f"save_path={os.fspath(self.save_path)!r} is that of two SaveBestModelCallbacks, which would "
-                    "overwrite each other's model. Give each a path of its own."
-                )
+        refuse_shared_path(trainer, self)
         self._watched.start(trainer.run_history)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
@@ -73,7 +73,7 @@ class SaveBestModelCallback(TrainerCallback):
         epoch = trainer.run_history.current_epoch
         if self.keep > 1 and not math.isnan(metric):
             self._keep(trainer, metric, epoch)
-        if self._is_better(metric):
+        if self._watched.is_better(metric, self.best_metric):
             self._save(trainer, self.save_path, metric, epoch)
             self.best_metric, self.best_metric_epoch = metric, epoch
 
@@ -86,26 +86,23 @@ class SaveBestModelCallback(TrainerCallback):
         )
 
     def _keep(self, trainer: Trainer, metric: float, epoch: int) -> None:
-        """Save the model under its epoch when it is among the best, and remove the one that no longer is."""
+        """Save the model under its epoch when it is among the best, and remove those that no longer are."""
         ranking = sorted([*self._kept, (metric, epoch)], key=lambda kept: kept[0], reverse=self.greater_is_better)
-        kept, dropped = ranking[: self.keep], ranking[self.keep :]
-        if (metric, epoch) in kept:
+        best_of_epoch: dict[int, float] = {}  # a second run's epochs have the numbers, and the files, of the first's
+        for value, number in ranking:
+            best_of_epoch.setdefault(number, value)
+        self._kept = [(value, number) for number, value in best_of_epoch.items()][: self.keep]
+        if (metric, epoch) in self._kept:
             self._save(trainer, self._path_of(epoch), metric, epoch)
-        self._kept = kept
+        kept = {number for _, number in self._kept}
         if trainer.accelerator.is_local_main_process:
-            for _, old in dropped:
+            for old in self._written - kept:
                 self._path_of(old).unlink(missing_ok=True)
+        self._written = kept
 
     def _path_of(self, epoch: int) -> Path:
         path = Path(self.save_path)
         return path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}")
-
-    def _is_better(self, metric: float) -> bool:
-        if math.isnan(metric):
-            return False
-        if self.best_metric is None:
-            return True
-        return metric > self.best_metric if self.greater_is_better else metric < self.best_metric
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if not self.load_saved_checkpoint or self.best_metric is None:
@@ -117,21 +114,13 @@ class SaveBestModelCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all models that are kept."""
-        kept = [list(kept) for kept in self._kept]
-        return {
-            "best_metric": self.best_metric,
-            "best_metric_epoch": self.best_metric_epoch,
-            "kept": kept,
-            "seen": self._watched.seen,
-        }
+        best = {"best_metric": self.best_metric, "best_metric_epoch": self.best_metric_epoch}
+        return {**self._watched.state_dict(), **best, "kept": [list(kept) for kept in self._kept]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        self.best_metric = state["best_metric"]
-        self.best_metric_epoch = state["best_metric_epoch"]
-        self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
-        self._watched.seen = state["seen"]
-
-
-def _same(one: SaveBestModelCallback, other: SaveBestModelCallback) -> bool:
-    return Path(one.save_path).absolute() == Path(other.save_path).absolute()
+        """Take over what :meth:`state_dict` returned, but the state of another metric."""
+        if self._watched.load_state_dict(state, self):
+            self.best_metric = state["best_metric"]
+            self.best_metric_epoch = state["best_metric_epoch"]
+            self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
+            self._written |= {epoch for _, epoch in self._kept}

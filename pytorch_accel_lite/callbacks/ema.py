@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
+from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.ema import ModelEma
 from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
@@ -14,8 +15,6 @@ from pytorch_accel_lite.utils import check_choice
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
-
-PREFIX = "ema_model_"
 
 
 class ModelEmaCallback(TrainerCallback):
@@ -28,44 +27,58 @@ class ModelEmaCallback(TrainerCallback):
     :param evaluate_during_training: evaluate the averaged model too, whenever the model is evaluated at the end of an
         epoch, and save it when it is the best so far; ``False``: save it after every epoch
     :param save_path: where it is saved, as a portable checkpoint; ``None``: not at all
-    :param watch_metric: the metric that says which is the best. Metrics of the averaged model have the prefix
-        ``ema_model_``.
+    :param watch_metric: the metric that says which is the best, by its name with the prefix; ``None``: the loss of the
+        evaluation, ``ema_model_eval_loss_epoch``
     :param greater_is_better: whether larger values are better
     :param model_ema: the class that averages, called as ``model_ema(model, decay=decay)``
     :param callbacks: the callbacks that see the evaluation of the averaged model (metrics, say); no others do
     :param update_every: ``"update"``, or ``"epoch"`` to average once an epoch
     :param warmup: let the decay grow at first, see :class:`~pytorch_accel_lite.ema.ModelEma`
-    :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run
+    :param prefix: put before the names of the metrics of the averaged model, another one for each of several averages
+    :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run; ``ema_model`` is the same
+    :raises ValueError: at the start of a run that has nothing to evaluate on, by which to find the best to save
     """
+
+    path_argument = "save_path"
 
     def __init__(
         self,
         decay: float = 0.99,
         evaluate_during_training: bool = True,
         save_path: str | os.PathLike[str] | None = "ema_model.pt",
-        watch_metric: str = "ema_model_eval_loss_epoch",
+        watch_metric: str | None = None,
         greater_is_better: bool = False,
         model_ema: Callable[..., ModelEma] = ModelEma,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
         *,
         update_every: str = "update",
         warmup: bool = False,
+        prefix: str = "ema_model_",
     ) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
         check_choice("update_every", update_every, ("update", "epoch"))
+        if not prefix:
+            raise ValueError(f"prefix={prefix!r} must tell the metrics of the averaged model from those of the model.")
         self.decay = decay
         self.evaluate_during_training = evaluate_during_training
         self.save_path = save_path
-        self.watch_metric = watch_metric
+        self.watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
         self.greater_is_better = greater_is_better
         self.model_ema = model_ema
         self.update_every = update_every
         self.warmup = warmup
+        self.prefix = prefix
         self.ema: ModelEma | None = None
         self.best_metric: float | None = None
+        self._watched = WatchedMetric(self.watch_metric, greater_is_better)
         self._handler = CallbackHandler(callbacks)
         self._loaded: dict[str, Any] = {}
+
+    @property
+    def ema_model(self) -> ModelEma | None:
+        """The average of the current or last run."""
+        return self.ema
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         if trainer.train_dataloader is None or trainer.is_running:  # of an evaluation
@@ -74,13 +87,31 @@ class ModelEmaCallback(TrainerCallback):
         model = trainer.get_model(keep_torch_compile=False)
         self.ema = self.model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
         self.best_metric = None
+        self._handler.call_event("on_dataloaders_created", trainer)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        refuse_shared_path(trainer, self)
+        if self.evaluate_during_training:
+            self._check_evaluation(trainer)
         if trainer.is_sharded:
             raise ValueError("ModelEmaCallback cannot average sharded weights. Train without FSDP, or leave it out.")
         self._average.to(trainer.device)
         if not trainer.progress.update:  # from rank 0's weights, which all ranks have got from it meanwhile
             self._average.set(trainer.get_model(keep_torch_compile=False))
+
+    def _check_evaluation(self, trainer: Trainer) -> None:
+        if self.save_path is not None and not trainer.eval_dataloaders:
+            raise ValueError(
+                "ModelEmaCallback needs data to evaluate on, to save the best average. Pass eval_dataset to train(), "
+                "or evaluate_during_training=False to save it after every epoch, or save_path=None not to save it."
+            )
+        averages = [other for other in trainer.callback_handler if isinstance(other, ModelEmaCallback)]
+        for other in averages:
+            if other is not self and other.evaluate_during_training and other.prefix == self.prefix:
+                raise ValueError(
+                    f"prefix={self.prefix!r} is that of two ModelEmaCallbacks, whose metrics could not be told apart. "
+                    "Give each a prefix of its own."
+                )
 
     @property
     def _average(self) -> ModelEma:
@@ -101,14 +132,11 @@ class ModelEmaCallback(TrainerCallback):
             return
         if not trainer.evaluation_is_due:
             return
-        trainer.run_evaluation(self._average.module, PREFIX, is_intermediate=False, callbacks=self._handler)
+        trainer.run_evaluation(self._average.module, self.prefix, is_intermediate=False, callbacks=self._handler)
         metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
-        if not math.isnan(metric) and (self.best_metric is None or self._is_better(metric, self.best_metric)):
+        if self._watched.is_better(metric, self.best_metric):
             self.best_metric = metric
             self._save(trainer, {self.watch_metric: metric})
-
-    def _is_better(self, metric: float, best: float) -> bool:
-        return metric > best if self.greater_is_better else metric < best
 
     def _save(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.save_path is None:
@@ -124,6 +152,7 @@ class ModelEmaCallback(TrainerCallback):
         if self.ema is None:
             return self._loaded
         return {
+            **self._watched.state_dict(),
             "module": dict(self.ema.module.state_dict()),
             "num_updates": self.ema.num_updates,
             "best_metric": self.best_metric,
@@ -133,6 +162,7 @@ class ModelEmaCallback(TrainerCallback):
         """Take over what :meth:`state_dict` returned; outside of a run there is no average yet to put it into."""
         self._loaded = state
         if self.ema is not None and state:
-            self.best_metric = state["best_metric"]
+            if self._watched.load_state_dict(state, self):
+                self.best_metric = state["best_metric"]
             self.ema.module.load_state_dict(state["module"])
             self.ema.num_updates = state["num_updates"]

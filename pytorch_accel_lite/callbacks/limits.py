@@ -45,7 +45,7 @@ def limit_from_environment() -> list[TrainerCallback]:
 
 
 class LimitEvalStepsCallback(TrainerCallback):
-    """Limits the batches of evaluations.
+    """Limits the batches of evaluations. Where there are several limits, the smallest counts.
 
     :param num_eval_steps: batches that each process reads
     :param limit_intermediate_only: only limit evaluations in the middle of a training epoch
@@ -59,11 +59,18 @@ class LimitEvalStepsCallback(TrainerCallback):
     def _applies(self, is_intermediate: bool) -> bool:
         return is_intermediate or not self.limit_intermediate_only
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if self._applies(kwargs["is_intermediate"]):
-            self._limit_before = trainer.eval_dataloader.limit
-            trainer.eval_dataloader.limit = self.num_eval_steps
+    # The argument may be given by its position, too, as subclasses written for the ancestor do.
+    def on_eval_epoch_start(  # noqa: D102
+        self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any
+    ) -> None:
+        loader = trainer.eval_dataloader
+        if self._applies(is_intermediate):
+            self._limit_before = loader.limit
+            loader.limit = self.num_eval_steps if loader.limit is None else min(loader.limit, self.num_eval_steps)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if self._applies(kwargs["is_intermediate"]):
-            trainer.eval_dataloader.limit = self._limit_before
+    def on_eval_epoch_end(  # noqa: D102
+        self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any
+    ) -> None:
+        loader, before = trainer.eval_dataloader, self._limit_before
+        if self._applies(is_intermediate):  # of several such callbacks the first found the largest limit, or none
+            loader.limit = None if before is None or loader.limit is None else max(before, loader.limit)

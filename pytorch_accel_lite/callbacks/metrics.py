@@ -117,9 +117,17 @@ class MetricsCallback(TrainerCallback):
                 stacklevel=2,
             )
             return
-        for name, metric in self.train_metrics.items(keep_base=True):
-            metric.persistent(True)
-            metric.load_state_dict(state["ranks"][rank][name])
+        states, metrics = state["ranks"][rank], dict(self.train_metrics.items(keep_base=True))
+        if states.keys() != metrics.keys():
+            listed = ", ".join(sorted(states.keys() ^ metrics.keys()))
+            warnings.warn(
+                "These training metrics are either new, and of what remains of this epoch, or have gone since the "
+                f"state was saved: {listed}.",
+                stacklevel=2,
+            )
+        for name in states.keys() & metrics.keys():
+            metrics[name].persistent(True)
+            metrics[name].load_state_dict(states[name])
 
 
 def _merge_over_ranks(metrics: MetricCollection, ranks: Ranks) -> None:

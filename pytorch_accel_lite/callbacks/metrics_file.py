@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.step_rows import StepRows
 from pytorch_accel_lite.checkpoint.portable import replacing
 
@@ -24,7 +25,8 @@ class MetricsFileCallback(StepRows):
     """Writes the metrics of the run history to a file, a row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
     The file is replaced as a whole after each epoch, so a crash never leaves half a file, and a resumed run has every
-    row once. A metric that was recorded several times in an epoch shows its last value. Numbers that are not finite
+    row once. A metric that was recorded several times in an epoch, as by evaluations within it, shows its last value; a
+    :class:`TrackerCallback` has them all. Numbers that are not finite
     are written as the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is no number, as a text.
 
     :param path: where to write; missing folders are made. A run that is not resumed replaces the file.
@@ -34,6 +36,8 @@ class MetricsFileCallback(StepRows):
     :raises ValueError: for another suffix
     :raises OSError: at the start of a run, when the file cannot be written
     """
+
+    path_argument = "path"
 
     def __init__(self, path: str | os.PathLike[str] = "metrics.jsonl", every_n_updates: int | None = None) -> None:
         super().__init__(every_n_updates)
@@ -46,6 +50,7 @@ class MetricsFileCallback(StepRows):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         super().on_training_run_start(trainer)
+        refuse_shared_path(trainer, self)
         if not hasattr(trainer.run_history, "rows"):
             raise TypeError(
                 f"MetricsFileCallback needs a run history with rows(), which {type(trainer.run_history).__name__} has "
@@ -90,7 +95,7 @@ class MetricsFileCallback(StepRows):
             self._write_epochs(trainer)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as it is written."""
     if isinstance(value, (str, bool, int)) or value is None:
         return value
@@ -104,14 +109,14 @@ def _plain(value: Any) -> Any:
 
 
 def _as_text(rows: Iterable[Row], suffix: str, columns: list[str], header: bool) -> str:
-    plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
+    written = [{name: plain(value) for name, value in row.items()} for row in rows]
     if suffix == ".jsonl":
-        return "".join(json.dumps(row) + "\n" for row in plain)
+        return "".join(json.dumps(row) + "\n" for row in written)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     if header:
         writer.writeheader()
-    writer.writerows(plain)
+    writer.writerows(written)
     return text.getvalue()
 
 

@@ -56,11 +56,16 @@ class PlotMetricsCallback(TrainerCallback):
         self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
+        from pytorch_accel_lite.plotting import NothingToPlotError
+
         if not self._is_behind:
             return
         self._is_behind = False
         with self._pace.measured():
-            figure = trainer.run_history.plot(metrics=self.metrics)  # type: ignore[attr-defined]
+            try:
+                figure = trainer.run_history.plot(metrics=self.metrics)  # type: ignore[attr-defined]
+            except NothingToPlotError:  # yet
+                return
             with replacing(self.path) as temporary, temporary.open("wb") as file:
                 figure.savefig(file, format=self.path.suffix[1:] or "png")
             if "ipykernel" in sys.modules:
@@ -88,7 +93,8 @@ class SnapshotCallback(TrainerCallback):
 
     :param fn: called as ``fn(model, samples)`` on the first process, without gradients; returns a picture or a dict of
         pictures: a matplotlib figure, a PIL image, or an array or tensor of shape ``(height, width)``,
-        ``(height, width, channels)`` or ``(channels, height, width)``
+        ``(height, width, channels)`` or ``(channels, height, width)``, whose values are bytes, or from 0 to 1, or are
+        stretched to that range
     :param samples: what it is given; moved to the device when it is a tensor
     :param every_n_epochs: how often
     :param directory: where the pictures are saved, as ``NAME-epoch-0001.png``

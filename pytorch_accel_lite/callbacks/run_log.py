@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.checkpoint.portable import replacing
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import Pace
@@ -109,7 +110,7 @@ class RunLogCallback(TrainerCallback):
         history = trainer.run_history
         rows = history.rows() if hasattr(history, "rows") else []
         progress = {"progress": trainer.progress.state_dict(), "metrics": rows}
-        record = json.dumps(self._record | progress, indent=2, default=str)
+        record = json.dumps(_as_json(self._record | progress), indent=2, allow_nan=False)
         # Drawing may take longer than a short epoch: it gets a fiftieth of the time, and is done at the end anyway.
         ends = self._record["attempts"][-1]["outcome"] != "running"
         recorded = sum(len(history.get_metric_values(name)) for name in history.get_metric_names())
@@ -123,6 +124,15 @@ class RunLogCallback(TrainerCallback):
         ):
             with replacing(self.directory / name) as temporary:
                 temporary.write_text(text)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a nested value as JSON can hold it: keys as texts, and so what is neither text nor a finite number."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return plain(value)
 
 
 def _now() -> str:

@@ -26,6 +26,8 @@ _ROWS_BEHIND = 4
 _JOBS_BEHIND = 1000
 # Seconds that a process which fails alone gives to what is still to be written: its peers wait for it to exit.
 _PATIENCE = 5.0
+# What is in every row, by names that step metrics cannot have.
+_COLUMNS = ("update", "epoch", "loss")
 
 
 class InBackground:
@@ -82,7 +84,8 @@ class InBackground:
 class _Row(NamedTuple):
     update: int
     epoch: int
-    numbers: dict[str, float | None]  # None: on the device, and to be found in ``copied``
+    names: list[str]  # of the step metrics
+    numbers: list[float | None]  # the sums of losses and weights, then the metrics; None: to be found in ``copied``
     copied: HostCopy | None
 
 
@@ -126,20 +129,20 @@ class StepRows(TrainerCallback):
         every, window = self.every_n_updates, trainer.gradient_window
         if every is None or trainer.progress.update % every or window is None or window.is_open:
             return
-        tracker, metrics = trainer.loss_trackers["loss"], trainer.step_metrics
-        named = {"total": tracker.total_loss, "count": tracker.running_count, **dict(sorted(metrics.items()))}
-        self._pending.append(self._begin(trainer, named))
+        self._pending.append(self._begin(trainer))
         self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
 
-    def _begin(self, trainer: Trainer, named: dict[str, Any]) -> _Row:
+    def _begin(self, trainer: Trainer) -> _Row:
         """Begin to copy what is on a device to host memory."""
-        there = {name: v for name, v in named.items() if isinstance(v, torch.Tensor) and not v.is_cpu}
-        numbers = {name: None if name in there else float(value) for name, value in named.items()}
+        tracker, metrics = trainer.loss_trackers["loss"], dict(sorted(trainer.step_metrics.items()))
+        values = [tracker.total_loss, tracker.running_count, *metrics.values()]
+        numbers = [_number(name, value) for name, value in zip(("", "", *metrics), values, strict=True)]
+        there = [value for value, number in zip(values, numbers, strict=True) if number is None]
         copied = None
         if there:
             dtype = wide_float(trainer.device)
-            copied = HostCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in there.values()]))
-        return _Row(trainer.progress.update, trainer.progress.epoch, numbers, copied)
+            copied = HostCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in there]))
+        return _Row(trainer.progress.update, trainer.progress.epoch, list(metrics), numbers, copied)
 
     def _average(self, keep: int) -> None:
         """Average the pending rows over the processes and have them written, but for the latest few."""
@@ -148,18 +151,16 @@ class StepRows(TrainerCallback):
             row = self._pending.popleft()
             # Copies have arrived long ago, unless all is asked for.
             copied = iter([] if row.copied is None else row.copied.read().tolist())
-            mine = [next(copied) if number is None else number for number in row.numbers.values()]
-            summed = self._ranks.sum(mine)
-            self._finish_row(row, dict(zip(row.numbers, summed, strict=True)))
+            mine = [next(copied) if number is None else number for number in row.numbers]
+            self._finish_row(row, *self._ranks.sum(mine))
 
-    def _finish_row(self, row: _Row, summed: dict[str, float]) -> None:
+    def _finish_row(self, row: _Row, total: float, count: float, *summed: float) -> None:
         assert self._ranks is not None
         epoch, total_before, count_before = self._sums
         if epoch != row.epoch:
             total_before = count_before = 0.0
-        total, count = summed.pop("total"), summed.pop("count")
         self._sums = row.epoch, total, count
-        values = {name: value / self._ranks.world_size for name, value in summed.items()}
+        values = {name: value / self._ranks.world_size for name, value in zip(row.names, summed, strict=True)}
         if count > count_before:
             values = {"loss": (total - total_before) / (count - count_before), **values}
         self._last_row = {"update": row.update, "epoch": row.epoch, "values": values}
@@ -203,3 +204,21 @@ class StepRows(TrainerCallback):
         """Take over what :meth:`state_dict` returned."""
         epoch, total, count = state["sums"]
         self._sums, self._last_row = (int(epoch), total, count), dict(state["last_row"])
+
+
+def _number(name: str, value: Any) -> float | None:
+    """Return the value of a step metric, ``None`` when it lies on a device, where it is not read."""
+    if name in _COLUMNS:
+        raise ValueError(
+            f"trainer.step_metrics[{name!r}] has the name of a column that every row has: {', '.join(_COLUMNS)}. "
+            "Put the metric there under another name."
+        )
+    try:
+        if isinstance(value, torch.Tensor) and not value.is_cpu:
+            value.reshape(())
+            return None
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"trainer.step_metrics[{name!r}]={value!r} must be a number, or a tensor with one element."
+        ) from None

@@ -149,7 +149,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
         self.best_metric = baseline
         self.early_stopping_patience_counter = 0
-        self._watched = WatchedMetric(watch_metric)
+        self._watched = WatchedMetric(watch_metric, greater_is_better)
         self._evaluated = False
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -200,16 +200,16 @@ class EarlyStoppingCallback(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the patience used."""
         return {
+            **self._watched.state_dict(),
             "best_metric": self.best_metric,
             "patience_counter": self.early_stopping_patience_counter,
-            "seen": self._watched.seen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        self.best_metric = state["best_metric"]
-        self.early_stopping_patience_counter = state["patience_counter"]
-        self._watched.seen = state["seen"]
+        """Take over what :meth:`state_dict` returned, but the state of another metric."""
+        if self._watched.load_state_dict(state, self):
+            self.best_metric = state["best_metric"]
+            self.early_stopping_patience_counter = state["patience_counter"]
 
 
 class TimeLimitCallback(TrainerCallback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -60,6 +60,7 @@ class TimingCallback(TrainerCallback):
         self._callbacks_before = 0.0
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        _refuse_second(trainer, self, "One measures all callbacks")
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
         self._names = {}
@@ -187,10 +188,20 @@ class TimingCallback(TrainerCallback):
         return "\n".join(["Where the time went:", *lines, f"{'the whole run':<{width}}  {whole:>9.2f} s"])
 
 
+def _refuse_second(trainer: Trainer, callback: TrainerCallback, reason: str) -> None:
+    """Raise an error when a trainer has another callback of the same kind."""
+    kind = type(callback)
+    if any(other is not callback and isinstance(other, kind) for other in trainer.callback_handler):
+        raise ValueError(f"callbacks holds more than one {kind.__name__}. {reason}: leave the others out.")
+
+
 class ProfilerCallback(TrainerCallback):
     """Writes traces of ``torch.profiler`` for some steps of a run, to be opened in Perfetto or chrome://tracing.
 
-    :param output_dir: where, as ``trace-rank0-update10.json``
+    Only one in a trainer: ``torch.profiler`` cannot run twice at a time.
+
+    :param output_dir: where, as ``trace-rank0-update10.json``; a further trace of the same update, as with gradient
+        accumulation, as ``trace-rank0-update10-2.json``
     :param wait: steps before each trace that are not looked at
     :param warmup: steps before each trace in which the profiler runs and nothing is kept
     :param active: steps in a trace
@@ -215,15 +226,19 @@ class ProfilerCallback(TrainerCallback):
         self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self.profile_kwargs = profile_kwargs
         self._profiler: torch.profiler.profile | None = None
+        self._traces: Counter[int] = Counter()  # of each update
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        _refuse_second(trainer, self, "torch.profiler cannot run twice at a time")
+        self._traces.clear()
         trainer.ranks.run_together(lambda: self.output_dir.mkdir(parents=True, exist_ok=True), only_first=True)
         rank = trainer.ranks.rank
 
         def write(profiler: torch.profiler.profile) -> None:
-            profiler.export_chrome_trace(
-                str(self.output_dir / f"trace-rank{rank}-update{trainer.progress.update}.json")
-            )
+            update = trainer.progress.update
+            self._traces[update] += 1
+            number = "" if self._traces[update] == 1 else f"-{self._traces[update]}"
+            profiler.export_chrome_trace(str(self.output_dir / f"trace-rank{rank}-update{update}{number}.json"))
 
         self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
         self._profiler.start()

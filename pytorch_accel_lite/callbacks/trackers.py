@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TrackerCallback(StepRows):
-    """Logs a run to a tracker: its configuration, numbers every n updates and every epoch, and pictures.
+    """Logs a run to a tracker: its configuration, numbers every n updates, every evaluation and epoch, and pictures.
 
     The step of everything is the number of updates made. A resumed run goes on in the same curves: TensorBoard forgets
     what was logged after the state that is resumed from, MLflow is not given twice what it has, Weights & Biases drops
@@ -66,6 +66,9 @@ class TrackerCallback(StepRows):
         self._trainer: Trainer | None = None
         self._is_over = True
         self._logged: dict[str, int] = {}
+        #: The metrics of the run history that were logged last, and the update it was at.
+        self._latest: dict[str, Any] = {}
+        self._evaluated = False
         self._known: dict[str, set[int]] = {}
         self._first_update = 0
 
@@ -74,7 +77,7 @@ class TrackerCallback(StepRows):
         self._trainer, self._started, self._known = trainer, None, {}
         self._first_update, self._is_over = trainer.progress.update, False
         self.run_id = None
-        self._logged = self._counts(trainer)
+        self._logged, self._latest, self._evaluated = self._counts(trainer), {}, False
         trainer.ranks.run_together(self._check_directory, only_first=True)
 
     def _check_directory(self) -> None:
@@ -135,6 +138,13 @@ class TrackerCallback(StepRows):
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:  # noqa: D102
         self._log({"epoch": epoch, **values}, update)
 
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        self._evaluated = True
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self._evaluated:  # in the middle of the epoch
+            self._log_new(trainer)
+
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._log_new(trainer)
 
@@ -143,19 +153,20 @@ class TrackerCallback(StepRows):
             self._log_new(trainer)
 
     def _log_new(self, trainer: Trainer) -> None:
+        self._average(keep=0)  # trackers take no row of an update before
         counts = self._counts(trainer)
         new = {
             name: trainer.run_history.get_latest_metric(name)
             for name, count in counts.items()
             if count > self._logged.get(name, 0)
         }
-        self._logged = counts
-        if new and trainer.accelerator.is_main_process:
-            self._log_later(new, trainer.progress.update)
-
-    def _log_later(self, values: dict[str, Any], step: int) -> None:
-        plain = {name: _plain(value) for name, value in values.items()}
-        self.in_background(lambda: self._log(plain, step))
+        self._logged, self._evaluated = counts, False
+        if new:
+            update, values = trainer.progress.update, {name: _plain(value) for name, value in new.items()}
+            earlier = self._latest["values"] if self._latest.get("update") == update else {}
+            self._latest = {"update": update, "values": earlier | values}
+            if trainer.accelerator.is_main_process:
+                self.in_background(lambda: self._log(values, update))
 
     def _log(self, values: dict[str, Any], step: int) -> None:
         """Log numbers, unless the tracker has them from an earlier attempt. In the background."""
@@ -227,7 +238,10 @@ class TrackerCallback(StepRows):
 
     def state_dict(self) -> dict[str, Any]:
         """Write what is pending, and return the id of the run and what was logged last."""
-        state = super().state_dict() | {"logged": dict(self._logged)}
+        trainer = None if self._is_over else self._trainer
+        if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
+            self._log_new(trainer)  # the state may be taken before this callback has its turn
+        state = super().state_dict() | {"logged": dict(self._logged), "latest": dict(self._latest)}
         if self._started is not None and self.tracker == "tensorboard":
             self._started.writer.flush()  # what is in memory only would be lost when the program is killed
         run_id = self.run_id
@@ -238,21 +252,18 @@ class TrackerCallback(StepRows):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, and log again what belongs to the update that it was taken at.
 
-        Whether that was logged before or after the state was taken depends on the order of the callbacks.
+        TensorBoard forgets what was logged at that update, as well as what came after it.
         """
         super().load_state_dict(state)
-        self.run_id, self._logged = state["run_id"], dict(state["logged"])
-        trainer, row = self._trainer, self._last_row
-        if trainer is None or self._is_over:
+        self.run_id, self._logged, self._latest = state["run_id"], dict(state["logged"]), dict(state.get("latest", {}))
+        trainer, row, latest = self._trainer, self._last_row, self._latest
+        if trainer is None or self._is_over or not trainer.accelerator.is_main_process:
             return
-        if trainer.accelerator.is_main_process and row.get("update") == trainer.progress.update:
-            self._log_later({"epoch": row["epoch"], **row["values"]}, row["update"])
-        if not trainer.progress.is_mid_epoch and hasattr(trainer.run_history, "rows"):
-            rows = trainer.run_history.rows()
-            self._logged = self._counts(trainer)
-            if rows and trainer.accelerator.is_main_process:
-                values = {name: value for name, value in rows[-1].items() if name != "epoch"}
-                self._log_later(values, trainer.progress.update)
+        update = trainer.progress.update
+        if row.get("update") == update:
+            self.in_background(lambda: self.write_row(update, row["epoch"], row["values"]))
+        if latest.get("update") == update:
+            self.in_background(lambda: self._log(latest["values"], update))
 
 
 def _plain(value: Any) -> Any:

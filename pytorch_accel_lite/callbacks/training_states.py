@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.store import StateStore
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keep the states of the best epochs too.
+    """Keep the states of the best epochs too: one is saved after each epoch whose value is among the best so far.
 
     :param metric: the name of the metric in the run history
     :param n: how many states to keep
@@ -53,10 +54,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         there is raised at the next save or at the end of the run.
     :param continue_on_error: report an ``OSError`` of saving, such as a full disk, and go on; by default it ends the
         run. The states that are there stay whole in either case.
-    :param keep_best: keep the states of the best epochs besides the newest ones
+    :param keep_best: save the states of the best epochs, and keep them besides the newest ones
     """
 
     saves_training_states = True
+    path_argument = "save_dir"
 
     def __init__(
         self,
@@ -95,7 +97,9 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._writer: BackgroundWriter | None = None
         self._best: dict[str, float] = {}
         self._best_before: dict[str, float] = {}
-        self._watched = WatchedMetric("" if keep_best is None else keep_best.metric)
+        watched = keep_best or KeepBest(metric="")
+        self._watched = WatchedMetric(watched.metric, watched.greater_is_better)
+        self._value = math.nan  # of the metric, in the epoch that has just ended
         self._saved: dict[str, Any] | None = None
         self._saved_clock = 0.0
 
@@ -114,8 +118,9 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         check_states_are_possible(trainer.accelerator)
+        refuse_shared_path(trainer, self)
         self._watched.start(trainer.run_history)
-        self._saved, self._saved_clock, self._best = None, 0.0, {}
+        self._saved, self._saved_clock, self._best, self._value = None, 0.0, {}, math.nan
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
 
@@ -129,9 +134,9 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         every = self.save_every_n_epochs
-        if (every is not None and trainer.progress.epochs_completed % every == 0) or (
-            self.save_at_end and trainer.is_finished
-        ):
+        due = every is not None and trainer.progress.epochs_completed % every == 0
+        is_best = self._look_at_metric(trainer)
+        if due or is_best or (self.save_at_end and trainer.is_finished):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
@@ -188,20 +193,34 @@ class SaveTrainingStateCallback(TrainerCallback):
                 f"The training state could not be saved, and the run goes on. {type(error).__name__}: {error}"
             )
 
+    def _look_at_metric(self, trainer: Trainer) -> bool:
+        """Note the value of the epoch that has just ended, and return whether it is among the best."""
+        if self.keep_best is None:
+            return False
+        value = self._watched.new_value(trainer)
+        self._value = math.nan if value is None else value
+        name = self._store.path_for(trainer.progress.update).name
+        return name in self._ranked(name)
+
     def _note_best(self, trainer: Trainer, name: str) -> None:
         self._best_before = self._best
-        if self.keep_best is None or trainer.progress.is_mid_epoch:
-            return
-        value = self._watched.new_value(trainer)
-        candidates = self._best if value is None or math.isnan(value) else self._best | {name: value}
+        if not trainer.progress.is_mid_epoch:
+            self._best = self._ranked(name)
+
+    def _ranked(self, name: str) -> dict[str, float]:
+        """Return the best states, with the one of this name if the value of its epoch is among the best."""
+        if self.keep_best is None or math.isnan(self._value):
+            return self._best
+        candidates = self._best | {name: self._value}
         ranking = sorted(candidates.items(), key=lambda item: item[1], reverse=self.keep_best.greater_is_better)
-        self._best = dict(ranking[: self.keep_best.n])
+        return dict(ranking[: self.keep_best.n])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the best states."""
-        return {"best": dict(self._best), "seen": self._watched.seen}
+        return {**self._watched.state_dict(), "best": dict(self._best)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        self._best = dict(state["best"])
-        self._watched.seen = state["seen"]
+        # Without keep_best the states that were kept stay; with it for the first time there are none.
+        if self.keep_best is None or not state["best"] or self._watched.load_state_dict(state, self):
+            self._best = dict(state["best"])

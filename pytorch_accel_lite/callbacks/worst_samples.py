@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -75,7 +77,7 @@ class WorstSamplesCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._kept = None
-        self._name = trainer.run_history.metric_name_prefix.rstrip("_")
+        self._name = trainer.run_history.metric_name_prefix.removesuffix("_")
         if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
             self._gathered = []
 
@@ -133,8 +135,8 @@ class WorstSamplesCallback(TrainerCallback):
     ) -> Figure:
         """Draw the samples, which are images, as a sheet (extra ``plot``).
 
-        :param dataset: what was evaluated; its samples are tuples that begin with an image of shape
-            ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+        :param dataset: what was evaluated, or the dict of what was; its samples are tuples that begin with an image of
+            shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
         :param path: where to save the picture; ``None``: not saved
         :param classes: the names of the classes
         :raises ValueError: when there is nothing to draw, or it is no image
@@ -148,7 +150,22 @@ class WorstSamplesCallback(TrainerCallback):
             return classes[value] if classes is not None and isinstance(value, int) else _short(value)
 
         titles = [f"{name(s.prediction)}, not {name(s.target)}\nloss {s.loss:.3g}, #{s.index}" for s in self.samples]
-        return plot_sheet([dataset[sample.index][0] for sample in self.samples], titles, path)
+        images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
+        return plot_sheet(images, titles, path)
+
+
+def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
+    """Return the dataset of a sample; ``datasets`` itself unless several were evaluated."""
+    if not sample.dataset or not isinstance(datasets, Mapping):
+        return datasets
+    # An average of the weights puts its own prefix before the name.
+    names = [name for name in datasets if f"_{sample.dataset}".endswith(f"_{name}")]
+    if not names:
+        raise ValueError(
+            f"dataset={list(datasets)} does not hold {sample.dataset!r}, of which a worst sample is. Pass the datasets "
+            "that were evaluated, by their names."
+        )
+    return datasets[max(names, key=len)]
 
 
 def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
@@ -157,10 +174,20 @@ def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
         loss_func = copy.copy(loss_func)
         loss_func.reduction = "none"
         return loss_func  # type: ignore[no-any-return]
+    if not isinstance(loss_func, nn.Module) and _takes_reduction(loss_func):
+        return partial(loss_func, reduction="none")
     raise ValueError(
         f"WorstSamplesCallback: of the loss function {loss_func!r} no loss for each sample can be had. Pass "
         "loss=, a function of outputs and targets that returns one value per sample."
     )
+
+
+def _takes_reduction(loss_func: Any) -> bool:
+    """Whether a function is one like those of ``torch.nn.functional``, or a ``partial`` of one."""
+    try:
+        return "reduction" in inspect.signature(loss_func).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _per_sample(losses: Any, size: int) -> torch.Tensor:

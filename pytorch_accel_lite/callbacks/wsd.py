@@ -19,7 +19,8 @@ class WSDCheckpointCallback(TrainerCallback):
 
     After n updates of the schedule: ``checkpoint_n_wsd_pre_decay.pt`` right before a decay, with the states of the
     optimizer and the scheduler, to go on from (WSD); ``checkpoint_n_wsd_post_decay.pt`` right after it, to use, or to
-    go on from (WSD-S). A run that ends within a decay saves its last model as the latter.
+    go on from (WSD-S). A run that ends or is stopped within a decay saves its last model as the latter; one that is
+    only paused does not.
 
     :param save_dir: where the checkpoints go
     :param save_optimizer: include the optimizer's state in the checkpoints after a decay
@@ -82,8 +83,16 @@ class WSDCheckpointCallback(TrainerCallback):
                 self._save(trainer, kind)
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.is_finished:
+            self._save_last(trainer)
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.interruption is None:  # a run that is paused goes on
+            self._save_last(trainer)
+
+    def _save_last(self, trainer: Trainer) -> None:
         info = trainer.scheduler.get_current_phase_info()
-        if trainer.is_finished and info["phase"] == "decay" and trainer.scheduler.num_updates > info["pre_decay_step"]:
+        if info["phase"] == "decay" and trainer.scheduler.num_updates > info["pre_decay_step"]:
             self._save(trainer, _POST)
 
     def _save(self, trainer: Trainer, kind: str) -> None:

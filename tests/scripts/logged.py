@@ -17,6 +17,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     RunLogCallback,
     SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
     TrackerCallback,
 )
 from tests.tasks import quiet_trainer, regression_data, small_model
@@ -42,7 +43,8 @@ def loggers(folder: Path, mlflow: bool = True) -> list[Any]:
 
 def run(folder: Path, saver_first: bool = False, delay: float = 0.0, mlflow: bool = True) -> Any:
     saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
-    callbacks = [Slow(delay), LearningRateMonitorCallback(), GradientNormCallback(), *loggers(folder, mlflow)]
+    monitors = [LearningRateMonitorCallback(), GradientNormCallback()]
+    callbacks = [Slow(delay), *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
     callbacks = [saving, *callbacks] if saver_first else [*callbacks, saving]
     trainer = quiet_trainer(small_model(), callbacks=callbacks, seed=2)
     data = regression_data(24)
