@@ -63,8 +63,10 @@ class TrainerCallback:
                         optimizer_step, scheduler_step, optimizer_zero_grad
                         on_optimizer_step_end
                     on_train_step_end                        batch, batch_output, step
-                    on_train_step_checkpoint                 step (after an update; all callbacks have settled)
-                    on_train_batch_skipped                   failures, error, step (only where failures are skipped)
+                    on_train_batch_skipped                   failures, error, step (in place of that, of a failed batch)
+                    after an update:
+                        on_update_end                        step
+                        on_train_step_checkpoint             step (all callbacks have settled)
                 on_train_epoch_end
                 on_eval_epoch_start                          is_intermediate
                 for each evaluation batch:
@@ -129,6 +131,9 @@ class TrainerCallback:
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """A training step is complete, its update included. Keywords: ``batch``, ``batch_output``, ``step``."""
+
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """A step that made an update is complete, also when its own batch was skipped. Keyword: ``step``."""
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         """Every callback has seen a step that made an update: the place to save. Keyword: ``step``."""

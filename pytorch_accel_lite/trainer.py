@@ -485,6 +485,7 @@ class Trainer(TrainerBase):
         if output is not None:
             self._call_event("on_train_step_end", batch=batch, batch_output=output, step=step)
         if updates:
+            self._call_event("on_update_end", step=step)
             self._call_event("on_train_step_checkpoint", step=step)
             self._stop_vote.settle(can_save=True)
 

@@ -57,7 +57,7 @@ def train_step(step: int, update: bool) -> list[str]:
     if update:
         step_events += ["on_optimizer_step_start", "on_optimizer_step_end"]
     step_events.append(f"on_train_step_end({BATCH}, step={step})")
-    return step_events + ([f"on_train_step_checkpoint(step={step})"] if update else [])
+    return step_events + ([f"on_update_end(step={step})", f"on_train_step_checkpoint(step={step})"] if update else [])
 
 
 def evaluation(steps: int) -> list[str]:

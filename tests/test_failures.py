@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,8 +11,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import OutOfMemoryCallback, SaveTrainingStateCallback, SkipFailedBatchesCallback
-from tests.small import Broken, Stream, make_trainer, train
+from pytorch_accel_lite.callbacks import (
+    MetricsFileCallback,
+    OutOfMemoryCallback,
+    SaveTrainingStateCallback,
+    SkipFailedBatchesCallback,
+    StepBasedEvaluationCallback,
+)
+from tests.small import Broken, Stream, make_data, make_trainer, train
 from tests.tasks import Rows, equal, largest_difference, quiet_trainer, regression_data, weights
 
 IN_ORDER = {"shuffle": False, "num_workers": 0}
@@ -171,6 +178,20 @@ def test_callbacks_are_told_of_a_skipped_batch_in_place_of_its_end():
     poison = regression_data(20)[9][0][0].item()
     fit(Fussy(poison), [SkipFailedBatchesCallback(), Watch()], num_epochs=1)
     assert seen == [0, 1, (2, 0, ValueError), 3, 4]
+
+
+def test_an_update_whose_last_batch_was_skipped_is_logged_and_evaluated_after(tmp_path):
+    callbacks = [
+        SkipFailedBatchesCallback(),
+        MetricsFileCallback(tmp_path / "m.jsonl", every_n_updates=1),
+        StepBasedEvaluationCallback(1),
+    ]
+    trainer = make_trainer(callbacks)
+    arguments = {"train_dataloader_kwargs": {"num_workers": 0, "shuffle": False}, "gradient_accumulation_steps": 2}
+    train(trainer, train_dataset=Broken(16, broken=3), eval_dataset=make_data(), **arguments)
+    rows = [json.loads(line) for line in (tmp_path / "m_updates.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [1, 2, 3, 4]
+    assert len(trainer.run_history.get_metric_values("intermediate_eval_loss")) == 4
 
 
 def test_a_stream_goes_on_when_the_model_refuses_a_batch():

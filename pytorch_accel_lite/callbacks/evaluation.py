@@ -27,7 +27,6 @@ class StepBasedEvaluationCallback(TrainerCallback):
         if not trainer.eval_dataloaders:
             raise ValueError("StepBasedEvaluationCallback needs data to evaluate on. Pass eval_dataset to train().")
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        window = trainer.gradient_window
-        if window is not None and not window.is_open and trainer.progress.update % self.eval_every_n_steps == 0:
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if trainer.progress.update % self.eval_every_n_steps == 0:
             trainer.run_evaluation()

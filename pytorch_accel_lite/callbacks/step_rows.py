@@ -125,9 +125,8 @@ class StepRows(TrainerCallback):
         self._pending.clear()
         self._sums, self._last_row = (0, 0.0, 0.0), {}
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        every, window = self.every_n_updates, trainer.gradient_window
-        if every is None or trainer.progress.update % every or window is None or window.is_open:
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+        if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
             return
         self._pending.append(self._begin(trainer))
         self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
