@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Subset,
@@ -57,10 +59,17 @@ def read(
     size: int, batch: int, world_size: int, start: int = 0, epoch: int = 1, training: bool = True, **kwargs: Any
 ) -> list[list[Any]]:
     """The steps of all ranks: for each step, what each rank was given."""
+    return read_from(
+        lambda rank: DataLoader(numbers(size), batch, shuffle=training, **kwargs), world_size, start, epoch, training
+    )
+
+
+def read_from(
+    make_source: Callable[[int], Any], world_size: int, start: int = 0, epoch: int = 1, training: bool = True
+) -> list[list[Any]]:
     by_rank = []
     for rank in range(world_size):
-        source = DataLoader(numbers(size), batch, shuffle=training, **kwargs)
-        loader = shard(source, rank_of(rank, world_size), torch.device("cpu"), seed=3, training=training)
+        loader = shard(make_source(rank), rank_of(rank, world_size), torch.device("cpu"), seed=3, training=training)
         by_rank.append(list(loader.steps(epoch, start)))
     assert not training or len({len(steps) for steps in by_rank}) == 1
     longest = max(map(len, by_rank))
@@ -143,6 +152,25 @@ def test_drop_last_drops_the_last_smaller_step_of_the_whole_job(batch):
         steps = read(23, batch, world_size, drop_last=True)
         assert all(len(samples(step)) == batch * world_size for step in steps)
         assert len(steps) == 23 // (batch * world_size)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_distributed_sampler_does_not_share_out_what_is_shared_out_here(training, batched, drop_last):
+    def source(rank):
+        sampler = DistributedSampler(numbers(23), num_replicas=2, rank=rank, drop_last=drop_last)
+        if batched:
+            return DataLoader(numbers(23), batch_sampler=BatchSampler(sampler, 4, False))
+        return DataLoader(numbers(23), 4, sampler=sampler)
+
+    first, second = (
+        [i for step in read_from(source, 2, 0, epoch, training) for i in samples(step)] for epoch in (1, 2)
+    )
+    assert len(first) == len(set(first)) == (22 if drop_last else 23)
+    assert first != second
+    steps = len(shard(source(0), rank_of(0, 2), torch.device("cpu"), seed=3, training=training))
+    assert steps == len(read_from(source, 2, 0, 1, training)) == 3
 
 
 def test_epochs_differ_and_follow_from_the_seed():

@@ -18,7 +18,15 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, default_collate
 
 from pytorch_accel_lite.batches import find_batch_size
-from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, keep_generators, mix, take
+from pytorch_accel_lite.data.order import (
+    BatchReader,
+    EpochOrder,
+    identity,
+    keep_generators,
+    mix,
+    of_all_processes,
+    take,
+)
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.signals import ignore_in_worker
@@ -164,8 +172,7 @@ class _EpochShares:
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, seed: int | None, fill: bool) -> None:
         self.own_batches = source.batch_size is None  # a batch sampler of the user's
-        sampler: Any = source.batch_sampler if self.own_batches else source.sampler
-        self.sampler = sampler
+        sampler = self.sampler = of_all_processes(source.batch_sampler if self.own_batches else source.sampler)
         self.global_batch = (source.batch_size or 1) * ranks.world_size
         self.counts: deque[tuple[int, int, bool, Any]] = deque()
         self.as_tensors = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,6 +94,18 @@ def identity(batch: Any) -> Any:
     return batch
 
 
+def of_all_processes(sampler: Any) -> Any:
+    """Return a sampler of the whole job: a ``DistributedSampler`` would share out what is shared out here."""
+    if isinstance(sampler, DistributedSampler):
+        # Nothing is repeated to fill up shares; what its drop_last leaves out stays left out.
+        size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
+        sampler = copy.copy(sampler)
+        sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size = 1, 0, size, size
+    elif type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
+        return BatchSampler(of_all_processes(sampler.sampler), sampler.batch_size, sampler.drop_last)
+    return sampler
+
+
 class EpochOrder:
     """The global sequence of an epoch's samples, from the sampler of a dataloader.
 
@@ -103,10 +116,6 @@ class EpochOrder:
     """
 
     def __init__(self, sampler: Iterable[Any], ranks: Ranks, seed: int | None) -> None:
-        if isinstance(sampler, DistributedSampler):  # it would shard what is sharded here
-            sampler = DistributedSampler(
-                sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
-            )
         self._sampler = sampler
         self._ranks = ranks
         self._seed = seed
@@ -119,7 +128,8 @@ class EpochOrder:
         sampler = self._sampler
         if isinstance(sampler, SequentialSampler):
             return range(len(sampler))
-        set_epoch = getattr(sampler, "set_epoch", None)
+        inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+        set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         is_shuffle = as_tensor and _is_plain_shuffle(sampler)
@@ -129,7 +139,6 @@ class EpochOrder:
             indices: list[Any] = self._ranks.broadcast_object(lambda: list(sampler))
             return indices
         seed = mix(self._seed, epoch)
-        inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
         generator = getattr(inner, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed >> 1)
