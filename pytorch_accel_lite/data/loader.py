@@ -345,7 +345,8 @@ class StreamLoader(ShardedLoader):
         batches = _skip(self.source, start) if self._ranks.rank == 0 else iter(())
         groups = iter(lambda: list(islice(batches, self._ranks.world_size)), [])
         steps = chain(with_last(islice(groups, self._left)), [None])
-        while True:
+        is_last = False
+        while not is_last:  # then a process without a batch is done: the others may talk before they ask for another
             step = self._ranks.broadcast_object(lambda: next(steps))
             if step is None:
                 return

@@ -618,6 +618,29 @@ def case_streams() -> Any:
     return results
 
 
+class OrderedStream(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def case_predicted_streams() -> Any:
+    """Predictions and losses of streams, of full and of incomplete last rounds of batches."""
+    results = {}
+    for size in range(1, 14):
+        trainer, data = quiet_trainer(small_model()), regression_data(size)
+        stream = OrderedStream(data)
+        results[size] = {
+            "predictions": trainer.predict(stream, per_device_batch_size=2),
+            "losses": trainer.evaluate(stream, per_device_batch_size=2),
+            "expected": small_model()(data.tensors[0]).detach(),
+            "expected_losses": trainer.evaluate(data, per_device_batch_size=2),
+        }
+    return results
+
+
 class LengthBuckets:
     """A batch sampler with batches of different sizes."""
 
