@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -299,6 +300,33 @@ def test_a_subset_of_tensors_in_memory_equals_the_same_rows():
         torch.manual_seed(0)
         quiet_trainer(model).train(dataset, 2, per_device_batch_size=3, train_dataloader_kwargs={"num_workers": 0})
     assert equal(models[0].state_dict(), models[1].state_dict())
+
+
+class Order(Sampler):
+    """Any order, drawn one by one."""
+
+    def __init__(self, order: Iterable[int]) -> None:
+        self.order = order
+
+    def __iter__(self):
+        return iter(self.order)
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("sampler", [[-1, 0, -9], Order([-1, 0, -9]), BatchSampler([-1, 0, -9], 2, False)])
+def test_indices_that_count_from_the_end_are_those_of_a_dataloader(seed, sampler):
+    kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
+    for data in (
+        numbers(9),
+        Subset(numbers(12), [1, -1, 3, -2, 4, 5, 6, 7, 0]),
+        Subset(Subset(numbers(9), range(9)), range(9)),
+    ):
+        source = DataLoader(data, **{kind: sampler} | ({} if kind == "batch_sampler" else {"batch_size": 2}))
+        loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed, training=True)
+        assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in source]
 
 
 def test_workers_only_where_they_pay():

@@ -165,7 +165,8 @@ class _EpochShares:
 
     It knows nothing of its loader: a reference cycle would keep workers from being stopped when it is dropped.
 
-    :ivar as_tensors: give indices as tensors, where their order is fixed when the epoch begins
+    :ivar rows: of data in memory, so many: give indices into them as tensors, where their order is fixed when the
+        epoch begins
     :ivar counts: for each batch that was handed out and not yet taken, the samples of this process, of all
         processes, whether it is the last step, and the indices of the samples
     """
@@ -175,7 +176,7 @@ class _EpochShares:
         sampler = self.sampler = of_all_processes(source.batch_sampler if self.own_batches else source.sampler)
         self.global_batch = (source.batch_size or 1) * ranks.world_size
         self.counts: deque[tuple[int, int, bool, Any]] = deque()
-        self.as_tensors = False
+        self.rows: int | None = None
         self._drop_last = source.drop_last and not self.own_batches
         self._order = EpochOrder(sampler, ranks, seed)
         self._ranks = ranks
@@ -219,9 +220,9 @@ class _EpochShares:
 
     def _global_batches(self) -> Iterator[Any]:
         """Yield the indices of all processes in each step; with own batches, the batches of each step."""
-        order, world_size = self._order.draw(self._epoch, self.as_tensors), self._ranks.world_size
-        if self.as_tensors and (isinstance(order, list) or type(order) in (RandomSampler, range)):
-            order = torch.from_numpy(np.fromiter(order, dtype=np.int64))  # once, not for each batch
+        order, world_size = self._order.draw(self._epoch, self.rows is not None), self._ranks.world_size
+        if self.rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
+            order = _from_front(np.fromiter(order, dtype=np.int64), self.rows)  # once, not for each batch
         if self.own_batches:
             batches, skipped = iter(order), 0
             while skipped < self._start:
@@ -264,7 +265,8 @@ class MapLoader(ShardedLoader):
         self._memory = None
         if source.num_workers == 0 and source.collate_fn is default_collate:
             self._memory = tensors_in_memory(source.dataset)
-            self._shares.as_tensors = self._memory is not None and not self._shares.own_batches
+            if self._memory is not None and not self._shares.own_batches:
+                self._shares.rows = len(source.dataset)  # type: ignore[arg-type]
         self._seed = seed
         self._inner: DataLoader[Any] | None = None
 
@@ -306,11 +308,12 @@ class MapLoader(ShardedLoader):
     def _read_memory(self) -> Iterator[list[torch.Tensor]]:
         assert self._memory is not None
         tensors, subset = self._memory
+        rows = len(self.source.dataset)
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
         for indices, _ in self._shares.shares():
-            chosen = indices if isinstance(indices, torch.Tensor) else torch.as_tensor(indices)
+            chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
             if subset is not None:
                 chosen = subset[chosen]
             batch = [tensor.index_select(0, chosen) for tensor in tensors]
@@ -452,9 +455,15 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
         inner = tensors_in_memory(dataset.dataset)
         if inner is not None:
             tensors, chosen = inner
-            indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            indices = _from_front(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
             return tensors, indices if chosen is None else chosen[indices]
     return None
+
+
+def _from_front(indices: Any, rows: int) -> torch.Tensor:
+    """Return indices as ``index_select`` takes them: those below zero, which count from the end, from the front."""
+    tensor = torch.as_tensor(indices, dtype=torch.int64)
+    return torch.where(tensor < 0, tensor + rows, tensor)
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
