@@ -31,6 +31,12 @@ def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
     return min(per_process, 8) if per_process > 1 else 0
 
 
+def _is_on_host(dataset: Any) -> bool:
+    """Whether a dataset is not known to lie in the memory of a device, which cannot be pinned."""
+    memory = tensors_in_memory(dataset)
+    return memory is None or all(tensor.is_cpu for tensor in memory[0])
+
+
 def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, processes_on_machine: int) -> dict[str, Any]:
     """Return the arguments that a dataloader is made with unless told otherwise."""
     workers = default_num_workers(dataset, processes_on_machine)
@@ -38,7 +44,7 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, processe
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,
-        "pin_memory": torch.cuda.is_available(),
+        "pin_memory": torch.cuda.is_available() and _is_on_host(dataset),
     }
     if isinstance(dataset, NamedDatasets):
         kwargs["sampler"] = NamedSampler(dataset, shuffle)

@@ -308,7 +308,7 @@ class MapLoader(ShardedLoader):
     def _read_memory(self) -> Iterator[list[torch.Tensor]]:
         assert self._memory is not None
         tensors, subset = self._memory
-        rows = len(self.source.dataset)
+        rows, on_host = len(self.source.dataset), all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
@@ -316,8 +316,11 @@ class MapLoader(ShardedLoader):
             chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
             if subset is not None:
                 chosen = subset[chosen]
-            batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            yield [tensor.pin_memory() for tensor in batch] if pin else batch
+            if on_host:
+                batch = [tensor.index_select(0, chosen) for tensor in tensors]
+            else:
+                batch = [tensor.index_select(0, chosen.to(tensor.device, non_blocking=True)) for tensor in tensors]
+            yield [tensor.pin_memory() if tensor.is_cpu else tensor for tensor in batch] if pin else batch
 
     def stop_workers(self) -> None:  # noqa: D102
         iterator: Any = getattr(self._inner, "_iterator", None)
