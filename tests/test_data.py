@@ -19,14 +19,17 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
+    StackDataset,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
@@ -290,6 +293,39 @@ def test_datasets_that_can_are_read_a_whole_batch_at_a_time(seed):
         assert equal(model.state_dict(), plain.state_dict())
 
 
+WRAPPED = {
+    "subset": lambda data: Subset(data, range(12)),
+    "nested": lambda data: random_split(Subset(data, range(12)), [12, 0])[0],
+    "stacked": lambda data: StackDataset(data, data),
+    "concatenated": lambda data: ConcatDataset([data]),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_what_torch_wraps_around_a_dataset_changes_nothing_of_how_it_is_read(wrap):
+    data = wrap(Noisy(regression_data(12)))
+    assert default_num_workers(data, 1) == default_num_workers(Noisy(regression_data(12)), 1)
+    assert default_num_workers(wrap(regression_data(12)), 1) == 0
+
+    def noise(batch_size):
+        source = DataLoader(data, batch_size)
+        batches = list(shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True))
+        return torch.cat(
+            [batch[1] if len(batch) == 4 else torch.cat([part[1] for part in batch], 1) for batch in batches]
+        )
+
+    assert torch.equal(noise(4), noise(3))
+
+
+@pytest.mark.parametrize("wrap", [WRAPPED["subset"], WRAPPED["nested"], WRAPPED["stacked"]])
+def test_what_reads_many_samples_at_once_does_so_inside_what_torch_wraps_around_it(wrap):
+    batched = Batched(regression_data(12))
+    data = wrap(batched)
+    assert default_num_workers(data, 1) == 0
+    list(shard(DataLoader(data, 4), rank_of(0, 1), torch.device("cpu"), seed=1, training=True))
+    assert batched.calls == 3 * (2 if isinstance(data, StackDataset) else 1)
+
+
 def test_a_subset_of_tensors_in_memory_equals_the_same_rows():
     data = regression_data(30)
     indices = list(range(29, 4, -2))
@@ -515,6 +551,12 @@ def test_datasets_by_name_in_order():
     trainer = Sum(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Keep])
     trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"shuffle": False})
     assert sampler_order == [(0, 100), (1, 101), (0, 102)]
+
+
+@pytest.mark.parametrize("indices", [range(5), np.arange(5), torch.arange(5)])
+def test_datasets_by_name_take_indices_of_any_kind(indices):
+    data = Subset(NamedDatasets({"a": numbers(5), "b": numbers(3)}, length="max"), indices)
+    assert [(sample["a"][0].item(), sample["b"][0].item()) for sample in (data[3], data[4])] == [(3, 0), (4, 1)]
 
 
 def test_evaluation_datasets_by_name_are_evaluated_one_by_one():

@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    StackDataset,
+    Subset,
     get_worker_info,
 )
 
@@ -55,6 +58,23 @@ def keep_generators() -> Iterator[None]:
         random.setstate(states[2])
 
 
+def inner_datasets(dataset: Any) -> list[Any]:
+    """Return what one of torch's own wrappers of datasets reads from; nothing for any other dataset."""
+    reads_many = getattr(type(dataset), "__getitems__", None)
+    if reads_many is Subset.__getitems__:
+        return [dataset.dataset]
+    if reads_many is StackDataset.__getitems__ or type(dataset) is ConcatDataset:
+        return list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
+    return []
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Whether a dataset itself reads many samples at once; torch's wrappers have ``__getitems__`` in any case."""
+    inner = inner_datasets(dataset)
+    has_method = callable(getattr(dataset, "__getitems__", None))
+    return has_method and (not inner or any(map(reads_batches, inner)))
+
+
 class BatchReader(Dataset[Any]):
     """Reads and collates whole batches, with randomness that is a function of (seed, epoch, position).
 
@@ -68,6 +88,7 @@ class BatchReader(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.seed = seed
+        self._reads_batches = reads_batches(dataset)
 
     def __getitems__(self, keys: list[tuple[int, int, Any]]) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
@@ -77,7 +98,7 @@ class BatchReader(Dataset[Any]):
 
     def _read(self, keys: list[tuple[int, int, Any]]) -> Any:
         epoch, first, _ = keys[0]
-        if getattr(self.dataset, "__getitems__", None):
+        if self._reads_batches:
             seed_generators(mix(self.seed, epoch, first))
             samples = self.dataset.__getitems__([index for _, _, index in keys])
         else:
