@@ -365,6 +365,24 @@ def test_indices_that_count_from_the_end_are_those_of_a_dataloader(seed, sampler
         assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in source]
 
 
+@pytest.mark.parametrize("data", [regression_data(12), Rows(regression_data(12))])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
+    seen: list[torch.Tensor] = []
+    inside: list[int] = []
+
+    def look(trainer, batch, **kwargs):
+        seen.append(batch[0])
+        inside.append(sum(len(batch[0]) for batch in trainer.train_dataloader))
+        next(iter(trainer.train_dataloader))  # and not to its end
+
+    trainer = quiet_trainer(small_model(), callbacks=[listener(on_train_step_end=look)], seed=1)
+    trainer.train(data, 2, per_device_batch_size=5, train_dataloader_kwargs={"num_workers": 0} | workers)
+    assert inside == [12] * 6
+    for epoch in (seen[:3], seen[3:]):
+        assert sorted(torch.cat(epoch)[:, 0].tolist()) == sorted(regression_data(12).tensors[0][:, 0].tolist())
+
+
 def test_workers_only_where_they_pay():
     data = regression_data(4)
     assert default_num_workers(data, 1) == default_num_workers(Subset(data, [1]), 1) == 0

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -160,6 +161,19 @@ class ShardedLoader(ABC):
         return getattr(self.source, name)
 
 
+class _Iteration(NamedTuple):
+    """Where an iteration over an epoch begins, and how many steps it has at most.
+
+    :param counts: for each batch that was handed out and not yet taken, the samples of this process, of all
+        processes, whether it is the last step, and the indices of the samples
+    """
+
+    epoch: int
+    start: int
+    limit: int | None
+    counts: deque[tuple[int, int, bool, Any]]
+
+
 class _EpochShares:
     """What this process reads of an epoch, batch by batch: the batch sampler of a :class:`MapLoader`.
 
@@ -167,15 +181,12 @@ class _EpochShares:
 
     :ivar rows: of data in memory, so many: give indices into them as tensors, where their order is fixed when the
         epoch begins
-    :ivar counts: for each batch that was handed out and not yet taken, the samples of this process, of all
-        processes, whether it is the last step, and the indices of the samples
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, seed: int | None, fill: bool) -> None:
         self.own_batches = source.batch_size is None  # a batch sampler of the user's
         sampler = self.sampler = of_all_processes(source.batch_sampler if self.own_batches else source.sampler)
         self.global_batch = (source.batch_size or 1) * ranks.world_size
-        self.counts: deque[tuple[int, int, bool, Any]] = deque()
         self.rows: int | None = None
         self._drop_last = source.drop_last and not self.own_batches
         self._order = EpochOrder(sampler, ranks, seed)
@@ -183,28 +194,31 @@ class _EpochShares:
         self._seed = seed
         self._fill = fill
 
-    def set_position(self, epoch: int, start: int, limit: int | None) -> None:
-        """Say where the next iteration begins, and how many steps it has at most."""
-        self._epoch, self._start, self._limit = epoch, start, limit
-        self.counts.clear()
+    def begin(self, epoch: int, start: int, limit: int | None) -> _Iteration:
+        """Say where the next iteration begins. Another one may be under way, and is left alone."""
+        self._next = _Iteration(epoch, start, limit, deque())
+        return self._next
 
     def __iter__(self) -> Iterator[list[Any]]:
+        return self._keys(self._next)
+
+    def _keys(self, iteration: _Iteration) -> Iterator[list[Any]]:
         """Yield what the dataset is asked for: indices, with epoch and position under a seed."""
-        for indices, first in self.shares():
+        for indices, first in self.shares(iteration):
             if self._seed is None:
                 yield list(indices)
             else:
-                yield [(self._epoch, first + i, index) for i, index in enumerate(indices)]
+                yield [(iteration.epoch, first + i, index) for i, index in enumerate(indices)]
 
-    def shares(self) -> Iterator[tuple[Any, int]]:
+    def shares(self, iteration: _Iteration) -> Iterator[tuple[Any, int]]:
         """Yield this process's indices of every step and their first position; note their counts."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        position = self._start
-        for group, is_last in with_last(islice(self._global_batches(), self._limit)):
+        epoch, position, limit, counts = iteration
+        for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             flat = list(chain(*group)) if self.own_batches else group
             size = len(flat)
             if world_size == 1:
-                self.counts.append((size, size, is_last, flat))
+                counts.append((size, size, is_last, flat))
                 yield flat, position
                 position += size
                 continue
@@ -214,32 +228,32 @@ class _EpochShares:
                 end = begin + len(group[rank])
             if end > begin or self._fill:
                 mine = flat[begin:end]
-                self.counts.append((end - begin, size, is_last, mine))
+                counts.append((end - begin, size, is_last, mine))
                 yield (mine, position + begin) if end > begin else (flat[:1], position)
             position += size
 
-    def _global_batches(self) -> Iterator[Any]:
+    def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield the indices of all processes in each step; with own batches, the batches of each step."""
-        order, world_size = self._order.draw(self._epoch, self.rows is not None), self._ranks.world_size
+        order, world_size = self._order.draw(epoch, self.rows is not None), self._ranks.world_size
         if self.rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
             order = _from_front(np.fromiter(order, dtype=np.int64), self.rows)  # once, not for each batch
         if self.own_batches:
             batches, skipped = iter(order), 0
-            while skipped < self._start:
+            while skipped < start:
                 skipped += len(next(batches))
             yield from iter(lambda: list(islice(batches, world_size)), [])
             return
-        next_indices = take(order, self._start)
+        next_indices = take(order, start)
         try:
             size = len(self.sampler)
         except TypeError:
             yield from iter(lambda: next_indices(self.global_batch), [])
             return
         at_least = 1 if self._fill else world_size
-        bounds = global_batches(size, self.global_batch, self._start, self._drop_last, at_least)
+        bounds = global_batches(size, self.global_batch, start, self._drop_last, at_least)
         sizes = [end - begin for begin, end in bounds]
         if isinstance(order, torch.Tensor) and len(order) == size:
-            yield from order[self._start : self._start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
+            yield from order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
         else:
             yield from map(next_indices, sizes)
 
@@ -268,7 +282,8 @@ class MapLoader(ShardedLoader):
             if self._memory is not None and not self._shares.own_batches:
                 self._shares.rows = len(source.dataset)  # type: ignore[arg-type]
         self._seed = seed
-        self._inner: DataLoader[Any] | None = None
+        self._loaders: WeakSet[DataLoader[Any]] = WeakSet()
+        self._idle: DataLoader[Any] | None = None  # and its workers, for the next iteration
 
     def _create_inner(self, source: DataLoader[Any]) -> DataLoader[Any]:
         dataset, collate_fn, generator = source.dataset, source.collate_fn, source.generator
@@ -296,23 +311,29 @@ class MapLoader(ShardedLoader):
         return partial(ignore_in_worker, source.worker_init_fn)
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        self._shares.set_position(epoch, start, self._left)
-        if self._memory is None and self._inner is None:
-            self._inner = self._create_inner(self.source)
-        for batch in self._read_memory() if self._inner is None else self._read(self._inner):
-            yield LoadedBatch(batch, *self._shares.counts.popleft())
+        iteration = self._shares.begin(epoch, start, self._left)
+        for batch in self._read() if self._memory is None else self._read_memory(iteration):
+            yield LoadedBatch(batch, *iteration.counts.popleft())
 
-    def _read(self, inner: DataLoader[Any]) -> Iterable[Any]:
-        return _with_failures(inner) if self.yields_failures else inner
+    def _read(self) -> Iterator[Any]:
+        """Read with a loader that nobody reads with: torch's has a single iterator when its workers persist."""
+        loader = self._create_inner(self.source) if self._idle is None else self._idle
+        self._idle = None
+        self._loaders.add(loader)
+        try:
+            yield from _with_failures(loader) if self.yields_failures else loader
+        finally:
+            if loader in self._loaders:  # it was not stopped meanwhile
+                self._idle = loader
 
-    def _read_memory(self) -> Iterator[list[torch.Tensor]]:
+    def _read_memory(self, iteration: _Iteration) -> Iterator[list[torch.Tensor]]:
         assert self._memory is not None
         tensors, subset = self._memory
         rows, on_host = len(self.source.dataset), all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
-        for indices, _ in self._shares.shares():
+        for indices, _ in self._shares.shares(iteration):
             chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
             if subset is not None:
                 chosen = subset[chosen]
@@ -323,11 +344,13 @@ class MapLoader(ShardedLoader):
             yield [tensor.pin_memory() if tensor.is_cpu else tensor for tensor in batch] if pin else batch
 
     def stop_workers(self) -> None:  # noqa: D102
-        iterator: Any = getattr(self._inner, "_iterator", None)
-        if hasattr(iterator, "_shutdown_workers"):
-            # Without this (torch has no public way) they live on for as long as the traceback of an error does.
-            iterator._shutdown_workers()
-        self._inner = None
+        for loader in self._loaders:
+            iterator: Any = getattr(loader, "_iterator", None)
+            if hasattr(iterator, "_shutdown_workers"):
+                # Without this (torch has no public way) they live on for as long as the traceback of an error does.
+                iterator._shutdown_workers()
+        self._loaders.clear()
+        self._idle = None
 
     def _num_steps(self) -> int:
         return self._shares.num_steps()
