@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -444,6 +445,87 @@ class Endless(IterableDataset):
             yield from regression_data(10)
 
 
+class EndlessOrder(Sampler):
+    """Draws without an end, from the generators of torch, numpy and python and one of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        while True:
+            own = torch.randint(self.size, (), generator=self.generator)
+            yield int(own + torch.randint(9, ()) + np.random.randint(9) + random.randrange(9)) % self.size
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_without_an_end(seed, batched, workers):
+    sampler = EndlessOrder(9)
+    kwargs = {"batch_sampler": BatchSampler(sampler, 4, False)} if batched else {"sampler": sampler}
+    trainer = quiet_trainer(small_model(), seed=seed)
+    trainer.train(
+        Rows(regression_data(9)),
+        per_device_batch_size=4,
+        max_num_train_steps=7,
+        train_dataloader_kwargs={"num_workers": workers} | kwargs,
+    )
+    assert trainer.progress.samples == 28
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_sampler_without_an_end_follows_from_seed_and_epoch_and_can_go_on_anywhere(batched):
+    def read_indices(epoch, start, world_size=1, batch_size=50):
+        def source(rank):
+            if batched:
+                return DataLoader(numbers(1000), batch_sampler=BatchSampler(EndlessOrder(1000), batch_size, False))
+            return DataLoader(numbers(1000), batch_size, sampler=EndlessOrder(1000))
+
+        by_rank = []
+        for rank in range(world_size):
+            loader = shard(source(rank), rank_of(rank, world_size), torch.device("cpu"), 3, True)
+            by_rank.append(list(islice(loader.steps(epoch, start), 2400 // batch_size // world_size)))
+        return [i for step in zip(*by_rank, strict=True) for i in samples(step)]
+
+    def states():
+        return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
+
+    before = states()
+    whole = read_indices(1, 0)
+    assert states() == before
+    torch.rand(1)
+    assert read_indices(1, 0) == whole
+    assert read_indices(2, 0) != whole
+    assert read_indices(1, 0, world_size=2, batch_size=25) == whole
+    assert read_indices(1, 1130, batch_size=20)[: 2400 - 1130] == whole[1130:]
+
+
+def test_batches_of_a_batch_sampler_go_on_in_the_middle_of_one():
+    def source(rank, batch_size=5):
+        return DataLoader(numbers(23), batch_sampler=BatchSampler(RandomSampler(range(23)), batch_size, False))
+
+    whole = [i for step in read_from(source, 1) for i in samples(step)]
+    assert sorted(whole) == [*range(23)]
+    for start in range(24):
+        assert [i for step in read_from(source, 1, start) for i in samples(step)] == whole[start:]
+        rest = [i for step in read_from(partial(source, batch_size=4), 2, start) for i in samples(step)]
+        assert rest == whole[start:]
+    with pytest.raises(ValueError, match=r"batch_sampler ended after 23 samples of this epoch, but .* has had 24"):
+        read_from(source, 1, 24)
+
+
+@pytest.mark.parametrize("given", [2, 4])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("data", [numbers(9), Rows(numbers(9))])
+def test_the_length_of_a_sampler_must_be_right(given, seed, data):
+    loader = shard(DataLoader(data, 2, sampler=Order(range(given))), rank_of(0, 1), torch.device("cpu"), seed, True)
+    with pytest.raises(ValueError, match=f"The sampler Order gives {given}.* indices, but its length is 3"):
+        list(loader)
+    loader = shard(DataLoader(data, 2, sampler=Order(range(3))), rank_of(0, 1), torch.device("cpu"), seed, True)
+    assert len(list(loader)) == 2
+
+
 def test_data_without_an_end_need_a_limit_of_updates():
     trainer = quiet_trainer(small_model(), callbacks=[ProgressBarCallback(show_always=True)])
     factory = partial(OneCycleLR, max_lr=0.1, total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
@@ -719,3 +801,10 @@ def fails_to_collate(rows):
 def test_what_fails_while_reading_reaches_the_user(dataset, kwargs, error, message):
     with pytest.raises(error, match=message):
         quiet_trainer(small_model()).train(dataset, 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
+
+
+@pytest.mark.processes
+def test_all_processes_share_what_the_first_draws_from_a_sampler_without_an_end(ranks):
+    results = ranks["sampler_without_an_end"]
+    steps = zip(*(result["seen"] for result in results), strict=True)
+    assert [index for step in steps for indices in step for index in indices] == results[0]["drawn"]

@@ -22,6 +22,7 @@ from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.order import (
     BatchReader,
     EpochOrder,
+    find_length,
     identity,
     keep_generators,
     mix,
@@ -238,24 +239,35 @@ class _EpochShares:
         if self.rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
             order = _from_front(np.fromiter(order, dtype=np.int64), self.rows)  # once, not for each batch
         if self.own_batches:
-            batches, skipped = iter(order), 0
-            while skipped < start:
-                skipped += len(next(batches))
+            batches = _batches_from(order, start)
             yield from iter(lambda: list(islice(batches, world_size)), [])
             return
-        next_indices = take(order, start)
-        try:
-            size = len(self.sampler)
-        except TypeError:
+        size = find_length(self.sampler)
+        if size is None:
+            next_indices = take(order, start)
             yield from iter(lambda: next_indices(self.global_batch), [])
             return
+        if isinstance(order, (list, torch.Tensor)) and len(order) != size:
+            raise _wrong_length(self.sampler, size, len(order))
         at_least = 1 if self._fill else world_size
         bounds = global_batches(size, self.global_batch, start, self._drop_last, at_least)
         sizes = [end - begin for begin, end in bounds]
-        if isinstance(order, torch.Tensor) and len(order) == size:
+        if isinstance(order, torch.Tensor):
             yield from order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
         else:
-            yield from map(next_indices, sizes)
+            yield from self._in_turn(order, start, sizes, size)
+
+    def _in_turn(self, order: Any, start: int, sizes: list[int], size: int) -> Iterator[Any]:
+        """Yield so many indices after one another; find out whether the length of the sampler was right."""
+        next_indices, position = take(order, start), start
+        for count in sizes:
+            indices = next_indices(count)
+            position += len(indices)
+            if len(indices) < count:
+                raise _wrong_length(self.sampler, size, position)
+            yield indices
+        if position == size and next_indices(1):
+            raise _wrong_length(self.sampler, size, size + 1)
 
     def num_steps(self) -> int:
         """Return how many steps a whole epoch has."""
@@ -484,6 +496,34 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
             indices = _from_front(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
             return tensors, indices if chosen is None else chosen[indices]
     return None
+
+
+def _wrong_length(sampler: Any, size: int, given: int) -> ValueError:
+    found = f"{given} or more" if given > size else given
+    return ValueError(
+        f"The sampler {type(sampler).__name__} gives {found} indices, but its length is {size}. Make its __len__ "
+        "return as many as it gives."
+    )
+
+
+def _batches_from(batches: Iterable[Any], start: int) -> Iterator[Any]:
+    """Yield the batches of a batch sampler after ``start`` samples; of the one that these end in, the rest."""
+    left = start
+    for batch in batches:
+        if left >= len(batch):
+            left -= len(batch)
+            continue
+        yield batch[left:] if left else batch
+        left = 0
+    if left:
+        raise _ended("batch_sampler", start - left, start)
+
+
+def _ended(source: str, given: int, done: int) -> ValueError:
+    return ValueError(
+        f"The {source} ended after {given} samples of this epoch, but the run that is resumed has had {done} of them. "
+        "Resume it with the data that it was saved with."
+    )
 
 
 def _from_front(indices: Any, rows: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from torch.utils.data import (
 from pytorch_accel_lite.distributed import Ranks
 
 _MASK = (1 << 64) - 1
+#: What is drawn at a time of a sampler without a length.
+_PIECE = 1024
 
 
 def mix(*numbers: int) -> int:
@@ -46,16 +49,24 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
+def _get_states() -> tuple[Any, Any, Any]:
+    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+
+
+def _set_states(states: tuple[Any, Any, Any]) -> None:
+    torch.default_generator.set_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
 @contextmanager
 def keep_generators() -> Iterator[None]:
     """Put back the states of the CPU generators after a block of code."""
-    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    states = _get_states()
     try:
         yield
     finally:
-        torch.default_generator.set_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        _set_states(states)
 
 
 def inner_datasets(dataset: Any) -> list[Any]:
@@ -130,7 +141,8 @@ def of_all_processes(sampler: Any) -> Any:
 class EpochOrder:
     """The global sequence of an epoch's samples, from the sampler of a dataloader.
 
-    Without a seed it is what the sampler draws from torch's generator on rank 0; with one, f(seed, epoch).
+    Without a seed it is what the sampler draws from torch's generator on rank 0; with one, f(seed, epoch). A sampler
+    without a length may have no end: it is drawn in pieces.
 
     :param sampler: yields indices, or lists of indices when ``batched``
     :param seed: ``None`` to leave the sampler to its own randomness
@@ -157,15 +169,47 @@ class EpochOrder:
         if self._seed is None:
             if self._ranks.world_size == 1:
                 return _shuffled(sampler) if is_shuffle else sampler
+            if find_length(sampler) is None:
+                return self._share_pieces(sampler)
             indices: list[Any] = self._ranks.broadcast_object(lambda: list(sampler))
             return indices
         seed = mix(self._seed, epoch)
         generator = getattr(inner, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed >> 1)
+        if find_length(sampler) is None:
+            return _draw_pieces(sampler, seed)
         with keep_generators():
             seed_generators(seed)
             return _shuffled(sampler) if is_shuffle else list(sampler)
+
+    def _share_pieces(self, sampler: Iterable[Any]) -> Iterator[Any]:
+        """Yield what the sampler draws on rank 0. All ranks read equally far at each step, so they ask together."""
+        drawn = chain.from_iterable([sampler])
+        pieces = iter(lambda: self._ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
+        return chain.from_iterable(pieces)
+
+
+def find_length(sampler: Any) -> int | None:
+    """Return the length of a sampler, ``None`` when it has none."""
+    try:
+        return len(sampler)
+    except TypeError:
+        return None
+
+
+def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Yield what a sampler draws from generators of its own, which go on from piece to piece."""
+    with keep_generators():
+        seed_generators(seed)
+        drawn, states = iter(sampler), _get_states()
+    while True:
+        with keep_generators():
+            _set_states(states)
+            piece, states = list(islice(drawn, _PIECE)), _get_states()
+        if not piece:
+            return
+        yield from piece
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

@@ -660,6 +660,31 @@ def case_batch_sampler() -> Any:
     return {"sizes": recorder.counts, "samples": trainer.progress.samples, "updates": trainer.progress.update}
 
 
+class EndlessOrder:
+    """Draws from a generator that differs from rank to rank."""
+
+    def __iter__(self):
+        while True:
+            yield random.randrange(50)
+
+
+def case_sampler_without_an_end() -> Any:
+    """Without a seed all take their share of what the first draws."""
+    random.seed(rank())
+    seen = []
+
+    class Keep(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            seen.append(trainer.batch_indices)
+
+    trainer = quiet_trainer(small_model(), callbacks=[Keep])
+    data, sampler = regression_data(50), EndlessOrder()
+    kwargs = {"train_dataloader_kwargs": {"sampler": sampler}, "per_device_batch_size": _global_batch(120)}
+    trainer.train(data, max_num_train_steps=20, **kwargs)
+    random.seed(0)
+    return {"seen": seen, "drawn": [random.randrange(50) for _ in range(20 * 120)]}
+
+
 def case_callbacks() -> Any:
     """Everything on: what is printed is looked at by the test, through the output of the launch."""
     with shared_folder() as folder:
