@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -808,3 +809,123 @@ def test_all_processes_share_what_the_first_draws_from_a_sampler_without_an_end(
     results = ranks["sampler_without_an_end"]
     steps = zip(*(result["seen"] for result in results), strict=True)
     assert [index for step in steps for indices in step for index in indices] == results[0]["drawn"]
+
+
+class Counting(Trainer):
+    """Sees numbers; counts as samples what it is told to."""
+
+    count = staticmethod(len)
+
+    def calculate_train_batch_loss(self, batch):
+        self.seen.append(batch[0].tolist())
+        return {"loss": self.model(batch[0][:, None]).mean(), "batch_size": self.count(batch[0])}
+
+
+class Saves(TrainerCallback):
+    saves_training_states = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        trainer.save_training_state(f"{self.folder}/{trainer.progress.update}")
+
+
+@dataclass
+class Packed:
+    """A batch of which no part can be taken."""
+
+    x: torch.Tensor
+
+
+class Numbers(IterableDataset):
+    def __init__(self, size: int, batch_size: int | None = None) -> None:
+        values = torch.arange(size, dtype=torch.float32)
+        self.items = [(x,) for x in (values if batch_size is None else values.split(batch_size))]
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def seen_batches(source: Any, batch_size: int, count: Any = len, callbacks: Any = (), **kwargs: Any) -> list[Any]:
+    """Train an epoch on a stream, or on a loader of one's own, and return what the steps were given."""
+
+    class Own(Counting):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return source
+
+    model = nn.Linear(1, 1)
+    trainer_class = Counting if isinstance(source, IterableDataset) else Own
+    trainer = trainer_class(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks, seed=0)
+    trainer.seen, trainer.count = [], count
+    trainer.train(source, 1, per_device_batch_size=batch_size, **kwargs)
+    return trainer.seen
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs"),
+    [(Numbers(30, 5), {"train_dataloader_kwargs": {"batch_size": None}}), (Numbers(30, 5).items, {})],
+)
+@pytest.mark.parametrize("count", [len, lambda x: 2, lambda x: 7])
+@pytest.mark.filterwarnings("ignore:The run that is resumed had counted")
+def test_an_epoch_goes_on_after_as_many_steps_whatever_they_count_as_samples(tmp_path, source, kwargs, count):
+    whole = seen_batches(source, 5, count, [Saves(tmp_path)], **kwargs)
+    assert len(whole) == 6
+    for update in range(1, 6):
+        assert seen_batches(source, 5, count, resume_from=tmp_path / f"{update}", **kwargs) == whole[update:]
+
+
+def test_packed_samples_of_a_stream_are_counted_by_the_dataloaders_batch_size(tmp_path):
+    def pack(samples):
+        return [torch.cat([x.repeat(3) for (x,) in samples])]
+
+    def run(**kwargs):
+        return seen_batches(Numbers(30), 5, lambda x: len(x) // 3, collate_fn=pack, **kwargs)
+
+    whole = run(callbacks=[Saves(tmp_path)])
+    assert run(resume_from=tmp_path / "4") == whole[4:]
+
+
+def test_steps_that_may_not_be_those_of_before_are_warned_of(tmp_path):
+    seen_batches(Numbers(30, 5).items, 5, callbacks=[Saves(tmp_path)])
+    with pytest.warns(UserWarning, match=r"had counted 15 samples in 3 steps of this epoch; .* hold 30 now"):
+        seen_batches(Numbers(40, 10).items, 5, resume_from=tmp_path / "3")
+
+
+@pytest.mark.parametrize("batch_size", [3, 4, 9])
+def test_a_stream_goes_on_with_another_batch_size_after_every_sample(tmp_path, batch_size):
+    seen_batches(Numbers(30), 8, callbacks=[Saves(tmp_path)])
+    rest = seen_batches(Numbers(30), batch_size, resume_from=tmp_path / "2")
+    assert [i for batch in rest for i in batch] == [*range(16, 30)]
+
+
+def test_a_stream_that_cannot_go_on_is_an_error_that_says_why(tmp_path):
+    seen_batches(Numbers(30), 8, callbacks=[Saves(tmp_path)])
+    with pytest.raises(ValueError, match=r"data ended after 1 batches of this epoch, but .* has had 2 of them"):
+        seen_batches(Numbers(8), 8, resume_from=tmp_path / "2")
+    with pytest.raises(ValueError, match=r"data ended after 15 samples of this epoch, but .* has had 16 of them"):
+        seen_batches(Numbers(15), 5, resume_from=tmp_path / "2")
+    with pytest.raises(ValueError, match="in the middle of a batch of type Packed, which cannot be split"):
+        seen_batches(
+            Numbers(30),
+            5,
+            resume_from=tmp_path / "2",
+            collate_fn=lambda rows: Packed(torch.stack(*zip(*rows, strict=True))),
+        )
+
+
+@pytest.mark.processes
+def test_streams_and_own_batches_go_on_on_several_processes(ranks):
+    results = ranks["resumed_streams"]
+    done = 2 * 4 * ranks.world_size
+    expected = sorted(regression_data(50).tensors[0][done:, 0].tolist())
+    found = [x for result in results for batch in result["stream with other batches"] for x in batch[:, 0].tolist()]
+    assert sorted(found) == expected
+    for result in results:
+        assert len(result["own"]) == 4
+        assert torch.equal(torch.cat(result["own again"]), torch.cat(result["own"][2:]))
+        assert (
+            f"data ended after 5 samples of this epoch, but the run that is resumed has had {done}"
+            in result["stream of fewer"]
+        )
+        assert "data ended after" in result["own of fewer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.batches import _slice, find_batch_size
 from pytorch_accel_lite.data.order import (
     BatchReader,
     EpochOrder,
@@ -109,6 +110,7 @@ class ShardedLoader(ABC):
         self._fill = fill
         self._epoch = 0
         self._left: int | None = None
+        self._steps_done = 0
 
     @abstractmethod
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]: ...
@@ -122,7 +124,7 @@ class ShardedLoader(ABC):
         :param epoch: with a seed, the order and the randomness in the dataset follow from it
         :param steps_done: steps that the epoch has had before, which count for the limit
         """
-        self._epoch = epoch
+        self._epoch, self._steps_done = epoch, steps_done
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
         if self._device.type != "cpu":  # where batches are already
@@ -144,6 +146,23 @@ class ShardedLoader(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         return (step.batch for step in self.steps(self._epoch))
+
+    def _read_from(self, start: int) -> Iterator[Any]:
+        """Read the source and drop what a resumed epoch had before; the generators stay where that run put them.
+
+        Several processes count the samples of a step here, so the samples tell where to go on. One process counts what
+        each step says that it had, which may be no size of the batch: there the steps tell, where the batches are
+        as large as before. With another batch size the samples tell again, and a batch in which they end is split.
+        """
+        size = getattr(self.source, "batch_size", None)
+        by_steps = self._ranks.world_size == 1 and size in (None, start / max(self._steps_done, 1))
+        with keep_generators() if start else nullcontext():
+            batches = iter(self.source)
+            if by_steps and self._steps_done:
+                rest = _skip_batches(batches, self._steps_done, start, is_certain=size is not None)
+            else:
+                rest = _skip_samples(batches, start)
+        yield from chain(rest, batches)
 
     def stop_workers(self) -> None:  # noqa: B027
         """Let go of worker processes, if there are any; the next iteration starts them anew."""
@@ -380,10 +399,10 @@ class StreamLoader(ShardedLoader):
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         if self._ranks.world_size == 1:
-            for batch, is_last in with_last(islice(_skip(self.source, start), self._left)):
+            for batch, is_last in with_last(islice(self._read_from(start), self._left)):
                 yield LoadedBatch(batch, None, None, is_last)
             return
-        batches = _skip(self.source, start) if self._ranks.rank == 0 else iter(())
+        batches = self._read_from(start)  # on rank 0
         groups = iter(lambda: list(islice(batches, self._ranks.world_size)), [])
         steps = chain(with_last(islice(groups, self._left)), [None])
         is_last = False
@@ -420,17 +439,22 @@ class OwnLoader(ShardedLoader):
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         if self._ranks.world_size == 1 or not self._fill:
-            for batch, is_last in with_last(islice(_skip(self.source, start), self._left)):
+            for batch, is_last in with_last(islice(self._read_from(start), self._left)):
                 yield LoadedBatch(batch, None, None, is_last)
             return
         with keep_generators() if start else nullcontext():
-            steps = self._steps_together()
-            while start > 0:
-                start -= next(steps).total_samples or 0
+            steps, samples = self._steps_together(), 0
+            while samples < start:
+                step = next(steps, None)
+                if step is None:
+                    raise _ended("data", f"{samples} samples", start)
+                samples += step.total_samples or 0
+            if samples > start:
+                raise _cannot_split("the batches of several processes")
         yield from steps
 
     def _steps_together(self) -> Iterator[LoadedBatch]:
-        batches = islice(iter(self.source), self._left)
+        batches = islice(iter(self.source), self.limit)
         batch, ready = None, next(batches, None)
         while True:
             batch = batch if ready is None else ready
@@ -516,13 +540,13 @@ def _batches_from(batches: Iterable[Any], start: int) -> Iterator[Any]:
         yield batch[left:] if left else batch
         left = 0
     if left:
-        raise _ended("batch_sampler", start - left, start)
+        raise _ended("batch_sampler", f"{start - left} samples", start)
 
 
-def _ended(source: str, given: int, done: int) -> ValueError:
+def _ended(source: str, given: str, done: int) -> ValueError:
     return ValueError(
-        f"The {source} ended after {given} samples of this epoch, but the run that is resumed has had {done} of them. "
-        "Resume it with the data that it was saved with."
+        f"The {source} ended after {given} of this epoch, but the run that is resumed has had {done} of them. Resume "
+        "it with the data that it was saved with."
     )
 
 
@@ -543,12 +567,49 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
         yield held.pop(), True
 
 
-def _skip(batches: Iterable[Any], samples: int) -> Iterator[Any]:
-    """Read and drop what a resumed epoch had before; the generators stay where the resumed run put them."""
-    if not samples:
-        return iter(batches)
-    with keep_generators():
-        iterator = iter(batches)
-        while samples > 0:
-            samples -= find_batch_size(next(iterator))
-    return iterator
+def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> list[Any]:
+    """Drop so many batches. Unless the caller is certain, warn when they hold another number of samples than before."""
+    skipped, samples = 0, 0
+    for batch in islice(batches, count):
+        skipped += 1
+        try:
+            samples += find_batch_size(batch)
+        except ValueError:  # no size can be told
+            is_certain = True
+    if skipped < count:
+        raise _ended("data", f"{skipped} batches", count)
+    if samples != start and not is_certain:
+        warnings.warn(
+            f"The run that is resumed had counted {start} samples in {count} steps of this epoch; as many batches hold "
+            f"{samples} now. It goes on where it was only if it had one process and the same batches.",
+            stacklevel=2,
+        )
+    return []
+
+
+def _skip_samples(batches: Iterator[Any], start: int) -> list[Any]:
+    """Drop so many samples, and return the rest of a batch in which they end."""
+    position = 0
+    while position < start:
+        batch = next(batches, None)
+        if batch is None:
+            raise _ended("data", f"{position} samples", start)
+        size = find_batch_size(batch)
+        if position + size > start:
+            return [_rest(batch, start - position, size)]
+        position += size
+    return []
+
+
+def _rest(batch: Any, begin: int, size: int) -> Any:
+    rest = _slice(batch, begin, size, size)
+    if find_batch_size(rest) != size - begin:
+        raise _cannot_split(f"a batch of type {type(batch).__name__}")
+    return rest
+
+
+def _cannot_split(what: str) -> ValueError:
+    return ValueError(
+        f"The run that is resumed was saved at a sample that is now in the middle of {what}, which cannot be split. "
+        "Resume it with its batch size and number of processes."
+    )

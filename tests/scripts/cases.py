@@ -641,6 +641,52 @@ def case_predicted_streams() -> Any:
     return results
 
 
+class SavesEachUpdate(TrainerCallback):
+    saves_training_states = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        trainer.save_training_state(self.folder / str(trainer.progress.update))
+
+
+class OwnOfSix(Trainer):
+    """Six batches of each process."""
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        return list(zip(*(t[rank() :: world_size()].split(2) for t in self.train_dataset.tensors), strict=True))
+
+
+def case_resumed_streams() -> Any:
+    """Streams go on with other batch sizes, own batches after as many as there were; both may have too few."""
+    results = {}
+
+    def run(name, data, batch_size, callbacks=(), trainer_class=Trainer, **kwargs):
+        recorder, model = Recorder(), small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = trainer_class(model, nn.MSELoss(), optimizer, callbacks=[recorder, *callbacks], seed=0)
+        try:
+            trainer.train(data, 1, per_device_batch_size=batch_size, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            results[name] = str(error)
+        else:
+            results[name] = recorder.inputs
+
+    with shared_folder() as folder:
+        data, fewer = regression_data(50), regression_data(5)
+        saving = SavesEachUpdate(folder / "of a stream")
+        run("stream", OrderedStream(data), 4, [saving])
+        run("stream with other batches", OrderedStream(data), 5, resume_from=saving.folder / "2")
+        run("stream of fewer", OrderedStream(fewer), 4, resume_from=saving.folder / "2")
+        saving, limit = SavesEachUpdate(folder / "of own"), LimitBatchesCallback(4)
+        data, fewer = regression_data(12 * world_size()), regression_data(2 * world_size())
+        run("own", data, 1, [saving, limit], OwnOfSix)
+        run("own again", data, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
+        run("own of fewer", fewer, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
+    return results
+
+
 class LengthBuckets:
     """A batch sampler with batches of different sizes."""
 
