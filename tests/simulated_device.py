@@ -6,7 +6,8 @@ tensors lie in a memory of their own: each operation on them is run on a CPU ten
 - copies to host memory with ``non_blocking=True`` hold nothing of use until an event that was recorded after them has
   happened, here so many operations later;
 - what would make Python wait for the device is counted in :data:`waits`: reading a number, copies that block, in either
-  direction, waiting for an event that has not happened.
+  direction, waiting for an event that has not happened;
+- an operation takes tensors of one memory, but for single numbers, and indices in brackets.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 #: Operations after which an event happens.
@@ -24,6 +25,7 @@ LATENCY = 40
 #: How often Python has waited for the device, by reason.
 waits: Counter[str] = Counter()
 
+_MIXED = {"aten::copy_", "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"}
 _READING = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::is_nonzero"}
 
 
@@ -156,6 +158,9 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if name in _READING:
         waits[name] += 1
     hosts: dict[int, SimulatedTensor] = {}
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if name not in _MIXED and len({tensor.device.type for tensor in tensors}) > 1:
+        raise RuntimeError(f"{name}: Expected all tensors to be on the same device.")
 
     def to_host(value: Any) -> Any:
         if isinstance(value, SimulatedTensor):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,12 +21,17 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    StackDataset,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
@@ -62,10 +70,17 @@ def read(
     size: int, batch: int, world_size: int, start: int = 0, epoch: int = 1, training: bool = True, **kwargs: Any
 ) -> list[list[Any]]:
     """The steps of all ranks: for each step, what each rank was given."""
+    return read_from(
+        lambda rank: DataLoader(numbers(size), batch, shuffle=training, **kwargs), world_size, start, epoch, training
+    )
+
+
+def read_from(
+    make_source: Callable[[int], Any], world_size: int, start: int = 0, epoch: int = 1, training: bool = True
+) -> list[list[Any]]:
     by_rank = []
     for rank in range(world_size):
-        source = DataLoader(numbers(size), batch, shuffle=training, **kwargs)
-        loader = shard(source, rank_of(rank, world_size), torch.device("cpu"), seed=3, training=training)
+        loader = shard(make_source(rank), rank_of(rank, world_size), torch.device("cpu"), seed=3, training=training)
         by_rank.append(list(loader.steps(epoch, start)))
     assert not training or len({len(steps) for steps in by_rank}) == 1
     longest = max(map(len, by_rank))
@@ -148,6 +163,25 @@ def test_drop_last_drops_the_last_smaller_step_of_the_whole_job(batch):
         steps = read(23, batch, world_size, drop_last=True)
         assert all(len(samples(step)) == batch * world_size for step in steps)
         assert len(steps) == 23 // (batch * world_size)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_distributed_sampler_does_not_share_out_what_is_shared_out_here(training, batched, drop_last):
+    def source(rank):
+        sampler = DistributedSampler(numbers(23), num_replicas=2, rank=rank, drop_last=drop_last)
+        if batched:
+            return DataLoader(numbers(23), batch_sampler=BatchSampler(sampler, 4, False))
+        return DataLoader(numbers(23), 4, sampler=sampler)
+
+    first, second = (
+        [i for step in read_from(source, 2, 0, epoch, training) for i in samples(step)] for epoch in (1, 2)
+    )
+    assert len(first) == len(set(first)) == (22 if drop_last else 23)
+    assert first != second
+    steps = len(shard(source(0), rank_of(0, 2), torch.device("cpu"), seed=3, training=training))
+    assert steps == len(read_from(source, 2, 0, 1, training)) == 3
 
 
 def test_epochs_differ_and_follow_from_the_seed():
@@ -266,6 +300,39 @@ def test_datasets_that_can_are_read_a_whole_batch_at_a_time(seed):
         assert equal(model.state_dict(), plain.state_dict())
 
 
+WRAPPED = {
+    "subset": lambda data: Subset(data, range(12)),
+    "nested": lambda data: random_split(Subset(data, range(12)), [12, 0])[0],
+    "stacked": lambda data: StackDataset(data, data),
+    "concatenated": lambda data: ConcatDataset([data]),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_what_torch_wraps_around_a_dataset_changes_nothing_of_how_it_is_read(wrap):
+    data = wrap(Noisy(regression_data(12)))
+    assert default_num_workers(data, 1) == default_num_workers(Noisy(regression_data(12)), 1)
+    assert default_num_workers(wrap(regression_data(12)), 1) == 0
+
+    def noise(batch_size):
+        source = DataLoader(data, batch_size)
+        batches = list(shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True))
+        return torch.cat(
+            [batch[1] if len(batch) == 4 else torch.cat([part[1] for part in batch], 1) for batch in batches]
+        )
+
+    assert torch.equal(noise(4), noise(3))
+
+
+@pytest.mark.parametrize("wrap", [WRAPPED["subset"], WRAPPED["nested"], WRAPPED["stacked"]])
+def test_what_reads_many_samples_at_once_does_so_inside_what_torch_wraps_around_it(wrap):
+    batched = Batched(regression_data(12))
+    data = wrap(batched)
+    assert default_num_workers(data, 1) == 0
+    list(shard(DataLoader(data, 4), rank_of(0, 1), torch.device("cpu"), seed=1, training=True))
+    assert batched.calls == 3 * (2 if isinstance(data, StackDataset) else 1)
+
+
 def test_a_subset_of_tensors_in_memory_equals_the_same_rows():
     data = regression_data(30)
     indices = list(range(29, 4, -2))
@@ -276,6 +343,51 @@ def test_a_subset_of_tensors_in_memory_equals_the_same_rows():
         torch.manual_seed(0)
         quiet_trainer(model).train(dataset, 2, per_device_batch_size=3, train_dataloader_kwargs={"num_workers": 0})
     assert equal(models[0].state_dict(), models[1].state_dict())
+
+
+class Order(Sampler):
+    """Any order, drawn one by one."""
+
+    def __init__(self, order: Iterable[int]) -> None:
+        self.order = order
+
+    def __iter__(self):
+        return iter(self.order)
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("sampler", [[-1, 0, -9], Order([-1, 0, -9]), BatchSampler([-1, 0, -9], 2, False)])
+def test_indices_that_count_from_the_end_are_those_of_a_dataloader(seed, sampler):
+    kind = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
+    for data in (
+        numbers(9),
+        Subset(numbers(12), [1, -1, 3, -2, 4, 5, 6, 7, 0]),
+        Subset(Subset(numbers(9), range(9)), range(9)),
+    ):
+        source = DataLoader(data, **{kind: sampler} | ({} if kind == "batch_sampler" else {"batch_size": 2}))
+        loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed, training=True)
+        assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in source]
+
+
+@pytest.mark.parametrize("data", [regression_data(12), Rows(regression_data(12))])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
+    seen: list[torch.Tensor] = []
+    inside: list[int] = []
+
+    def look(trainer, batch, **kwargs):
+        seen.append(batch[0])
+        inside.append(sum(len(batch[0]) for batch in trainer.train_dataloader))
+        next(iter(trainer.train_dataloader))  # and not to its end
+
+    trainer = quiet_trainer(small_model(), callbacks=[listener(on_train_step_end=look)], seed=1)
+    trainer.train(data, 2, per_device_batch_size=5, train_dataloader_kwargs={"num_workers": 0} | workers)
+    assert inside == [12] * 6
+    for epoch in (seen[:3], seen[3:]):
+        assert sorted(torch.cat(epoch)[:, 0].tolist()) == sorted(regression_data(12).tensors[0][:, 0].tolist())
 
 
 def test_workers_only_where_they_pay():
@@ -337,6 +449,87 @@ class Endless(IterableDataset):
     def __iter__(self):
         while True:
             yield from regression_data(10)
+
+
+class EndlessOrder(Sampler):
+    """Draws without an end, from the generators of torch, numpy and python and one of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        while True:
+            own = torch.randint(self.size, (), generator=self.generator)
+            yield int(own + torch.randint(9, ()) + np.random.randint(9) + random.randrange(9)) % self.size
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_without_an_end(seed, batched, workers):
+    sampler = EndlessOrder(9)
+    kwargs = {"batch_sampler": BatchSampler(sampler, 4, False)} if batched else {"sampler": sampler}
+    trainer = quiet_trainer(small_model(), seed=seed)
+    trainer.train(
+        Rows(regression_data(9)),
+        per_device_batch_size=4,
+        max_num_train_steps=7,
+        train_dataloader_kwargs={"num_workers": workers} | kwargs,
+    )
+    assert trainer.progress.samples == 28
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_sampler_without_an_end_follows_from_seed_and_epoch_and_can_go_on_anywhere(batched):
+    def read_indices(epoch, start, world_size=1, batch_size=50):
+        def source(rank):
+            if batched:
+                return DataLoader(numbers(1000), batch_sampler=BatchSampler(EndlessOrder(1000), batch_size, False))
+            return DataLoader(numbers(1000), batch_size, sampler=EndlessOrder(1000))
+
+        by_rank = []
+        for rank in range(world_size):
+            loader = shard(source(rank), rank_of(rank, world_size), torch.device("cpu"), 3, True)
+            by_rank.append(list(islice(loader.steps(epoch, start), 2400 // batch_size // world_size)))
+        return [i for step in zip(*by_rank, strict=True) for i in samples(step)]
+
+    def states():
+        return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
+
+    before = states()
+    whole = read_indices(1, 0)
+    assert states() == before
+    torch.rand(1)
+    assert read_indices(1, 0) == whole
+    assert read_indices(2, 0) != whole
+    assert read_indices(1, 0, world_size=2, batch_size=25) == whole
+    assert read_indices(1, 1130, batch_size=20)[: 2400 - 1130] == whole[1130:]
+
+
+def test_batches_of_a_batch_sampler_go_on_in_the_middle_of_one():
+    def source(rank, batch_size=5):
+        return DataLoader(numbers(23), batch_sampler=BatchSampler(RandomSampler(range(23)), batch_size, False))
+
+    whole = [i for step in read_from(source, 1) for i in samples(step)]
+    assert sorted(whole) == [*range(23)]
+    for start in range(24):
+        assert [i for step in read_from(source, 1, start) for i in samples(step)] == whole[start:]
+        rest = [i for step in read_from(partial(source, batch_size=4), 2, start) for i in samples(step)]
+        assert rest == whole[start:]
+    with pytest.raises(ValueError, match=r"batch_sampler ended after 23 samples of this epoch, but .* has had 24"):
+        read_from(source, 1, 24)
+
+
+@pytest.mark.parametrize("given", [2, 4])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("data", [numbers(9), Rows(numbers(9))])
+def test_the_length_of_a_sampler_must_be_right(given, seed, data):
+    loader = shard(DataLoader(data, 2, sampler=Order(range(given))), rank_of(0, 1), torch.device("cpu"), seed, True)
+    with pytest.raises(ValueError, match=f"The sampler Order gives {given}.* indices, but its length is 3"):
+        list(loader)
+    loader = shard(DataLoader(data, 2, sampler=Order(range(3))), rank_of(0, 1), torch.device("cpu"), seed, True)
+    assert len(list(loader)) == 2
 
 
 def test_data_without_an_end_need_a_limit_of_updates():
@@ -464,6 +657,12 @@ def test_datasets_by_name_in_order():
     trainer = Sum(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Keep])
     trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"shuffle": False})
     assert sampler_order == [(0, 100), (1, 101), (0, 102)]
+
+
+@pytest.mark.parametrize("indices", [range(5), np.arange(5), torch.arange(5)])
+def test_datasets_by_name_take_indices_of_any_kind(indices):
+    data = Subset(NamedDatasets({"a": numbers(5), "b": numbers(3)}, length="max"), indices)
+    assert [(sample["a"][0].item(), sample["b"][0].item()) for sample in (data[3], data[4])] == [(3, 0), (4, 1)]
 
 
 def test_evaluation_datasets_by_name_are_evaluated_one_by_one():
@@ -644,3 +843,130 @@ def fails_to_collate(rows):
 def test_what_fails_while_reading_reaches_the_user(dataset, kwargs, error, message):
     with pytest.raises(error, match=message):
         quiet_trainer(small_model()).train(dataset, 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
+
+
+@pytest.mark.processes
+def test_all_processes_share_what_the_first_draws_from_a_sampler_without_an_end(ranks):
+    results = ranks["sampler_without_an_end"]
+    steps = zip(*(result["seen"] for result in results), strict=True)
+    assert [index for step in steps for indices in step for index in indices] == results[0]["drawn"]
+
+
+class Counting(Trainer):
+    """Sees numbers; counts as samples what it is told to."""
+
+    count = staticmethod(len)
+
+    def calculate_train_batch_loss(self, batch):
+        self.seen.append(batch[0].tolist())
+        return {"loss": self.model(batch[0][:, None]).mean(), "batch_size": self.count(batch[0])}
+
+
+class Saves(TrainerCallback):
+    saves_training_states = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        trainer.save_training_state(f"{self.folder}/{trainer.progress.update}")
+
+
+@dataclass
+class Packed:
+    """A batch of which no part can be taken."""
+
+    x: torch.Tensor
+
+
+class Numbers(IterableDataset):
+    def __init__(self, size: int, batch_size: int | None = None) -> None:
+        values = torch.arange(size, dtype=torch.float32)
+        self.items = [(x,) for x in (values if batch_size is None else values.split(batch_size))]
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def seen_batches(source: Any, batch_size: int, count: Any = len, callbacks: Any = (), **kwargs: Any) -> list[Any]:
+    """Train an epoch on a stream, or on a loader of one's own, and return what the steps were given."""
+
+    class Own(Counting):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return source
+
+    model = nn.Linear(1, 1)
+    trainer_class = Counting if isinstance(source, IterableDataset) else Own
+    trainer = trainer_class(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks, seed=0)
+    trainer.seen, trainer.count = [], count
+    trainer.train(source, 1, per_device_batch_size=batch_size, **kwargs)
+    return trainer.seen
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs"),
+    [(Numbers(30, 5), {"train_dataloader_kwargs": {"batch_size": None}}), (Numbers(30, 5).items, {})],
+)
+@pytest.mark.parametrize("count", [len, lambda x: 2, lambda x: 7])
+@pytest.mark.filterwarnings("ignore:The run that is resumed had counted")
+def test_an_epoch_goes_on_after_as_many_steps_whatever_they_count_as_samples(tmp_path, source, kwargs, count):
+    whole = seen_batches(source, 5, count, [Saves(tmp_path)], **kwargs)
+    assert len(whole) == 6
+    for update in range(1, 6):
+        assert seen_batches(source, 5, count, resume_from=tmp_path / f"{update}", **kwargs) == whole[update:]
+
+
+def test_packed_samples_of_a_stream_are_counted_by_the_dataloaders_batch_size(tmp_path):
+    def pack(samples):
+        return [torch.cat([x.repeat(3) for (x,) in samples])]
+
+    def run(**kwargs):
+        return seen_batches(Numbers(30), 5, lambda x: len(x) // 3, collate_fn=pack, **kwargs)
+
+    whole = run(callbacks=[Saves(tmp_path)])
+    assert run(resume_from=tmp_path / "4") == whole[4:]
+
+
+def test_steps_that_may_not_be_those_of_before_are_warned_of(tmp_path):
+    seen_batches(Numbers(30, 5).items, 5, callbacks=[Saves(tmp_path)])
+    with pytest.warns(UserWarning, match=r"had counted 15 samples in 3 steps of this epoch; .* hold 30 now"):
+        seen_batches(Numbers(40, 10).items, 5, resume_from=tmp_path / "3")
+
+
+@pytest.mark.parametrize("batch_size", [3, 4, 9])
+def test_a_stream_goes_on_with_another_batch_size_after_every_sample(tmp_path, batch_size):
+    seen_batches(Numbers(30), 8, callbacks=[Saves(tmp_path)])
+    rest = seen_batches(Numbers(30), batch_size, resume_from=tmp_path / "2")
+    assert [i for batch in rest for i in batch] == [*range(16, 30)]
+
+
+def test_a_stream_that_cannot_go_on_is_an_error_that_says_why(tmp_path):
+    seen_batches(Numbers(30), 8, callbacks=[Saves(tmp_path)])
+    with pytest.raises(ValueError, match=r"data ended after 1 batches of this epoch, but .* has had 2 of them"):
+        seen_batches(Numbers(8), 8, resume_from=tmp_path / "2")
+    with pytest.raises(ValueError, match=r"data ended after 15 samples of this epoch, but .* has had 16 of them"):
+        seen_batches(Numbers(15), 5, resume_from=tmp_path / "2")
+    with pytest.raises(ValueError, match="in the middle of a batch of type Packed, which cannot be split"):
+        seen_batches(
+            Numbers(30),
+            5,
+            resume_from=tmp_path / "2",
+            collate_fn=lambda rows: Packed(torch.stack(*zip(*rows, strict=True))),
+        )
+
+
+@pytest.mark.processes
+def test_streams_and_own_batches_go_on_on_several_processes(ranks):
+    results = ranks["resumed_streams"]
+    done = 2 * 4 * ranks.world_size
+    expected = sorted(regression_data(50).tensors[0][done:, 0].tolist())
+    found = [x for result in results for batch in result["stream with other batches"] for x in batch[:, 0].tolist()]
+    assert sorted(found) == expected
+    for result in results:
+        assert len(result["own"]) == 4
+        assert torch.equal(torch.cat(result["own again"]), torch.cat(result["own"][2:]))
+        assert (
+            f"data ended after 5 samples of this epoch, but the run that is resumed has had {done}"
+            in result["stream of fewer"]
+        )
+        assert "data ended after" in result["own of fewer"]

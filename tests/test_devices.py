@@ -55,6 +55,7 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
         "clipped_spikes",
         "split_batches",
         "evaluation",
+        "data_on_the_device",
     ],
 )
 def test_no_step_waits_for_the_device_and_the_results_are_the_same(case):

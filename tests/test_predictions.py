@@ -82,3 +82,11 @@ def test_several_processes_write_what_one_would(ranks):
     for result in ranks["predictions"]:
         assert result["equal"]
         assert result["ranks"] == list(range(ranks.world_size))
+
+
+@pytest.mark.processes
+def test_streams_are_predicted_and_evaluated_in_order_by_several_processes(ranks):
+    for result in ranks["predicted_streams"]:
+        for run in result.values():
+            torch.testing.assert_close(run["predictions"], run["expected"])
+            assert run["losses"] == pytest.approx(run["expected_losses"])

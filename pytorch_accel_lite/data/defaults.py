@@ -7,10 +7,11 @@ import os
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from pytorch_accel_lite.data.loader import tensors_in_memory
 from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
+from pytorch_accel_lite.data.order import inner_datasets, reads_batches
 
 
 def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
@@ -20,7 +21,7 @@ def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
     repeat the stream), and where workers are started anew instead of forked; else one for each core that this
     process can count on, up to eight.
     """
-    if tensors_in_memory(dataset) is not None or hasattr(dataset, "__getitems__"):
+    if _is_in_memory(dataset) or reads_batches(dataset):
         return 0
     # Asking for the start method without allow_none would fix it for the whole program.
     start = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -31,6 +32,17 @@ def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
     return min(per_process, 8) if per_process > 1 else 0
 
 
+def _is_in_memory(dataset: Any) -> bool:
+    inner = inner_datasets(dataset)
+    return type(dataset) is TensorDataset or (bool(inner) and all(map(_is_in_memory, inner)))
+
+
+def _is_on_host(dataset: Any) -> bool:
+    """Whether a dataset is not known to lie in the memory of a device, which cannot be pinned."""
+    memory = tensors_in_memory(dataset)
+    return memory is None or all(tensor.is_cpu for tensor in memory[0])
+
+
 def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, processes_on_machine: int) -> dict[str, Any]:
     """Return the arguments that a dataloader is made with unless told otherwise."""
     workers = default_num_workers(dataset, processes_on_machine)
@@ -38,7 +50,7 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, processe
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,
-        "pin_memory": torch.cuda.is_available(),
+        "pin_memory": torch.cuda.is_available() and _is_on_host(dataset),
     }
     if isinstance(dataset, NamedDatasets):
         kwargs["sampler"] = NamedSampler(dataset, shuffle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,14 +12,24 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from pytorch_accel_lite.batches import find_batch_size
-from pytorch_accel_lite.data.order import BatchReader, EpochOrder, identity, keep_generators, mix, take
+from pytorch_accel_lite.batches import _slice, find_batch_size
+from pytorch_accel_lite.data.order import (
+    BatchReader,
+    EpochOrder,
+    find_length,
+    identity,
+    keep_generators,
+    mix,
+    of_all_processes,
+    take,
+)
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.signals import ignore_in_worker
@@ -99,6 +110,7 @@ class ShardedLoader(ABC):
         self._fill = fill
         self._epoch = 0
         self._left: int | None = None
+        self._steps_done = 0
 
     @abstractmethod
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]: ...
@@ -112,7 +124,7 @@ class ShardedLoader(ABC):
         :param epoch: with a seed, the order and the randomness in the dataset follow from it
         :param steps_done: steps that the epoch has had before, which count for the limit
         """
-        self._epoch = epoch
+        self._epoch, self._steps_done = epoch, steps_done
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
         if self._device.type != "cpu":  # where batches are already
@@ -135,6 +147,23 @@ class ShardedLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         return (step.batch for step in self.steps(self._epoch))
 
+    def _read_from(self, start: int) -> Iterator[Any]:
+        """Read the source and drop what a resumed epoch had before; the generators stay where that run put them.
+
+        Several processes count the samples of a step here, so the samples tell where to go on. One process counts what
+        each step says that it had, which may be no size of the batch: there the steps tell, where the batches are
+        as large as before. With another batch size the samples tell again, and a batch in which they end is split.
+        """
+        size = getattr(self.source, "batch_size", None)
+        by_steps = self._ranks.world_size == 1 and size in (None, start / max(self._steps_done, 1))
+        with keep_generators() if start else nullcontext():
+            batches = iter(self.source)
+            if by_steps and self._steps_done:
+                rest = _skip_batches(batches, self._steps_done, start, is_certain=size is not None)
+            else:
+                rest = _skip_samples(batches, start)
+        yield from chain(rest, batches)
+
     def stop_workers(self) -> None:  # noqa: B027
         """Let go of worker processes, if there are any; the next iteration starts them anew."""
 
@@ -152,51 +181,64 @@ class ShardedLoader(ABC):
         return getattr(self.source, name)
 
 
+class _Iteration(NamedTuple):
+    """Where an iteration over an epoch begins, and how many steps it has at most.
+
+    :param counts: for each batch that was handed out and not yet taken, the samples of this process, of all
+        processes, whether it is the last step, and the indices of the samples
+    """
+
+    epoch: int
+    start: int
+    limit: int | None
+    counts: deque[tuple[int, int, bool, Any]]
+
+
 class _EpochShares:
     """What this process reads of an epoch, batch by batch: the batch sampler of a :class:`MapLoader`.
 
     It knows nothing of its loader: a reference cycle would keep workers from being stopped when it is dropped.
 
-    :ivar as_tensors: give indices as tensors, where their order is fixed when the epoch begins
-    :ivar counts: for each batch that was handed out and not yet taken, the samples of this process, of all
-        processes, whether it is the last step, and the indices of the samples
+    :ivar rows: of data in memory, so many: give indices into them as tensors, where their order is fixed when the
+        epoch begins
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, seed: int | None, fill: bool) -> None:
         self.own_batches = source.batch_size is None  # a batch sampler of the user's
-        sampler: Any = source.batch_sampler if self.own_batches else source.sampler
-        self.sampler = sampler
+        sampler = self.sampler = of_all_processes(source.batch_sampler if self.own_batches else source.sampler)
         self.global_batch = (source.batch_size or 1) * ranks.world_size
-        self.counts: deque[tuple[int, int, bool, Any]] = deque()
-        self.as_tensors = False
+        self.rows: int | None = None
         self._drop_last = source.drop_last and not self.own_batches
         self._order = EpochOrder(sampler, ranks, seed)
         self._ranks = ranks
         self._seed = seed
         self._fill = fill
 
-    def set_position(self, epoch: int, start: int, limit: int | None) -> None:
-        """Say where the next iteration begins, and how many steps it has at most."""
-        self._epoch, self._start, self._limit = epoch, start, limit
-        self.counts.clear()
+    def begin(self, epoch: int, start: int, limit: int | None) -> _Iteration:
+        """Say where the next iteration begins. Another one may be under way, and is left alone."""
+        self._next = _Iteration(epoch, start, limit, deque())
+        return self._next
 
     def __iter__(self) -> Iterator[list[Any]]:
+        return self._keys(self._next)
+
+    def _keys(self, iteration: _Iteration) -> Iterator[list[Any]]:
         """Yield what the dataset is asked for: indices, with epoch and position under a seed."""
-        for indices, first in self.shares():
+        for indices, first in self.shares(iteration):
             if self._seed is None:
                 yield list(indices)
             else:
-                yield [(self._epoch, first + i, index) for i, index in enumerate(indices)]
+                yield [(iteration.epoch, first + i, index) for i, index in enumerate(indices)]
 
-    def shares(self) -> Iterator[tuple[Any, int]]:
+    def shares(self, iteration: _Iteration) -> Iterator[tuple[Any, int]]:
         """Yield this process's indices of every step and their first position; note their counts."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        position = self._start
-        for group, is_last in with_last(islice(self._global_batches(), self._limit)):
+        epoch, position, limit, counts = iteration
+        for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             flat = list(chain(*group)) if self.own_batches else group
             size = len(flat)
             if world_size == 1:
-                self.counts.append((size, size, is_last, flat))
+                counts.append((size, size, is_last, flat))
                 yield flat, position
                 position += size
                 continue
@@ -206,34 +248,45 @@ class _EpochShares:
                 end = begin + len(group[rank])
             if end > begin or self._fill:
                 mine = flat[begin:end]
-                self.counts.append((end - begin, size, is_last, mine))
+                counts.append((end - begin, size, is_last, mine))
                 yield (mine, position + begin) if end > begin else (flat[:1], position)
             position += size
 
-    def _global_batches(self) -> Iterator[Any]:
+    def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield the indices of all processes in each step; with own batches, the batches of each step."""
-        order, world_size = self._order.draw(self._epoch, self.as_tensors), self._ranks.world_size
-        if self.as_tensors and (isinstance(order, list) or type(order) in (RandomSampler, range)):
-            order = torch.from_numpy(np.fromiter(order, dtype=np.int64))  # once, not for each batch
+        order, world_size = self._order.draw(epoch, self.rows is not None), self._ranks.world_size
+        if self.rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
+            order = _from_front(np.fromiter(order, dtype=np.int64), self.rows)  # once, not for each batch
         if self.own_batches:
-            batches, skipped = iter(order), 0
-            while skipped < self._start:
-                skipped += len(next(batches))
+            batches = _batches_from(order, start)
             yield from iter(lambda: list(islice(batches, world_size)), [])
             return
-        next_indices = take(order, self._start)
-        try:
-            size = len(self.sampler)
-        except TypeError:
+        size = find_length(self.sampler)
+        if size is None:
+            next_indices = take(order, start)
             yield from iter(lambda: next_indices(self.global_batch), [])
             return
+        if isinstance(order, (list, torch.Tensor)) and len(order) != size:
+            raise _wrong_length(self.sampler, size, len(order))
         at_least = 1 if self._fill else world_size
-        bounds = global_batches(size, self.global_batch, self._start, self._drop_last, at_least)
+        bounds = global_batches(size, self.global_batch, start, self._drop_last, at_least)
         sizes = [end - begin for begin, end in bounds]
-        if isinstance(order, torch.Tensor) and len(order) == size:
-            yield from order[self._start : self._start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
+        if isinstance(order, torch.Tensor):
+            yield from order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
         else:
-            yield from map(next_indices, sizes)
+            yield from self._in_turn(order, start, sizes, size)
+
+    def _in_turn(self, order: Any, start: int, sizes: list[int], size: int) -> Iterator[Any]:
+        """Yield so many indices after one another; find out whether the length of the sampler was right."""
+        next_indices, position = take(order, start), start
+        for count in sizes:
+            indices = next_indices(count)
+            position += len(indices)
+            if len(indices) < count:
+                raise _wrong_length(self.sampler, size, position)
+            yield indices
+        if position == size and next_indices(1):
+            raise _wrong_length(self.sampler, size, size + 1)
 
     def num_steps(self) -> int:
         """Return how many steps a whole epoch has."""
@@ -257,9 +310,11 @@ class MapLoader(ShardedLoader):
         self._memory = None
         if source.num_workers == 0 and source.collate_fn is default_collate:
             self._memory = tensors_in_memory(source.dataset)
-            self._shares.as_tensors = self._memory is not None and not self._shares.own_batches
+            if self._memory is not None and not self._shares.own_batches:
+                self._shares.rows = len(source.dataset)  # type: ignore[arg-type]
         self._seed = seed
-        self._inner: DataLoader[Any] | None = None
+        self._loaders: WeakSet[DataLoader[Any]] = WeakSet()
+        self._idle: DataLoader[Any] | None = None  # and its workers, for the next iteration
 
     def _create_inner(self, source: DataLoader[Any]) -> DataLoader[Any]:
         dataset, collate_fn, generator = source.dataset, source.collate_fn, source.generator
@@ -287,34 +342,46 @@ class MapLoader(ShardedLoader):
         return partial(ignore_in_worker, source.worker_init_fn)
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        self._shares.set_position(epoch, start, self._left)
-        if self._memory is None and self._inner is None:
-            self._inner = self._create_inner(self.source)
-        for batch in self._read_memory() if self._inner is None else self._read(self._inner):
-            yield LoadedBatch(batch, *self._shares.counts.popleft())
+        iteration = self._shares.begin(epoch, start, self._left)
+        for batch in self._read() if self._memory is None else self._read_memory(iteration):
+            yield LoadedBatch(batch, *iteration.counts.popleft())
 
-    def _read(self, inner: DataLoader[Any]) -> Iterable[Any]:
-        return _with_failures(inner) if self.yields_failures else inner
+    def _read(self) -> Iterator[Any]:
+        """Read with a loader that nobody reads with: torch's has a single iterator when its workers persist."""
+        loader = self._create_inner(self.source) if self._idle is None else self._idle
+        self._idle = None
+        self._loaders.add(loader)
+        try:
+            yield from _with_failures(loader) if self.yields_failures else loader
+        finally:
+            if loader in self._loaders:  # it was not stopped meanwhile
+                self._idle = loader
 
-    def _read_memory(self) -> Iterator[list[torch.Tensor]]:
+    def _read_memory(self, iteration: _Iteration) -> Iterator[list[torch.Tensor]]:
         assert self._memory is not None
         tensors, subset = self._memory
+        rows, on_host = len(self.source.dataset), all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
-        for indices, _ in self._shares.shares():
-            chosen = indices if isinstance(indices, torch.Tensor) else torch.as_tensor(indices)
+        for indices, _ in self._shares.shares(iteration):
+            chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
             if subset is not None:
                 chosen = subset[chosen]
-            batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            yield [tensor.pin_memory() for tensor in batch] if pin else batch
+            if on_host:
+                batch = [tensor.index_select(0, chosen) for tensor in tensors]
+            else:
+                batch = [tensor.index_select(0, chosen.to(tensor.device, non_blocking=True)) for tensor in tensors]
+            yield [tensor.pin_memory() if tensor.is_cpu else tensor for tensor in batch] if pin else batch
 
     def stop_workers(self) -> None:  # noqa: D102
-        iterator: Any = getattr(self._inner, "_iterator", None)
-        if hasattr(iterator, "_shutdown_workers"):
-            # Without this (torch has no public way) they live on for as long as the traceback of an error does.
-            iterator._shutdown_workers()
-        self._inner = None
+        for loader in self._loaders:
+            iterator: Any = getattr(loader, "_iterator", None)
+            if hasattr(iterator, "_shutdown_workers"):
+                # Without this (torch has no public way) they live on for as long as the traceback of an error does.
+                iterator._shutdown_workers()
+        self._loaders.clear()
+        self._idle = None
 
     def _num_steps(self) -> int:
         return self._shares.num_steps()
@@ -332,13 +399,14 @@ class StreamLoader(ShardedLoader):
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         if self._ranks.world_size == 1:
-            for batch, is_last in with_last(islice(_skip(self.source, start), self._left)):
+            for batch, is_last in with_last(islice(self._read_from(start), self._left)):
                 yield LoadedBatch(batch, None, None, is_last)
             return
-        batches = _skip(self.source, start) if self._ranks.rank == 0 else iter(())
+        batches = self._read_from(start)  # on rank 0
         groups = iter(lambda: list(islice(batches, self._ranks.world_size)), [])
         steps = chain(with_last(islice(groups, self._left)), [None])
-        while True:
+        is_last = False
+        while not is_last:  # then a process without a batch is done: the others may talk before they ask for another
             step = self._ranks.broadcast_object(lambda: next(steps))
             if step is None:
                 return
@@ -371,17 +439,22 @@ class OwnLoader(ShardedLoader):
 
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         if self._ranks.world_size == 1 or not self._fill:
-            for batch, is_last in with_last(islice(_skip(self.source, start), self._left)):
+            for batch, is_last in with_last(islice(self._read_from(start), self._left)):
                 yield LoadedBatch(batch, None, None, is_last)
             return
         with keep_generators() if start else nullcontext():
-            steps = self._steps_together()
-            while start > 0:
-                start -= next(steps).total_samples or 0
+            steps, samples = self._steps_together(), 0
+            while samples < start:
+                step = next(steps, None)
+                if step is None:
+                    raise _ended("data", f"{samples} samples", start)
+                samples += step.total_samples or 0
+            if samples > start:
+                raise _cannot_split("the batches of several processes")
         yield from steps
 
     def _steps_together(self) -> Iterator[LoadedBatch]:
-        batches = islice(iter(self.source), self._left)
+        batches = islice(iter(self.source), self.limit)
         batch, ready = None, next(batches, None)
         while True:
             batch = batch if ready is None else ready
@@ -444,9 +517,43 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
         inner = tensors_in_memory(dataset.dataset)
         if inner is not None:
             tensors, chosen = inner
-            indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            indices = _from_front(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
             return tensors, indices if chosen is None else chosen[indices]
     return None
+
+
+def _wrong_length(sampler: Any, size: int, given: int) -> ValueError:
+    found = f"{given} or more" if given > size else given
+    return ValueError(
+        f"The sampler {type(sampler).__name__} gives {found} indices, but its length is {size}. Make its __len__ "
+        "return as many as it gives."
+    )
+
+
+def _batches_from(batches: Iterable[Any], start: int) -> Iterator[Any]:
+    """Yield the batches of a batch sampler after ``start`` samples; of the one that these end in, the rest."""
+    left = start
+    for batch in batches:
+        if left >= len(batch):
+            left -= len(batch)
+            continue
+        yield batch[left:] if left else batch
+        left = 0
+    if left:
+        raise _ended("batch_sampler", f"{start - left} samples", start)
+
+
+def _ended(source: str, given: str, done: int) -> ValueError:
+    return ValueError(
+        f"The {source} ended after {given} of this epoch, but the run that is resumed has had {done} of them. Resume "
+        "it with the data that it was saved with."
+    )
+
+
+def _from_front(indices: Any, rows: int) -> torch.Tensor:
+    """Return indices as ``index_select`` takes them: those below zero, which count from the end, from the front."""
+    tensor = torch.as_tensor(indices, dtype=torch.int64)
+    return torch.where(tensor < 0, tensor + rows, tensor)
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
@@ -460,12 +567,49 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
         yield held.pop(), True
 
 
-def _skip(batches: Iterable[Any], samples: int) -> Iterator[Any]:
-    """Read and drop what a resumed epoch had before; the generators stay where the resumed run put them."""
-    if not samples:
-        return iter(batches)
-    with keep_generators():
-        iterator = iter(batches)
-        while samples > 0:
-            samples -= find_batch_size(next(iterator))
-    return iterator
+def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> list[Any]:
+    """Drop so many batches. Unless the caller is certain, warn when they hold another number of samples than before."""
+    skipped, samples = 0, 0
+    for batch in islice(batches, count):
+        skipped += 1
+        try:
+            samples += find_batch_size(batch)
+        except ValueError:  # no size can be told
+            is_certain = True
+    if skipped < count:
+        raise _ended("data", f"{skipped} batches", count)
+    if samples != start and not is_certain:
+        warnings.warn(
+            f"The run that is resumed had counted {start} samples in {count} steps of this epoch; as many batches hold "
+            f"{samples} now. It goes on where it was only if it had one process and the same batches.",
+            stacklevel=2,
+        )
+    return []
+
+
+def _skip_samples(batches: Iterator[Any], start: int) -> list[Any]:
+    """Drop so many samples, and return the rest of a batch in which they end."""
+    position = 0
+    while position < start:
+        batch = next(batches, None)
+        if batch is None:
+            raise _ended("data", f"{position} samples", start)
+        size = find_batch_size(batch)
+        if position + size > start:
+            return [_rest(batch, start - position, size)]
+        position += size
+    return []
+
+
+def _rest(batch: Any, begin: int, size: int) -> Any:
+    rest = _slice(batch, begin, size, size)
+    if find_batch_size(rest) != size - begin:
+        raise _cannot_split(f"a batch of type {type(batch).__name__}")
+    return rest
+
+
+def _cannot_split(what: str) -> ValueError:
+    return ValueError(
+        f"The run that is resumed was saved at a sample that is now in the middle of {what}, which cannot be split. "
+        "Resume it with its batch size and number of processes."
+    )

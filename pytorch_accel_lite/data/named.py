@@ -45,7 +45,7 @@ class NamedDatasets(Dataset[Any]):
 
     def __getitem__(self, indices: Any) -> dict[str, Any]:
         """Return the samples at an index of each dataset, in their order, or all at the same index."""
-        if isinstance(indices, int):
+        if isinstance(indices, int) or getattr(indices, "ndim", 1) == 0:  # those of numpy and torch too
             indices = [indices % size for size in self.sizes.values()]
         return {name: data[index] for (name, data), index in zip(self.datasets.items(), indices, strict=True)}
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    StackDataset,
+    Subset,
     get_worker_info,
 )
 
 from pytorch_accel_lite.distributed import Ranks
 
 _MASK = (1 << 64) - 1
+#: What is drawn at a time of a sampler without a length.
+_PIECE = 1024
 
 
 def mix(*numbers: int) -> int:
@@ -42,16 +49,41 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
+def _get_states() -> tuple[Any, Any, Any]:
+    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+
+
+def _set_states(states: tuple[Any, Any, Any]) -> None:
+    torch.default_generator.set_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
 @contextmanager
 def keep_generators() -> Iterator[None]:
     """Put back the states of the CPU generators after a block of code."""
-    states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    states = _get_states()
     try:
         yield
     finally:
-        torch.default_generator.set_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        _set_states(states)
+
+
+def inner_datasets(dataset: Any) -> list[Any]:
+    """Return what one of torch's own wrappers of datasets reads from; nothing for any other dataset."""
+    reads_many = getattr(type(dataset), "__getitems__", None)
+    if reads_many is Subset.__getitems__:
+        return [dataset.dataset]
+    if reads_many is StackDataset.__getitems__ or type(dataset) is ConcatDataset:
+        return list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
+    return []
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Whether a dataset itself reads many samples at once; torch's wrappers have ``__getitems__`` in any case."""
+    inner = inner_datasets(dataset)
+    has_method = callable(getattr(dataset, "__getitems__", None))
+    return has_method and (not inner or any(map(reads_batches, inner)))
 
 
 class BatchReader(Dataset[Any]):
@@ -67,6 +99,7 @@ class BatchReader(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.seed = seed
+        self._reads_batches = reads_batches(dataset)
 
     def __getitems__(self, keys: list[tuple[int, int, Any]]) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
@@ -76,7 +109,7 @@ class BatchReader(Dataset[Any]):
 
     def _read(self, keys: list[tuple[int, int, Any]]) -> Any:
         epoch, first, _ = keys[0]
-        if getattr(self.dataset, "__getitems__", None):
+        if self._reads_batches:
             seed_generators(mix(self.seed, epoch, first))
             samples = self.dataset.__getitems__([index for _, _, index in keys])
         else:
@@ -93,20 +126,29 @@ def identity(batch: Any) -> Any:
     return batch
 
 
+def of_all_processes(sampler: Any) -> Any:
+    """Return a sampler of the whole job: a ``DistributedSampler`` would share out what is shared out here."""
+    if isinstance(sampler, DistributedSampler):
+        # Nothing is repeated to fill up shares; what its drop_last leaves out stays left out.
+        size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
+        sampler = copy.copy(sampler)
+        sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size = 1, 0, size, size
+    elif type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
+        return BatchSampler(of_all_processes(sampler.sampler), sampler.batch_size, sampler.drop_last)
+    return sampler
+
+
 class EpochOrder:
     """The global sequence of an epoch's samples, from the sampler of a dataloader.
 
-    Without a seed it is what the sampler draws from torch's generator on rank 0; with one, f(seed, epoch).
+    Without a seed it is what the sampler draws from torch's generator on rank 0; with one, f(seed, epoch). A sampler
+    without a length may have no end: it is drawn in pieces.
 
     :param sampler: yields indices, or lists of indices when ``batched``
     :param seed: ``None`` to leave the sampler to its own randomness
     """
 
     def __init__(self, sampler: Iterable[Any], ranks: Ranks, seed: int | None) -> None:
-        if isinstance(sampler, DistributedSampler):  # it would shard what is sharded here
-            sampler = DistributedSampler(
-                sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
-            )
         self._sampler = sampler
         self._ranks = ranks
         self._seed = seed
@@ -119,23 +161,55 @@ class EpochOrder:
         sampler = self._sampler
         if isinstance(sampler, SequentialSampler):
             return range(len(sampler))
-        set_epoch = getattr(sampler, "set_epoch", None)
+        inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+        set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         is_shuffle = as_tensor and _is_plain_shuffle(sampler)
         if self._seed is None:
             if self._ranks.world_size == 1:
                 return _shuffled(sampler) if is_shuffle else sampler
+            if find_length(sampler) is None:
+                return self._share_pieces(sampler)
             indices: list[Any] = self._ranks.broadcast_object(lambda: list(sampler))
             return indices
         seed = mix(self._seed, epoch)
-        inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
         generator = getattr(inner, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed >> 1)
+        if find_length(sampler) is None:
+            return _draw_pieces(sampler, seed)
         with keep_generators():
             seed_generators(seed)
             return _shuffled(sampler) if is_shuffle else list(sampler)
+
+    def _share_pieces(self, sampler: Iterable[Any]) -> Iterator[Any]:
+        """Yield what the sampler draws on rank 0. All ranks read equally far at each step, so they ask together."""
+        drawn = chain.from_iterable([sampler])
+        pieces = iter(lambda: self._ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
+        return chain.from_iterable(pieces)
+
+
+def find_length(sampler: Any) -> int | None:
+    """Return the length of a sampler, ``None`` when it has none."""
+    try:
+        return len(sampler)
+    except TypeError:
+        return None
+
+
+def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Yield what a sampler draws from generators of its own, which go on from piece to piece."""
+    with keep_generators():
+        seed_generators(seed)
+        drawn, states = iter(sampler), _get_states()
+    while True:
+        with keep_generators():
+            _set_states(states)
+            piece, states = list(islice(drawn, _PIECE)), _get_states()
+        if not piece:
+            return
+        yield from piece
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

@@ -620,6 +620,75 @@ def case_streams() -> Any:
     return results
 
 
+class OrderedStream(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def case_predicted_streams() -> Any:
+    """Predictions and losses of streams, of full and of incomplete last rounds of batches."""
+    results = {}
+    for size in range(1, 14):
+        trainer, data = quiet_trainer(small_model()), regression_data(size)
+        stream = OrderedStream(data)
+        results[size] = {
+            "predictions": trainer.predict(stream, per_device_batch_size=2),
+            "losses": trainer.evaluate(stream, per_device_batch_size=2),
+            "expected": small_model()(data.tensors[0]).detach(),
+            "expected_losses": trainer.evaluate(data, per_device_batch_size=2),
+        }
+    return results
+
+
+class SavesEachUpdate(TrainerCallback):
+    saves_training_states = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        trainer.save_training_state(self.folder / str(trainer.progress.update))
+
+
+class OwnOfSix(Trainer):
+    """Six batches of each process."""
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        return list(zip(*(t[rank() :: world_size()].split(2) for t in self.train_dataset.tensors), strict=True))
+
+
+def case_resumed_streams() -> Any:
+    """Streams go on with other batch sizes, own batches after as many as there were; both may have too few."""
+    results = {}
+
+    def run(name, data, batch_size, callbacks=(), trainer_class=Trainer, **kwargs):
+        recorder, model = Recorder(), small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = trainer_class(model, nn.MSELoss(), optimizer, callbacks=[recorder, *callbacks], seed=0)
+        try:
+            trainer.train(data, 1, per_device_batch_size=batch_size, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            results[name] = str(error)
+        else:
+            results[name] = recorder.inputs
+
+    with shared_folder() as folder:
+        data, fewer = regression_data(50), regression_data(5)
+        saving = SavesEachUpdate(folder / "of a stream")
+        run("stream", OrderedStream(data), 4, [saving])
+        run("stream with other batches", OrderedStream(data), 5, resume_from=saving.folder / "2")
+        run("stream of fewer", OrderedStream(fewer), 4, resume_from=saving.folder / "2")
+        saving, limit = SavesEachUpdate(folder / "of own"), LimitBatchesCallback(4)
+        data, fewer = regression_data(12 * world_size()), regression_data(2 * world_size())
+        run("own", data, 1, [saving, limit], OwnOfSix)
+        run("own again", data, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
+        run("own of fewer", fewer, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
+    return results
+
+
 class LengthBuckets:
     """A batch sampler with batches of different sizes."""
 
@@ -637,6 +706,31 @@ def case_batch_sampler() -> Any:
         regression_data(11), 2, per_device_batch_size=2, train_dataloader_kwargs={"batch_sampler": LengthBuckets()}
     )
     return {"sizes": recorder.counts, "samples": trainer.progress.samples, "updates": trainer.progress.update}
+
+
+class EndlessOrder:
+    """Draws from a generator that differs from rank to rank."""
+
+    def __iter__(self):
+        while True:
+            yield random.randrange(50)
+
+
+def case_sampler_without_an_end() -> Any:
+    """Without a seed all take their share of what the first draws."""
+    random.seed(rank())
+    seen = []
+
+    class Keep(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            seen.append(trainer.batch_indices)
+
+    trainer = quiet_trainer(small_model(), callbacks=[Keep])
+    data, sampler = regression_data(50), EndlessOrder()
+    kwargs = {"train_dataloader_kwargs": {"sampler": sampler}, "per_device_batch_size": _global_batch(120)}
+    trainer.train(data, max_num_train_steps=20, **kwargs)
+    random.seed(0)
+    return {"seen": seen, "drawn": [random.randrange(50) for _ in range(20 * 120)]}
 
 
 def case_callbacks() -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback
@@ -161,6 +161,18 @@ def case_split_batches() -> Any:
 
     def run(size: int) -> Trainer:
         return train(make_trainer(trainer_class=Full), size=3 * size, batch_size=6, auto_microbatch=True)
+
+    return with_waits(run)
+
+
+def case_data_on_the_device() -> Any:
+    """Shuffled rows of tensors that lie on the device; their order is drawn on the CPU."""
+
+    def run(size: int) -> Trainer:
+        trainer = make_trainer(seed=3)
+        data = TensorDataset(*(tensor.to(trainer.device) for tensor in make_data(size).tensors))
+        waits.clear()
+        return train(trainer, train_dataset=Subset(data, range(size)), eval_dataset=data, train_dataloader_kwargs={})
 
     return with_waits(run)
 
