@@ -40,7 +40,7 @@ from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.data import LoadedBatch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, StopVote, check_launch
 from pytorch_accel_lite.events import timed
-from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
 from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.preparation import Preparation, unwrap
 from pytorch_accel_lite.resuming import check_states_are_possible, collect, restore, restore_callbacks, restore_own
@@ -143,10 +143,15 @@ class TrainerBase:
 
         A pause waits for the next moment from which the run can go on exactly.
         """
-        if self.callback_handler.listeners[event]:
+        if not self.callback_handler.listeners[event]:
+            return
+        if self.ranks.world_size > 1:
             self.callback_handler.call_each(event, self._stop_vote.ask, self, **kwargs)
-            if self.ranks.world_size == 1:
-                self._stop_vote.answer()
+            return
+        try:
+            self.callback_handler.call_event(event, self, **kwargs)
+        except RunPausedError as pause:
+            self._stop_vote.ask(pause)
 
     def _close_failed_run(self, error: BaseException, ended: bool) -> None:
         """Tell the callbacks that an error ends the run; the error itself goes on to the caller.
@@ -171,6 +176,8 @@ class TrainerBase:
         """Fire an event when the run is ending anyway: there is nothing left to stop."""
         try:
             self._call_event(event)
+            if self.ranks.world_size > 1:
+                self._stop_vote.settle(now=True)
         except StopTrainingError as stop:
             self.stop_reason = self.stop_reason or str(stop)
 
@@ -251,14 +258,19 @@ class TrainerBase:
         self.ranks.run_together(lambda: write_weights(weights, path), only_first=True)
 
     def check_weights(self) -> None:
-        """Check that all trained weights are finite, before they take the place of good ones. Reads the device.
+        """Check that what is trained is finite, and no buffer NaN, before it replaces what was saved. Reads the device.
 
         To be called on every process.
 
         :raises NonFiniteLossError: on all processes, when a weight is infinite or NaN on one
         """
-        weights = (w for w in self.model.parameters() if w.requires_grad and w.is_floating_point() and w.itemsize > 1)
+        trained = self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer)
+        weights = [w for w in trained if w.is_floating_point() and w.itemsize > 1]
+        buffers = [
+            b for b in self.model.buffers() if b.is_floating_point() and b.itemsize > 1
+        ]  # may be infinite: masks
         finite = all(bool(getattr(weight, "_local_tensor", weight).isfinite().all()) for weight in weights)
+        finite = finite and not any(bool(getattr(buffer, "_local_tensor", buffer).isnan().any()) for buffer in buffers)
         if self.ranks.max([float(not finite)])[0]:
             raise NonFiniteLossError(
                 f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "

@@ -8,6 +8,7 @@ import itertools
 import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ def batch_size_of(batch: Any, expected: int | None) -> int:
     first = batch[0] if type(batch) in (tuple, list) and batch else None
     if isinstance(first, torch.Tensor) and first.ndim and expected in (None, first.shape[0]):
         return first.shape[0]  # the usual case, without a look at abstract types
-    if expected is not None:
-        parts = list(_parts(batch))
-        if any(_is_as_long(part, expected) for part in parts) or not any(map(_has_length, parts)):
-            return expected
+    if expected is not None and (
+        any(_is_as_long(part, expected) for part in _parts(batch)) or not any(map(_has_length, _parts(batch)))
+    ):
+        return expected
     return find_batch_size(batch)
 
 
@@ -81,8 +82,19 @@ def _is_as_long(data: Any, size: int) -> bool:
 
 
 def is_list_of_samples(data: Any, size: int) -> bool:
-    """Whether a list has an element for each sample, and not a column of all of them in each element."""
-    return isinstance(data, (list, tuple)) and len(data) == size and not all(_is_as_long(e, size) for e in data)
+    """Whether a list has an element for each sample, and not a column of all of them in each element.
+
+    Where it could be either, as many elements as samples, those of samples are alike.
+    """
+    if not isinstance(data, (list, tuple)) or len(data) != size:
+        return False
+    as_long = [_is_as_long(element, size) for element in data]
+    return not any(as_long) or (not all(as_long) and len(set(map(_kind, data))) == 1)
+
+
+def _kind(element: Any) -> Any:
+    """Return what elements of samples have in common: their type; of tensors, all but the length, too."""
+    return (type(element), element.shape[1:]) if isinstance(element, torch.Tensor) else type(element)
 
 
 def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
@@ -101,26 +113,30 @@ def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
         )
     parts = min(parts, size)
     bounds = [size * part // parts for part in range(parts + 1)]
-    return [(_slice(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
+    return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
 
 
-def _slice(data: Any, begin: int, end: int, size: int) -> Any:
+def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
+    """Return some of the ``size`` samples of a batch, see :func:`split_batch`."""
     if isinstance(data, torch.Tensor):
         return data[begin:end] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):
-        return {key: _slice(value, begin, end, size) for key, value in data.items()}
+        return {key: slice_batch(value, begin, end, size) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         if is_list_of_samples(data, size):
             return data[begin:end]
-        values = [_slice(value, begin, end, size) for value in data]
+        values = [slice_batch(value, begin, end, size) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     return data
 
 
 def _signature(model: nn.Module) -> inspect.Signature:
-    """Return the arguments of a model's ``forward``."""
+    """Return the arguments of a model's ``forward``; those of its class, when it was replaced by a mere wrapper."""
     try:
-        return inspect.signature(model.forward)
+        signature = inspect.signature(model.forward)
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+            return inspect.signature(partial(type(model).forward, model))
+        return signature
     except (TypeError, ValueError):  # of a scripted module, say, which knows them otherwise
         return inspect.signature(lambda *args, **kwargs: None)
 
@@ -222,7 +238,7 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     losses = output["loss"]
     if isinstance(losses, Mapping) and not losses:
         raise ValueError(f"{method} returned an empty dict of losses.")
-    if isinstance(losses, Mapping) and "loss" in losses:
+    if isinstance(losses, Mapping) and "loss" in losses and len(losses) > 1:
         raise ValueError(f"{method} returned a dict of losses with one called 'loss', as their sum is. Rename it.")
     for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
         if not isinstance(loss, torch.Tensor):

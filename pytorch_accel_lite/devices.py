@@ -33,7 +33,9 @@ def wide_float(device: torch.device) -> torch.dtype:
 
 
 def host_number(scalar: torch.Tensor) -> float:
-    """Read a tensor of one element in host memory, past the operation that waits for a device."""
+    """Read a tensor of one element; in host memory, past the operation that waits for a device."""
+    if type(scalar) is not torch.Tensor:  # a part of one that is spread over processes, say
+        return float(scalar)
     number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()
     return float(number)
 

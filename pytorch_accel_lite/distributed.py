@@ -169,12 +169,6 @@ class StopVote:
         """Forget what was asked for."""
         self._request = self._pause = None
 
-    def answer(self) -> None:
-        """Raise what was asked for on one process, but for a pause: nobody else needs to agree."""
-        if self._request is not None:
-            (_, error), self._request = self._request, None
-            raise error
-
     def settle(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
 

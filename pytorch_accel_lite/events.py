@@ -263,18 +263,25 @@ class CallbackHandler:
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method named ``event`` of every callback that defines it, with the given arguments.
 
-        Any name will do: an event of your own is fired like this and reaches the callbacks that define it.
+        Any name will do: an event of your own is fired like this and reaches the callbacks that define it. What is to
+        end the run is raised when all have been called; the first of several, but a pause gives way to a stop.
         """
-        if self.timer is not None:
-            self._call_timed(self.timer, event, *args, **kwargs)
+        first: Exception | None = None
+        listeners, timer = iter(self.listeners[event]), self.timer
+        while True:
+            try:
+                for listener in listeners:
+                    if timer is None:
+                        listener(*args, **kwargs)
+                    else:
+                        with timer(getattr(listener, "__self__", listener)):
+                            listener(*args, **kwargs)
+            except (StopTrainingError, NonFiniteLossError) as error:
+                first = error if first is None or isinstance(first, RunPausedError) else first
+                continue
+            if first is not None:
+                raise first
             return
-        for listener in self.listeners[event]:
-            listener(*args, **kwargs)
-
-    def _call_timed(self, timer: Timer, event: str, *args: Any, **kwargs: Any) -> None:
-        for listener in self.listeners[event]:
-            with timer(getattr(listener, "__self__", listener)):
-                listener(*args, **kwargs)
 
     def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
         """Call an event as :meth:`call_event` does; give ``ask`` what is to end the run, and go on with the next.

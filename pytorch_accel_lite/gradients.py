@@ -11,7 +11,7 @@ from pytorch_accel_lite.devices import wide_float
 from pytorch_accel_lite.distributed import Ranks
 
 Count = int | float | torch.Tensor
-_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
+_NO_GRADIENT, _DENSE = -1, 0  # a sparse gradient has at least one sparse dimension
 
 
 class GradientWindow:
@@ -97,22 +97,31 @@ class GradientWindow:
 def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
     """Average gradients over the ranks, as ``DistributedDataParallel`` does. A rank that has none counts as zero."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    used = ranks.max([_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in trained])
+    kinds = [_NO_GRADIENT if p.grad is None else p.grad.sparse_dim() if p.grad.is_sparse else _DENSE for p in trained]
     gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter, kind in zip(trained, used, strict=True):
-        if kind == _NONE:
-            continue
-        if parameter.grad is None:
-            layout = torch.sparse_coo if kind == _SPARSE else torch.strided
-            parameter.grad = torch.zeros_like(parameter, layout=layout)
-        if kind == _SPARSE:
-            parameter.grad = ranks.sum_on_device(parameter.grad.coalesce()) / ranks.world_size
-        else:
+    for parameter, kind in zip(trained, map(int, ranks.max(kinds)), strict=True):
+        if kind > _DENSE:
+            parameter.grad = ranks.sum_on_device(_as_sparse(parameter, kind)) / ranks.world_size
+        elif kind == _DENSE:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for group in gradients.values():
         flat = ranks.sum_on_device(torch.cat([gradient.flatten() for gradient in group])).div_(ranks.world_size)
         parts = flat.split([gradient.numel() for gradient in group])  # type: ignore[no-untyped-call]
         torch._foreach_copy_(group, [part.view_as(gradient) for part, gradient in zip(parts, group, strict=True)])
+
+
+def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
+    """Return a gradient with so many sparse dimensions, as it has on another rank."""
+    gradient = parameter.grad
+    if gradient is None:
+        indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
+        gradient = torch.sparse_coo_tensor(indices, values, parameter.shape)
+    elif not gradient.is_sparse:
+        gradient = gradient.to_sparse(sparse_dim)
+    return gradient.coalesce()
 
 
 def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
@@ -124,6 +133,13 @@ def parameters_outside(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.
     """Return what an optimizer trains that is not the model's: parameters of the loss function, say."""
     own = {id(parameter) for parameter in model.parameters()}
     return [parameter for parameter in optimized_parameters(optimizer) if id(parameter) not in own]
+
+
+def updated_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+    """Return what an update changes: the optimizer's parameters; the model's too, where it works on copies of them."""
+    optimized = list(optimized_parameters(optimizer))
+    own = set(map(id, model.parameters()))
+    return optimized if any(id(p) in own for p in optimized) else [*model.parameters(), *optimized]
 
 
 def clear_gradients(optimizer: Any) -> None:

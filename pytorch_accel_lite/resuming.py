@@ -73,7 +73,7 @@ def _collect_shared(trainer: TrainerBase) -> dict[str, Any]:
         "optimizer": None if optimizer is None else gathered(optimizer.state_dict(), keep),
         "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
-        "loss_func": trainer.loss_func.state_dict() if isinstance(trainer.loss_func, nn.Module) else None,
+        "loss_func": _loss_state(trainer),
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
         "callbacks": {
             name: callback.state_dict()
@@ -84,6 +84,21 @@ def _collect_shared(trainer: TrainerBase) -> dict[str, Any]:
         "losses": trainer._summed_losses(),
         "microbatches": trainer.num_microbatches,
         "items_per_batch": None if trainer.gradient_window is None else trainer.gradient_window.items_per_batch,
+    }
+
+
+def _loss_state(trainer: TrainerBase) -> dict[str, Any]:
+    """Return what a loss function has learned: its parameters that are trained, and its buffers; not the model's."""
+    if not isinstance(trainer.loss_func, nn.Module):
+        return {}
+    model = trainer.get_model()
+    own = set(map(id, [*model.parameters(), *model.buffers()]))
+    state = trainer.loss_func.state_dict(keep_vars=True)
+    is_constant = {name for name, value in state.items() if isinstance(value, nn.Parameter) and not value.requires_grad}
+    return {
+        name: value.detach()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and id(value) not in own and name not in is_constant
     }
 
 
@@ -127,20 +142,21 @@ def restore(trainer: TrainerBase, state: TrainingState) -> None:
         ("optimizer", trainer.optimizer),
         ("scheduler", trainer.scheduler),
         ("scaler", trainer.accelerator.scaler),
-        ("loss_func", trainer.loss_func if isinstance(trainer.loss_func, nn.Module) else None),
     ):
-        if shared.get(name) is not None and owner is not None:
+        if shared[name] is not None and owner is not None:
             try:
                 if name == "optimizer":
                     load_optimizer_state(owner, shared[name])
                 else:
                     owner.load_state_dict(shared[name])
-            except (ValueError, KeyError, RuntimeError) as error:
+            except (ValueError, KeyError) as error:
                 raise ValueError(
                     f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's "
                     f"{type(owner).__name__}: {error}. Create it as it was when the state was saved."
                 ) from error
     model.load_state_dict(weights)
+    if isinstance(trainer.loss_func, nn.Module):
+        trainer.loss_func.load_state_dict(shared.get("loss_func") or {}, strict=False)
     if shared["history"] is not None and hasattr(trainer.run_history, "load_state_dict"):
         trainer.run_history.load_state_dict(shared["history"])
     trainer.progress.load_state_dict(state.metadata["progress"])

@@ -28,6 +28,7 @@ from pytorch_accel_lite.gradients import (
     clear_gradients,
     optimized_parameters,
     parameters_outside,
+    updated_parameters,
 )
 from pytorch_accel_lite.guarding import StepGuard
 from pytorch_accel_lite.placeholders import (
@@ -334,8 +335,8 @@ class Trainer(TrainerBase):
         value, norm = self._config.gradient_clip_value, self._config.gradient_clip_norm
         if value is None and norm is None:
             return
-        # Of what the update changes; Accelerate recognises the sharded models by their parameters.
-        clipped = list(self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer))
+        # Accelerate recognises sharded models by their parameters.
+        clipped = list(self.model.parameters()) if self.is_sharded else updated_parameters(self.model, self.optimizer)
         if value is not None:
             self.accelerator.clip_grad_value_(clipped, value)
         if norm is not None:
@@ -670,8 +671,10 @@ class Trainer(TrainerBase):
         if type(size) is not int or size < 1:
             check_batch_size(size, method)
         if not isinstance(output["loss"], torch.Tensor):
-            output["losses"] = output["loss"]
-            output["loss"] = total_loss(output["losses"])
+            losses = output["loss"]
+            output["loss"] = total_loss(losses)
+            if losses.keys() != {"loss"}:
+                output["losses"] = losses
 
     def _track_losses(self, output: BatchOutput, loaded: LoadedBatch) -> int:
         """Add the losses of a step to the running means, return the samples of this process."""
@@ -911,6 +914,7 @@ class Trainer(TrainerBase):
             try:
                 if not within_a_run:
                     self.stop_reason = None
+                    self._stop_vote.forget()
                 try:
                     self._call_event("on_dataloaders_created")
                     self.evaluation_run_start()

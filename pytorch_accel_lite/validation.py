@@ -58,8 +58,8 @@ def warn_of_a_foreign_optimizer(trainer: Any) -> None:
     if optimized and not any(id(parameter) in known for parameter in optimized):
         warnings.warn(
             f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
-            "as it is. Make the optimizer from model.parameters() of the model that the trainer is given: anew, "
-            "whenever you make the model anew.",
+            "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
+            "that the trainer is given: anew, whenever you make the model anew.",
             stacklevel=3,
         )
 

@@ -293,3 +293,51 @@ def test_scripted_models_and_forwards_of_one_instance_are_called():
     model.forward = lambda inputs, scale: scale * nn.Linear.forward(model, inputs)
     data = [{"inputs": torch.zeros(5), "scale": torch.ones(1)}] * 4
     assert Trainer(model, None, None, callbacks=[]).predict(data).shape == (4, 1)
+
+
+def test_what_is_not_of_the_samples_is_in_every_part_whatever_the_size():
+    seen: list[Any] = []
+
+    class WithConstant(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            inputs, constant, targets = batch
+            if len(inputs) > 1:
+                raise MemoryError
+            seen.append(constant)
+            return {"loss": self.loss_func(self.model(inputs), targets)}
+
+    def collate(samples: Any) -> Any:
+        inputs, targets = map(torch.stack, zip(*samples, strict=True))
+        return inputs, torch.tensor(5.0), targets
+
+    for size in (2, 3):
+        seen.clear()
+        model = small_model()
+        trainer = WithConstant(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+        trainer.train(regression_data(6), 1, per_device_batch_size=size, collate_fn=collate, auto_microbatch=True)
+        assert {float(constant) for constant in seen} == {5.0}
+        assert trainer.num_microbatches == size
+
+
+def test_a_single_loss_by_the_name_of_the_sum_is_that():
+    class One(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"loss": {"loss": super().calculate_eval_batch_loss(batch)["loss"]}}
+
+    model = small_model()
+    arguments = model, nn.MSELoss(), None
+    assert One(*arguments, callbacks=[]).evaluate(regression_data(7), 3) == Trainer(*arguments, callbacks=[]).evaluate(
+        regression_data(7), 3
+    )
+
+
+def test_a_forward_that_was_wrapped_on_the_instance_gets_the_keys_of_its_class():
+    class Model(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs)
+
+    model = Model(5, 1)
+    inner = model.forward
+    model.forward = lambda *arguments, **keywords: inner(*arguments, **keywords)
+    data = [{"inputs": torch.zeros(5), "note": torch.ones(1)}] * 4
+    assert Trainer(model, nn.MSELoss(), None, callbacks=[]).evaluate(data)["evaluation_loss"] > 0

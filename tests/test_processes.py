@@ -309,6 +309,18 @@ def test_sparse_gradients_are_averaged_with_and_without_a_guard(ranks):
         assert equal(result[True], ranks["sparse_gradients"][0][True])
 
 
+def test_a_sparse_gradient_that_one_rank_has_is_averaged(ranks):
+    expected = torch.ones(4, dtype=torch.float64)
+    expected[2] -= 0.1 / ranks.world_size
+    for centres in ranks["sparse_gradient_of_one_rank"]:
+        assert torch.allclose(centres, expected)
+
+
+def test_what_is_found_while_a_run_ends_ends_it_and_not_the_next_evaluation(ranks):
+    assert cases.case_nan_while_ending() == ("found while ending", True)
+    assert ranks["nan_while_ending"] == [("found while ending", True)] * ranks.world_size
+
+
 def test_a_trainer_can_follow_another_that_was_closed(ranks):
     for means in ranks["trainers_in_turn"]:
         assert len(means) == 2

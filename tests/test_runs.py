@@ -13,7 +13,12 @@ from torch import nn
 from torch.utils.data import BatchSampler, TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, NonFiniteLossError, RunHistory, StopTrainingError, Trainer
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback, SkipFailedBatchesCallback
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    SkipFailedBatchesCallback,
+)
 from tests.small import listener, make_data, make_model, make_trainer, same, train, weights
 
 
@@ -363,3 +368,84 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used():
     trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
     trainer.evaluate(make_data())
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
+
+
+def test_states_hold_what_a_loss_function_has_learned_and_nothing_else(here):
+    class Distilling(nn.Module):
+        def __init__(self, student: nn.Module) -> None:
+            super().__init__()
+            self.student = student
+            self.teacher = nn.Linear(300, 300).requires_grad_(False)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return self.scale * (outputs - targets).square().mean()
+
+    model = make_model()
+    loss_func = Distilling(model)
+    optimizer = torch.optim.SGD([*model.parameters(), loss_func.scale], lr=0.1)
+    trainer = train(make_trainer(model=model, loss_func=loss_func, optimizer=optimizer))
+    trainer.save_training_state("state")
+    assert sum(file.stat().st_size for file in Path("state").iterdir()) < 100_000
+    plain = make_trainer()
+    plain.optimizer = torch.optim.SGD([*plain.model.parameters(), nn.Parameter(torch.ones(()))], lr=0.1)
+    plain.load_training_state("state")
+    assert same(weights(plain.model), weights(model))
+
+
+def test_a_learned_loss_that_is_not_finite_is_not_saved(here):
+    def spoil(trainer: Trainer, **_: Any) -> None:
+        if trainer.progress.update == 2:
+            trainer.loss_func.scale.data.fill_(float("nan"))
+
+    saver = SaveTrainingStateCallback("states", save_every_n_steps=1)
+    with pytest.raises(NonFiniteLossError, match="after update 2, and were not saved"):
+        train(weighted_trainer([listener(on_update_end=spoil), saver]))
+    assert [path.name for path in Path("states").glob("update-*")] == ["update-000000001"]
+
+
+def test_a_best_model_that_is_not_finite_is_not_saved(here):
+    def spoil(trainer: Trainer) -> None:
+        trainer.model[0].weight.data.fill_(float("nan"))
+
+    best = SaveBestModelCallback("best.pt", "train_loss_epoch")
+    with pytest.raises(NonFiniteLossError, match="not saved"):
+        train(make_trainer([listener(on_train_epoch_end=spoil), best]))
+    assert not Path("best.pt").exists()
+
+
+def test_a_parameter_of_the_model_that_is_not_trained_may_be_infinite(here):
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 1)
+            self.mask = nn.Parameter(torch.full((2,), -torch.inf))
+
+    model = Masked()
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+    train(make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)], model, optimizer=optimizer))
+    assert len(list(Path("states").glob("update-*"))) == 3
+
+
+def test_gradients_are_clipped_for_an_optimizer_that_works_on_copies():
+    class Master(torch.optim.SGD):
+        def __init__(self, parameters: Any, lr: float) -> None:
+            self.theirs = list(parameters)
+            super().__init__([p.detach().clone() for p in self.theirs], lr=lr)
+
+        def step(self, closure: Any = None) -> None:
+            for mine, theirs in zip(self.param_groups[0]["params"], self.theirs, strict=True):
+                mine.grad, theirs.grad = theirs.grad, None
+            super().step()
+            for mine, theirs in zip(self.param_groups[0]["params"], self.theirs, strict=True):
+                theirs.data.copy_(mine)
+
+    model = make_model()
+    before = weights(model)
+    with pytest.warns(UserWarning, match="unless the optimizer works on copies"):
+        train(
+            make_trainer(model=model, optimizer=Master(model.parameters(), lr=1.0)),
+            batch_size=6,
+            gradient_clip_norm=1e-3,
+        )
+    moved = nn.utils.get_total_norm([value - before[name] for name, value in weights(model).items()])
+    assert 0 < moved < 1.01e-3

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class SaveBestModelCallback(TrainerCallback):
     """Saves the model whenever a metric is better than before, and loads the best one at the end of the run.
 
+    Weights that are not finite end the run with :class:`~pytorch_accel_lite.NonFiniteLossError` instead.
+
     :param save_path: the file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
     :param watch_metric: the name of the metric in the run history; its value is saved in the file, under its name
     :param greater_is_better: whether larger values are better
@@ -78,6 +80,7 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric, self.best_metric_epoch = metric, epoch
 
     def _save(self, trainer: Trainer, path: str | os.PathLike[str], metric: float, epoch: int) -> None:
+        trainer.check_weights()
         trainer.save_checkpoint(
             path,
             checkpoint_kwargs={self.watch_metric: metric, "epoch": epoch},

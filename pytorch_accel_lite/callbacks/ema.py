@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +102,10 @@ class ModelEmaCallback(TrainerCallback):
 
     def _check_evaluation(self, trainer: Trainer) -> None:
         if self.save_path is not None and not trainer.eval_dataloaders:
-            raise ValueError(
-                "ModelEmaCallback needs data to evaluate on, to save the best average. Pass eval_dataset to train(), "
-                "or evaluate_during_training=False to save it after every epoch, or save_path=None not to save it."
+            warnings.warn(
+                "ModelEmaCallback has no data to evaluate on, by which it would save the best average: it saves none. "
+                "Pass eval_dataset to train(), or evaluate_during_training=False to save it after every epoch.",
+                stacklevel=2,
             )
         averages = [other for other in trainer.callback_handler if isinstance(other, ModelEmaCallback)]
         for other in averages:

@@ -9,6 +9,7 @@ import torch
 
 from pytorch_accel_lite.devices import host_number, wide_float
 from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
+from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_range
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in optimized_parameters(trainer.optimizer) if p.grad is not None]
         norm = trainer.gradient_norm.detach()
         if self.action == "clip":
             self._clip(trainer, gradients, norm)

@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, default_collate
 
-from pytorch_accel_lite.batches import _slice, find_batch_size
+from pytorch_accel_lite.batches import find_batch_size, slice_batch
 from pytorch_accel_lite.data.order import (
     BatchReader,
     EpochOrder,
@@ -112,6 +112,11 @@ class ShardedLoader(ABC):
         self._left: int | None = None
         self._steps_done = 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where batches are."""
+        return self._device
+
     @abstractmethod
     def _steps(self, epoch: int, start: int) -> Iterator[LoadedBatch]: ...
 
@@ -162,7 +167,7 @@ class ShardedLoader(ABC):
                 rest = _skip_batches(batches, self._steps_done, start, is_certain=size is not None)
             else:
                 rest = _skip_samples(batches, start)
-        yield from chain(rest, batches)
+        return chain(rest, batches) if rest else batches
 
     def stop_workers(self) -> None:  # noqa: B027
         """Let go of worker processes, if there are any; the next iteration starts them anew."""
@@ -285,8 +290,12 @@ class _EpochShares:
             if len(indices) < count:
                 raise _wrong_length(self.sampler, size, position)
             yield indices
-        if position == size and next_indices(1):
-            raise _wrong_length(self.sampler, size, size + 1)
+        if position == size and next_indices(1):  # it may have no end
+            warnings.warn(
+                f"The sampler {type(self.sampler).__name__} gives more indices than its length, {size}, at which an "
+                "epoch ends.",
+                stacklevel=2,
+            )
 
     def num_steps(self) -> int:
         """Return how many steps a whole epoch has."""
@@ -484,6 +493,8 @@ def _with_failures(batches: Iterable[Any]) -> Iterator[Any]:
             yield next(iterator)
         except StopIteration:
             return
+        except WrongLengthError:
+            raise
         except Exception as error:
             yield FailedRead(error)
 
@@ -522,9 +533,13 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
     return None
 
 
-def _wrong_length(sampler: Any, size: int, given: int) -> ValueError:
+class WrongLengthError(ValueError):
+    """What gives the order of an epoch has not as many indices as it said: no batch of it can be skipped."""
+
+
+def _wrong_length(sampler: Any, size: int, given: int) -> WrongLengthError:
     found = f"{given} or more" if given > size else given
-    return ValueError(
+    return WrongLengthError(
         f"The sampler {type(sampler).__name__} gives {found} indices, but its length is {size}. Make its __len__ "
         "return as many as it gives."
     )
@@ -543,8 +558,8 @@ def _batches_from(batches: Iterable[Any], start: int) -> Iterator[Any]:
         raise _ended("batch_sampler", f"{start - left} samples", start)
 
 
-def _ended(source: str, given: str, done: int) -> ValueError:
-    return ValueError(
+def _ended(source: str, given: str, done: int) -> WrongLengthError:
+    return WrongLengthError(
         f"The {source} ended after {given} of this epoch, but the run that is resumed has had {done} of them. Resume "
         "it with the data that it was saved with."
     )
@@ -602,7 +617,7 @@ def _skip_samples(batches: Iterator[Any], start: int) -> list[Any]:
 
 
 def _rest(batch: Any, begin: int, size: int) -> Any:
-    rest = _slice(batch, begin, size, size)
+    rest = slice_batch(batch, begin, size, size)
     if find_batch_size(rest) != size - begin:
         raise _cannot_split(f"a batch of type {type(batch).__name__}")
     return rest

@@ -1067,6 +1067,46 @@ def case_sparse_gradients() -> Any:
     return results
 
 
+class OfFirstRank(nn.Module):
+    """A loss with a sparse gradient that only the first rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Embedding(4, 1, sparse=True).double()
+        nn.init.ones_(self.centres.weight)
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = (outputs - targets).square().mean()
+        return loss + self.centres(torch.tensor([2])).sum() if rank() == 0 else loss
+
+
+def case_sparse_gradient_of_one_rank() -> Any:
+    model, loss_func = small_model(), OfFirstRank()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
+    quiet_trainer(model, loss_func, optimizer).train(regression_data(12), 1, per_device_batch_size=12)
+    return loss_func.centres.weight.detach().flatten()
+
+
+class StopsAtTheEnd(TrainerCallback):
+    def on_train_epoch_end(self, trainer, **kwargs):
+        raise StopTrainingError("enough")
+
+
+class NaNAtTheEnd(TrainerCallback):
+    def on_stop_training_error(self, trainer, **kwargs):
+        raise NonFiniteLossError("found while ending")
+
+
+def case_nan_while_ending() -> Any:
+    trainer = quiet_trainer(small_model(), callbacks=[StopsAtTheEnd(), NaNAtTheEnd()])
+    raised = None
+    try:
+        trainer.train(regression_data(12), 1)
+    except NonFiniteLossError as error:
+        raised = str(error)
+    return raised, "evaluation_loss" in trainer.evaluate(regression_data(6))
+
+
 def case_trainers_in_turn() -> Any:
     """One trainer after another, each in a block of its own, as for folds of a cross-validation."""
     means = []
