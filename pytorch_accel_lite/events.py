@@ -266,22 +266,10 @@ class CallbackHandler:
         Any name will do: an event of your own is fired like this and reaches the callbacks that define it. What is to
         end the run is raised when all have been called; the first of several, but a pause gives way to a stop.
         """
-        first: Exception | None = None
-        listeners, timer = iter(self.listeners[event]), self.timer
-        while True:
-            try:
-                for listener in listeners:
-                    if timer is None:
-                        listener(*args, **kwargs)
-                    else:
-                        with timer(getattr(listener, "__self__", listener)):
-                            listener(*args, **kwargs)
-            except (StopTrainingError, NonFiniteLossError) as error:
-                first = error if first is None or isinstance(first, RunPausedError) else first
-                continue
-            if first is not None:
-                raise first
-            return
+        raised: list[Exception] = []
+        self.call_each(event, raised.append, *args, **kwargs)
+        if raised:
+            raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
 
     def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
         """Call an event as :meth:`call_event` does; give ``ask`` what is to end the run, and go on with the next.
