@@ -266,9 +266,8 @@ class TrainerBase:
         """
         trained = self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer)
         weights = [w for w in trained if w.is_floating_point() and w.itemsize > 1]
-        buffers = [
-            b for b in self.model.buffers() if b.is_floating_point() and b.itemsize > 1
-        ]  # may be infinite: masks
+        # Buffers may be infinite, as masks are.
+        buffers = [b for b in self.model.buffers() if b.is_floating_point() and b.itemsize > 1]
         finite = all(bool(getattr(weight, "_local_tensor", weight).isfinite().all()) for weight in weights)
         finite = finite and not any(bool(getattr(buffer, "_local_tensor", buffer).isnan().any()) for buffer in buffers)
         if self.ranks.max([float(not finite)])[0]:
