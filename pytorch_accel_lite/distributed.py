@@ -17,19 +17,37 @@ from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, R
 
 T = TypeVar("T")
 
+# The gloo groups of this job by purpose, each beside the job's default group, with which it becomes void.
+_groups: dict[str, tuple[Any, Any]] = {}
+
+
+def job_group(purpose: str) -> Any:
+    """Return the job's gloo group for a purpose. The first call is a collective: all ranks make the group together.
+
+    A group holds three threads and five file descriptors, and torch never frees it: so all trainers of a job share one.
+    """
+    world = dist.group.WORLD
+    owner, group = _groups.get(purpose, (None, None))
+    if owner is not world:
+        group = dist.new_group(backend="gloo")
+        _groups[purpose] = world, group
+    return group
+
 
 class Ranks:
     """The processes of a job. With one process, every method returns at once what it was given.
 
-    Several processes talk through a gloo group of their own, so that nothing here waits for a device and nothing
-    mixes with the collectives of the model. Making an instance is itself a collective: all ranks do it.
+    Several processes communicate through a gloo group of their own, so that nothing here waits for a device and
+    nothing mixes with the collectives of the model. Making an instance is a collective: all ranks do it.
+
+    :param purpose: what runs at the same time in another thread needs a group of another purpose
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self._accelerator = accelerator
-        self._group: Any = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self._group: Any = job_group(purpose) if self.world_size > 1 else None
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up lists of numbers element by element, in float64."""

@@ -1,33 +1,51 @@
-"""Fixtures: runs of several processes, started once and looked at by many tests."""
+"""Fixtures: jobs of several processes, started once and used by many tests."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tests import launching
+from tests.rank_pool import RankPool
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one worker of pytest-xdist have all that uses the jobs: each is started once then."""
+    for item in items:
+        if "job" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _same_start() -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
-@functools.cache
-def _run(processes: int) -> launching.Results:
-    return launching.run_cases(processes)
+@pytest.fixture(scope="session")
+def job() -> Iterator[Callable[[int], RankPool]]:
+    """Give the job of so many processes; one that hung or died is replaced. All end in order."""
+    jobs: dict[int, RankPool] = {}
+
+    def of(world_size: int) -> RankPool:
+        if world_size not in jobs or not jobs[world_size].is_usable:
+            jobs[world_size] = RankPool(world_size)
+        return jobs[world_size]
+
+    yield of
+    assert [pool.close() for pool in jobs.values() if pool.is_usable].count(0) == len(jobs)
 
 
 @pytest.fixture(params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Any:
-    """What every case of tests/scripts/cases.py gave on each of 2 and 3 processes."""
-    return _run(request.param)
+def ranks(request: pytest.FixtureRequest, job: Callable[[int], RankPool]) -> RankPool:
+    """2 and 3 processes: ``ranks(case)`` is what a function of tests/cases gave on each."""
+    return job(request.param)
 
 
 @pytest.fixture
-def two_ranks() -> Any:
-    """The same on 2 processes only."""
-    return _run(2)
+def two_ranks(job: Callable[[int], RankPool]) -> RankPool:
+    """2 processes only."""
+    return job(2)

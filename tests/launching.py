@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import tempfile
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-
-
-class Results:
-    """What each case returned on each rank: ``results["name"]`` is a list in rank order."""
-
-    def __init__(self, by_rank: list[dict[str, Any]], output: str) -> None:
-        self.by_rank = by_rank
-        self.output = output
-        self.world_size = len(by_rank)
-
-    def __getitem__(self, case: str) -> list[Any]:
-        values = [rank[case] for rank in self.by_rank]
-        for value in values:
-            if isinstance(value, Failed):
-                raise AssertionError(f"case {case} failed on a rank:\n{value.text}")
-        return values
-
-
-class Failed:
-    """What a case left behind that raised."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -54,16 +34,58 @@ def torchrun(processes: int, script: str, *arguments: str, **kwargs: Any) -> sub
     return launch([*TORCHRUN, str(processes), script, *arguments], **kwargs)
 
 
-def run_cases(processes: int) -> Results:
-    """Run all of tests/scripts/cases.py on several processes, and check that there were so many."""
-    with tempfile.TemporaryDirectory() as folder:
+def run_python(script: str, *arguments: str) -> str:
+    """Run a script in a fresh interpreter and return what it printed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=env, text=True, capture_output=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Fork:
+    """A copy of this process that runs something and ends: a program of its own, whose imports are paid for already.
+
+    :param output: a file for what it prints
+    :ivar returncode: minus the number of the signal that killed it; ``None`` while it runs
+    """
+
+    def __init__(self, action: Callable[[], Any], output: Path) -> None:
+        self.output = output
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(action)
+
+    def _run(self, action: Callable[[], Any]) -> None:
+        code = 1
         try:
-            done = torchrun(processes, "tests/scripts/cases.py", folder, timeout=180)
-        except subprocess.TimeoutExpired:  # a worker that is forked among threads may, rarely, never begin: once more
-            done = torchrun(processes, "tests/scripts/cases.py", folder, timeout=180)
-        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        files = sorted(Path(folder).glob("rank*.pt"))
-        assert len(files) == processes
-        results = [torch.load(file, weights_only=False) for file in files]
-    assert [result["world_size"] for result in results] == [processes] * processes
-    return Results(results, done.stdout)
+            file = os.open(self.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            sys.stdout = sys.stderr = open(file, "w", buffering=1)  # noqa: SIM115
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+            action()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)  # nothing of what this process had planned for its own end
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = 120) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            assert time.monotonic() < deadline, f"not done within {timeout} seconds"
+            time.sleep(0.002)
+        assert self.returncode is not None
+        return self.returncode

@@ -12,7 +12,7 @@ from torchmetrics import MeanSquaredError
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.schedulers import WSDLrScheduler
-from tests.small import Broken
+from tests.tasks import Broken
 
 SHIPPED = [
     value

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,48 +17,55 @@ from typing import Any
 
 import torch
 
-from tests.launching import ROOT, TORCHRUN, environment
+from tests.launching import ROOT, TORCHRUN, Fork, environment
+from tests.scripts.resumable import run_to_the_end
 
 
 def soak(
     folder: Path, kills: int, processes: int = 1, workers: int = 0, asynchronous: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the killed run and the whole one ended with; fails unless there were so many kills."""
-    epochs = max(3, kills // 2)
-    start = [sys.executable] if processes == 1 else [*TORCHRUN, str(processes)]
+    options = {"workers": workers, "epochs": max(3, kills // 2), "asynchronous": asynchronous}
 
-    def command(target: Path, delay: float) -> list[str]:
-        arguments = [1, workers, delay, epochs, int(asynchronous)]
-        return [*start, "tests/scripts/resumable.py", str(target), *map(str, arguments)]
+    def start(target: Path, delay: float) -> Fork | Job:
+        if processes == 1:
+            return Fork(lambda: run_to_the_end(target, delay=delay, **options), folder / "output")
+        arguments = [1, workers, delay, options["epochs"], int(asynchronous)]
+        script = ["tests/scripts/resumable.py", str(target), *map(str, arguments)]
+        return Job([*TORCHRUN, str(processes), *script], folder / "output")
 
     whole, killed = folder / "whole", folder / "killed"
     for target in (whole, killed):
         target.mkdir()
-    subprocess.run(command(whole, 0.0), env=environment(), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert start(whole, 0.0).wait() == 0, (folder / "output").read_text()
     generator = torch.Generator().manual_seed(0)
     done = 0
     while not (killed / "final.pt").exists():
-        done += _start_and_kill(command(killed, 0.05 if done < kills else 0.0), killed, done < kills, generator)
+        process = start(killed, 0.05 if done < kills else 0.0)
+        if done < kills:
+            done += _kill_after_a_state(process, killed, generator)
+        assert process.wait() in (0, -signal.SIGKILL), (folder / "output").read_text()
     assert done == kills, f"{done} kills instead of {kills}"
     return tuple(torch.load(target / "final.pt", weights_only=False) for target in (killed, whole))
 
 
-def _start_and_kill(command: list[str], folder: Path, kill: bool, generator: torch.Generator) -> bool:
-    """Start a run and kill it some time after its next state; return whether it was alive then."""
-    process = subprocess.Popen(
-        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+class Job(subprocess.Popen[bytes]):
+    """A program of its own, which prints to a file."""
+
+    def __init__(self, command: list[str], output: Path) -> None:
+        with output.open("ab") as file:
+            super().__init__(command, env=environment(), cwd=ROOT, stdout=file, stderr=file)
+
+
+def _kill_after_a_state(process: Fork | Job, folder: Path, generator: torch.Generator) -> bool:
+    """Kill a run some time after its next state; return whether it was alive then."""
     before = len(list(folder.glob("states/update-*")))
-    while process.poll() is None and kill and len(list(folder.glob("states/update-*"))) == before:
-        time.sleep(0.01)
-    if kill:
-        time.sleep(torch.rand(1, generator=generator).item() * 0.1)
-    killed = kill and process.poll() is None
-    if killed:
-        process.kill()  # torchrun's ranks die with it
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode in (0, -signal.SIGKILL), output
-    return killed
+    while process.poll() is None and len(list(folder.glob("states/update-*"))) == before:
+        time.sleep(0.005)
+    time.sleep(torch.rand(1, generator=generator).item() * 0.1)
+    is_alive = process.poll() is None
+    process.kill()  # torchrun's ranks die with it
+    return is_alive
 
 
 def main() -> None:
@@ -71,6 +77,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--asynchronous", action="store_true")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         assert_same(*soak(Path(folder), **vars(arguments)))
     print(f"{arguments.kills} kills: the same bits as the whole run")

@@ -11,8 +11,7 @@ import torch
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler
-from tests.small import CountsReads, listener, make_data, make_model, make_trainer, train
-from tests.tasks import Rows
+from tests.tasks import CountsReads, Rows, listener, make_data, make_model, make_trainer, train
 
 NAP = 0.01
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback
-from tests.small import Broken, Stream, listener, make_data, make_model, make_trainer, same, train, weights
+from tests.tasks import Broken, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
 
 def returning(change: Any) -> type[Trainer]:
@@ -314,7 +314,7 @@ def test_train_refuses(arguments, error, match):
     }
     with pytest.raises(error, match=match):
         trainer.train(**(given | arguments))
-    assert same(weights(trainer.model), start)
+    assert equal(weights(trainer.model), start)
     assert trainer.progress.update == 0
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     if type(trainer) is Trainer:  # and is none the worse for it

@@ -13,7 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
-from tests.small import make_data, make_trainer, same, train, weights
+from tests.tasks import equal, make_data, make_trainer, train, weights
 
 
 class TwoOfOne(nn.Module):
@@ -45,7 +45,7 @@ def test_conversion_keeps_the_model_its_parameters_buffers_modes_and_results():
     assert [module.training for module in model.modules()] == [module.training for module in plain.modules()]
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
-    assert same(weights(model), weights(plain))
+    assert equal(weights(model), weights(plain))
     x = make_data().tensors[0]
     assert torch.equal(model.eval()(x), plain.eval()(x))
 

@@ -33,7 +33,7 @@ from pytorch_accel_lite.callbacks import (
     TimeLimitCallback,
 )
 from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, build
-from tests.small import CountsReads, Stream, listener, make_data, make_model, make_trainer, same, train, weights
+from tests.tasks import CountsReads, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict(callback_cl
     start = weights(trainer.model)
     train(trainer, epochs=2, train_dataset=data, eval_dataset=data, **needs)
     assert trainer.progress.update == 6 or "Limit" in callback_class.__name__
-    assert not same(weights(trainer.model), start)
+    assert not equal(weights(trainer.model), start)
     train(trainer, epochs=2, train_dataset=data, eval_dataset=data, **needs)
     assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
     assert math.isfinite(trainer.evaluate(data)["evaluation_loss"])
@@ -171,7 +171,7 @@ def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class
     torch.manual_seed(0)
     train(make_trainer([keep], seed=seed), eval_dataset=True, **arguments)
     assert len(seen) == 3
-    assert all(map(same, with_callback, seen))
+    assert all(map(equal, with_callback, seen))
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED)
@@ -185,7 +185,7 @@ def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(
     whole, callback = run("whole")
     middle = max(here.glob("whole/update-*")).parent / "update-000000002"
     resumed, again = run("resumed", resume_from=middle)
-    assert same(weights(resumed.model), weights(whole.model))
+    assert equal(weights(resumed.model), weights(whole.model))
     if callback_class.__name__ not in NOT_REPEATABLE:
         assert resumed.run_history.to_dict() == whole.run_history.to_dict()
     assert resumed.progress == whole.progress
@@ -569,9 +569,9 @@ def test_the_best_model_is_saved_and_loaded_at_the_end(script, greater, best, tm
     trainer = scripted(script, callback)
     assert callback.best_metric == script[best - 1]
     assert callback.best_metric_epoch == best
-    assert same(weights(trainer.model), trainer.weights_after_epoch[best - 1])
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[best - 1])
     saved = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert same(saved["model_state_dict"], trainer.weights_after_epoch[best - 1])
+    assert equal(saved["model_state_dict"], trainer.weights_after_epoch[best - 1])
     assert saved["score"] == script[best - 1]
     assert saved["epoch"] == best
 
@@ -579,8 +579,8 @@ def test_the_best_model_is_saved_and_loaded_at_the_end(script, greater, best, tm
 def test_the_last_model_stays_when_the_best_one_is_not_to_be_loaded(tmp_path):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", load_saved_checkpoint=False)
     trainer = scripted([1, 2, 3], callback)
-    assert same(weights(trainer.model), trainer.weights_after_epoch[2])
-    assert same(torch.load(tmp_path / "best.pt")["model_state_dict"], trainer.weights_after_epoch[0])
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[2])
+    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], trainer.weights_after_epoch[0])
 
 
 def test_the_state_of_the_optimizer_is_that_of_the_best_epoch_too(tmp_path):
@@ -612,18 +612,18 @@ def test_what_is_not_to_be_saved_is_not_saved_not_even_the_first_time(script, op
 @pytest.mark.parametrize(("script", "best"), [([math.nan, 2.0, math.nan], 2), ([2.0, math.nan, math.nan], 1)])
 def test_nan_is_never_the_best(script, best, greater, tmp_path):
     trainer = scripted(script, SaveBestModelCallback(tmp_path / "best.pt", "score", greater_is_better=greater))
-    assert same(weights(trainer.model), trainer.weights_after_epoch[best - 1])
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[best - 1])
 
 
 def test_when_all_are_nan_nothing_is_saved_or_loaded(tmp_path):
     trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
     assert not (tmp_path / "best.pt").exists()
-    assert same(weights(trainer.model), trainer.weights_after_epoch[1])
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
 def test_an_infinite_loss_is_worse_than_any_finite_one_that_follows(tmp_path):
     trainer = scripted([math.inf, 5.0], SaveBestModelCallback(tmp_path / "best.pt", "score"))
-    assert same(weights(trainer.model), trainer.weights_after_epoch[1])
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
 @pytest.mark.parametrize(
@@ -655,9 +655,9 @@ def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):
     after = trainer.weights_after_epoch
     losses = trainer.run_history.get_metric_values("train_loss_epoch")
     highest = losses.index(max(losses))
-    assert same(torch.load(tmp_path / "low.pt")["model_state_dict"], after[1])
-    assert same(torch.load(tmp_path / "high.pt")["model_state_dict"], after[highest])
-    assert same(weights(trainer.model), after[highest])
+    assert equal(torch.load(tmp_path / "low.pt")["model_state_dict"], after[1])
+    assert equal(torch.load(tmp_path / "high.pt")["model_state_dict"], after[highest])
+    assert equal(weights(trainer.model), after[highest])
 
 
 def test_a_metric_recorded_by_a_callback_before_it_can_be_watched(tmp_path):
@@ -871,7 +871,7 @@ def test_a_run_pauses_at_a_limit_of_time_and_resumed_goes_on(here):
         assert trainer.stop_reason in (None, "Stopping: the limit of 0:00:00.000001 is reached.")
     assert updates == [1, 2, 3, 3, 4, 5, 6, 6]  # after each update, and after the first epoch's evaluation
     assert trainer.stop_reason is None
-    assert same(weights(trainer.model), weights(whole.model))
+    assert equal(weights(trainer.model), weights(whole.model))
     assert trainer.run_history.to_dict() == whole.run_history.to_dict()
 
 
@@ -893,7 +893,7 @@ def test_a_stopped_run_ends_with_the_best_model(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "score")
     trainer = scripted([2, 1, 3, 4, 5], best, EarlyStoppingCallback(2, watch_metric="score"))
     assert trainer.progress.epoch == 4
-    assert same(weights(trainer.model), trainer.weights_after_epoch[1])
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
 @pytest.mark.parametrize(

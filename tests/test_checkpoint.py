@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from tests.small import ROOT, listener, make_data, make_model, make_trainer, same, train, weights
+from tests.launching import ROOT
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
 
 def trained(seed: int = 0, **kwargs: Any) -> Trainer:
@@ -56,9 +57,9 @@ def test_weights_and_the_states_of_optimizer_and_scheduler_make_the_round_trip(t
     saved = trained()
     saved.save_checkpoint(tmp_path / "model.pt", checkpoint_kwargs={"epoch": 2, "note": "good", "scores": [0.5, 0.75]})
     loaded = trained(seed=1)
-    assert not same(weights(saved.model), weights(loaded.model))
+    assert not equal(weights(saved.model), weights(loaded.model))
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
-    assert same(weights(saved.model), weights(loaded.model))
+    assert equal(weights(saved.model), weights(loaded.model))
     assert equal_states(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
     assert equal_states(saved.scheduler.state_dict(), loaded.scheduler.state_dict())
     assert (checkpoint["epoch"], checkpoint["note"], checkpoint["scores"]) == (2, "good", [0.5, 0.75])
@@ -74,7 +75,7 @@ def test_training_goes_on_from_a_checkpoint_in_the_same_bits(tmp_path):
     loaded.load_checkpoint(tmp_path / "model.pt")
     for trainer in (saved, loaded):
         train(trainer, epochs=2)
-    assert same(weights(saved.model), weights(loaded.model))
+    assert equal(weights(saved.model), weights(loaded.model))
 
 
 def test_a_checkpoint_can_be_loaded_when_the_run_has_made_its_scheduler(tmp_path):
@@ -92,7 +93,7 @@ def test_a_checkpoint_can_be_loaded_when_the_run_has_made_its_scheduler(tmp_path
     )
     train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.9))
     assert equal_states(seen[0][0], saved.scheduler.state_dict())
-    assert same(seen[0][1], weights(saved.model))
+    assert equal(seen[0][1], weights(saved.model))
 
 
 def test_a_file_is_plain_torch_and_loads_without_this_package(tmp_path):
@@ -101,7 +102,7 @@ def test_a_file_is_plain_torch_and_loads_without_this_package(tmp_path):
     checkpoint = torch.load(tmp_path / "model.pt", weights_only=True)
     model = make_model(1)
     model.load_state_dict(checkpoint["model_state_dict"])
-    assert same(weights(model), weights(trainer.model))
+    assert equal(weights(model), weights(trainer.model))
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
@@ -112,7 +113,7 @@ def test_what_is_not_to_be_saved_is_not_in_the_file_and_stays_as_it_was(tmp_path
     before = copy.deepcopy((loaded.optimizer.state_dict(), loaded.scheduler.state_dict()))
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
     assert ("optimizer_state_dict" in checkpoint, "scheduler_state_dict" in checkpoint) == (optimizer, scheduler)
-    assert same(weights(saved.model), weights(loaded.model))
+    assert equal(weights(saved.model), weights(loaded.model))
     assert equal_states(loaded.optimizer.state_dict(), before[0]) != optimizer
     assert optimizer or equal_states(loaded.scheduler.state_dict(), before[1])
 
@@ -130,7 +131,7 @@ def test_a_trainer_without_optimizer_saves_and_loads_weights(tmp_path):
     first, second = (make_trainer(model=make_model(seed), optimizer=None) for seed in (0, 1))
     first.save_checkpoint(tmp_path / "model.pt")
     assert set(second.load_checkpoint(tmp_path / "model.pt")) == {"model_state_dict"}
-    assert same(weights(first.model), weights(second.model))
+    assert equal(weights(first.model), weights(second.model))
 
 
 @pytest.mark.parametrize("per_node", [True, False])
@@ -151,8 +152,8 @@ def test_a_file_has_the_permissions_that_new_files_have(tmp_path):
 def test_saving_in_the_middle_of_a_run_changes_no_bit_of_it(tmp_path):
     save = listener(on_train_step_end=lambda trainer, **_: trainer.save_checkpoint(tmp_path / "model.pt"))
     saving, plain = train(make_trainer([save])), train(make_trainer())
-    assert same(weights(saving.model), weights(plain.model))
-    assert same(torch.load(tmp_path / "model.pt")["model_state_dict"], weights(plain.model))
+    assert equal(weights(saving.model), weights(plain.model))
+    assert equal(torch.load(tmp_path / "model.pt")["model_state_dict"], weights(plain.model))
 
 
 THINGS = {
@@ -211,7 +212,7 @@ def test_a_compiled_model_is_saved_as_if_it_were_not(tmp_path, wrap):
     trainer = make_trainer(model=wrap(make_model(0)))
     trainer.save_checkpoint(tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"]
-    assert same(saved, weights(make_model(0)))
+    assert equal(saved, weights(make_model(0)))
 
 
 @pytest.mark.parametrize("wrap", [compiled, partly_compiled])
@@ -223,7 +224,7 @@ def test_a_compiled_model_loads_what_a_plain_one_saved_and_the_other_way_round(t
     plain.load_checkpoint(tmp_path / "compiled.pt")
     data = make_data()
     assert torch.equal(wrapped.predict(data), make_trainer(model=make_model(0)).predict(data))
-    assert same(weights(plain.model), weights(make_model(1)))
+    assert equal(weights(plain.model), weights(make_model(1)))
 
 
 def test_a_compiled_model_can_be_trained_saved_and_loaded(tmp_path):
@@ -231,7 +232,7 @@ def test_a_compiled_model_can_be_trained_saved_and_loaded(tmp_path):
     trainer = make_trainer([SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch")], model=model)
     train(trainer, epochs=2)
     plain = train(make_trainer(), epochs=2)
-    assert same(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(plain.model))
+    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(plain.model))
     assert trainer.get_model() is model
     assert trainer.get_model(keep_torch_compile=False) is model._orig_mod
 
@@ -242,7 +243,7 @@ def test_prefixes_that_wrappers_left_in_a_file_do_not_matter(tmp_path, prefix, w
     path = save_file(tmp_path / "model.pt", make_model(1), prefix)
     trainer = make_trainer(model=wrap(make_model(0)))
     trainer.load_checkpoint(path)
-    assert same(weights(trainer.get_model(keep_torch_compile=False)), weights(make_model(1)))
+    assert equal(weights(trainer.get_model(keep_torch_compile=False)), weights(make_model(1)))
 
 
 class Holder(nn.Module):
@@ -261,7 +262,7 @@ def test_a_part_of_the_users_model_may_be_called_module(tmp_path, prefix):
     path = save_file(tmp_path / "model.pt", Holder(1), prefix)
     trainer = make_trainer(model=Holder(0))
     trainer.load_checkpoint(path)
-    assert same(weights(trainer.model), weights(Holder(1)))
+    assert equal(weights(trainer.model), weights(Holder(1)))
 
 
 # ------------------------------------------------------------------------------ what does not fit
@@ -273,7 +274,7 @@ def refuse(path: Path, error: type[Exception], match: str, trainer: Trainer | No
     before = weights(trainer.model), copy.deepcopy(trainer.optimizer.state_dict()) if trainer.optimizer else None
     with pytest.raises(error, match=match) as caught:
         trainer.load_checkpoint(path, **kwargs)
-    assert same(weights(trainer.model), before[0])
+    assert equal(weights(trainer.model), before[0])
     assert not trainer.optimizer or equal_states(trainer.optimizer.state_dict(), before[1])
     return str(caught.value)
 
@@ -424,7 +425,7 @@ def test_a_best_model_that_could_not_be_saved_is_not_taken_for_the_best(tmp_path
         train(trainer, epochs=3)
     assert (callback.best_metric, callback.best_metric_epoch) == (1, 1)
     assert torch.load(tmp_path / "best.pt")["score"] == 1
-    assert same(weights(trainer.model), kept[0])
+    assert equal(weights(trainer.model), kept[0])
 
 
 # ------------------------------------------------------------------------------------- the ancestor's
@@ -435,7 +436,6 @@ import torch
 from torch import nn
 from pytorch_accelerated import Trainer
 from torch.optim.lr_scheduler import StepLR
-from tests.small import make_data, make_model
 
 folder = sys.argv[1]
 
@@ -479,7 +479,7 @@ def test_a_file_of_the_ancestor_is_loaded_with_optimizer_and_scheduler(exchange)
     theirs = torch.load(exchange / "ancestor.pt", weights_only=True)
     trainer = trained(seed=1)
     assert trainer.load_checkpoint(exchange / "ancestor.pt")["epoch"] == 2
-    assert same(weights(trainer.model), theirs["model_state_dict"])
+    assert equal(weights(trainer.model), theirs["model_state_dict"])
     assert equal_states(trainer.optimizer.state_dict(), theirs["optimizer_state_dict"])
     assert trainer.scheduler.state_dict()["_step_count"] == theirs["scheduler_state_dict"]["_step_count"]
     train(trainer)
@@ -488,6 +488,6 @@ def test_a_file_of_the_ancestor_is_loaded_with_optimizer_and_scheduler(exchange)
 def test_the_ancestor_loads_our_file_with_optimizer_and_scheduler(exchange):
     ours = torch.load(exchange / "ours.pt", weights_only=True)
     back = torch.load(exchange / "ours_saved_by_the_ancestor.pt", weights_only=True)
-    assert same(ours["model_state_dict"], back["model_state_dict"])
+    assert equal(ours["model_state_dict"], back["model_state_dict"])
     assert equal_states(ours["optimizer_state_dict"], back["optimizer_state_dict"])
     assert back["scheduler_state_dict"]["_step_count"] == ours["scheduler_state_dict"]["_step_count"]

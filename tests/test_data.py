@@ -46,9 +46,8 @@ from pytorch_accel_lite.data.defaults import default_num_workers
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
-from tests.scripts import cases
-from tests.small import Stream, listener, make_trainer, train
-from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model
+from tests import cases
+from tests.tasks import Rows, Stream, equal, listener, make_trainer, quiet_trainer, regression_data, small_model, train
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 8)
@@ -393,7 +392,7 @@ def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
 def test_workers_only_where_they_pay():
     data = regression_data(4)
     assert default_num_workers(data, 1) == default_num_workers(Subset(data, [1]), 1) == 0
-    assert default_num_workers(Batched(data), 1) == default_num_workers(cases.Stream(4), 1) == 0
+    assert default_num_workers(Batched(data), 1) == default_num_workers(cases.data.Stream(4), 1) == 0
     cores = len(os.sched_getaffinity(0))
     assert default_num_workers(Rows(data), 1) == (min(cores, 8) if cores > 1 else 0)
     assert default_num_workers(Rows(data), cores) == 0
@@ -418,9 +417,9 @@ def test_the_arguments_of_dataloaders_can_be_overridden():
 def test_a_dataloader_of_the_users(seed, accumulation):
     class Own(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-            return DataLoader(self.train_dataset, batch_sampler=cases.LengthBuckets())
+            return DataLoader(self.train_dataset, batch_sampler=cases.data.LengthBuckets())
 
-    model, recorder = small_model(), cases.Recorder()
+    model, recorder = small_model(), cases.common.Recorder()
     trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder], seed=seed)
     trainer.train(regression_data(11), 1, gradient_accumulation_steps=accumulation)
     assert recorder.counts == [3, 1, 2, 4, 1]
@@ -866,7 +865,7 @@ def test_what_fails_while_reading_reaches_the_user(dataset, kwargs, error, messa
 
 @pytest.mark.processes
 def test_all_processes_share_what_the_first_draws_from_a_sampler_without_an_end(ranks):
-    results = ranks["sampler_without_an_end"]
+    results = ranks(cases.data.sampler_without_an_end)
     steps = zip(*(result["seen"] for result in results), strict=True)
     assert [index for step in steps for indices in step for index in indices] == results[0]["drawn"]
 
@@ -976,7 +975,7 @@ def test_a_stream_that_cannot_go_on_is_an_error_that_says_why(tmp_path):
 
 @pytest.mark.processes
 def test_streams_and_own_batches_go_on_on_several_processes(ranks):
-    results = ranks["resumed_streams"]
+    results = ranks(cases.data.resumed_streams)
     done = 2 * 4 * ranks.world_size
     expected = sorted(regression_data(50).tensors[0][done:, 0].tolist())
     found = [x for result in results for batch in result["stream with other batches"] for x in batch[:, 0].tolist()]

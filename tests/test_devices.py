@@ -9,39 +9,45 @@ import functools
 import math
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.launching import Results, launch
+from tests.launching import launch
+from tests.scripts import on_a_device
 from tests.shipped import SHIPPED
-from tests.small import same
+from tests.tasks import equal
 
 # What must know a number before the update, as documented.
 READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}
 
 
+pytestmark = pytest.mark.xdist_group("device")  # it is made once
+
+
 @functools.cache
-def _run(kind: str) -> Results:
-    with tempfile.TemporaryDirectory() as folder:
-        done = launch([sys.executable, "tests/scripts/on_a_device.py", kind, folder], timeout=280)
+def _run_on_device() -> dict[str, tuple[Any, str | None]]:
+    with tempfile.NamedTemporaryFile() as file:
+        done = launch([sys.executable, "tests/scripts/on_a_device.py", file.name], timeout=280)
         assert done.returncode == 0, done.stderr
-        return Results([torch.load(Path(folder, f"{kind}.pt"), weights_only=False)], done.stdout)
+        return torch.load(file.name, weights_only=False)
 
 
 def on_device(case: str) -> Any:
-    return _run("sim")[case][0]
+    value, failure = _run_on_device()[case]
+    assert failure is None, failure
+    return value
 
 
+@functools.cache
 def on_cpu(case: str) -> Any:
-    return _run("cpu")[case][0]
+    return on_a_device.run(case)
 
 
 def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
     assert (on_device["device"], on_cpu["device"]) == ("sim", "cpu")
-    assert same(on_device["weights"], on_cpu["weights"])
+    assert equal(on_device["weights"], on_cpu["weights"])
     assert on_device["history"] == on_cpu["history"]
 
 
@@ -92,7 +98,7 @@ def test_a_run_goes_on_from_any_state_to_the_same_bits():
     whole, resumed = on_device("resumed")["whole"], on_device("resumed")["resumed"]
     assert_same(whole, on_cpu("resumed")["whole"])
     assert len(resumed) == 4
-    assert all(same(run["weights"], whole["weights"]) for run in resumed.values())
+    assert all(equal(run["weights"], whole["weights"]) for run in resumed.values())
     assert all(run["history"] == whole["history"] for run in resumed.values())
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
+from tests import cases
 from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model
 
 
@@ -86,7 +87,7 @@ def test_nothing_is_changed(trained):
 
 @pytest.mark.processes
 def test_it_works_on_several_processes(ranks):
-    for found in ranks["diagnosis"]:
+    for found in ranks(cases.tools.diagnosis):
         assert found["unchanged"]
         assert found["steps"] == 4
         assert found["step"] > 0

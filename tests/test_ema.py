@@ -19,7 +19,8 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.ema import ModelEma
-from tests.scripts.cases import image_data, image_model
+from tests import cases
+from tests.cases.training import image_data, image_model
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model
 
@@ -222,7 +223,7 @@ def test_an_own_rule_is_used():
 
 @pytest.mark.processes
 def test_the_average_is_the_same_on_all_processes_and_evaluated_once(ranks, two_ranks):
-    found = ranks["ema"]
+    found = ranks(cases.evaluation.ema)
     assert all(equal(other["average"], found[0]["average"]) for other in found)
     assert all(other["history"] == found[0]["history"] for other in found)
     assert found[0]["history"]["ema_model_eval_loss_epoch"] == pytest.approx([found[0]["expected"]], rel=1e-12)

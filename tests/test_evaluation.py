@@ -15,6 +15,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.launching import torchrun
+from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
 from tests.test_ema import normed_model
@@ -116,19 +117,16 @@ def test_bad_input():
 
 
 @pytest.mark.processes
-def test_all_callbacks_together_on_two_processes_killed_and_resumed_end_in_the_same_bits(tmp_path):
-    script = "tests/scripts/all_callbacks.py"
+def test_all_callbacks_together_killed_and_resumed_on_two_processes_end_in_the_same_bits(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
-    whole = torchrun(2, script, str(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
-    killed = torchrun(2, script, str(tmp_path / "killed"), "5")
+    killed = torchrun(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")
     assert killed.returncode != 0
     assert (tmp_path / "killed" / "killed").exists()
-    assert not (tmp_path / "killed" / "final.pt").exists()
-    again = torchrun(2, script, str(tmp_path / "killed"), "5")
-    assert again.returncode == 0, again.stderr
-    results = [torch.load(tmp_path / folder / "final.pt", weights_only=False) for folder in ("whole", "killed")]
+    whole = job(2).run(run_with_all, tmp_path / "whole")
+    again = job(2).run(run_with_all, tmp_path / "killed", 5)
+    results = [whole[0], again[0]]
+    assert "Resuming from" in again.output
     assert results[0]["processes"] == 2
     assert results[0]["progress"]["update"] == 9
     assert len(results[0]["history"]["intermediate_mae"]) == 4
@@ -137,4 +135,4 @@ def test_all_callbacks_together_on_two_processes_killed_and_resumed_end_in_the_s
     for name in ("weights", "ema"):
         assert equal(results[0][name], results[1][name])
     # Only the first process of a machine prints.
-    assert whole.stdout.count("Starting epoch 1/3") == 1
+    assert whole.output.count("Starting epoch 1/3") == 1

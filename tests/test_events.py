@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
-from tests.small import EVENTS, Broken, listener, make_data, make_model, make_trainer, same, train, weights
+from tests.tasks import EVENTS, Broken, equal, listener, make_data, make_model, make_trainer, train, weights
 
 BEFORE_RUNS = ("on_init", "on_dataloaders", "on_evaluation", "on_predict")
 NOT_IN_EVERY_RUN = "on_train_batch_skipped"  # see test_failures.py
@@ -167,12 +167,12 @@ def test_the_events_around_the_update_see_old_and_new_weights_and_gradients():
     start = weights(trainer.model)
     train(trainer, size=2)
     assert seen["on_backward_start"][1] is None
-    assert same(seen["on_backward_end"][0], start)
-    assert same(seen["on_optimizer_step_start"][0], start)
+    assert equal(seen["on_backward_end"][0], start)
+    assert equal(seen["on_optimizer_step_start"][0], start)
     assert torch.equal(seen["on_backward_end"][1], seen["on_optimizer_step_start"][1])
     assert seen["on_optimizer_step_end"][1] is None
-    assert not same(seen["on_optimizer_step_end"][0], start)
-    assert same(seen["on_train_step_end"][0], seen["on_optimizer_step_end"][0])
+    assert not equal(seen["on_optimizer_step_end"][0], start)
+    assert equal(seen["on_train_step_end"][0], seen["on_optimizer_step_end"][0])
 
 
 def test_gradients_are_clipped_before_on_optimizer_step_start():
@@ -613,7 +613,7 @@ def test_a_second_run_after_an_early_end_equals_that_of_a_fresh_trainer(event, e
         gradient_accumulation_steps=2,
         eval_dataset=True,
     )
-    assert same(weights(trainer.model), weights(fresh.model))
+    assert equal(weights(trainer.model), weights(fresh.model))
     assert trainer.run_history.to_dict() == fresh.run_history.to_dict()
     assert trainer.progress == fresh.progress
 
@@ -625,7 +625,7 @@ def test_a_run_after_one_that_failed_within_a_window_does_not_start_with_its_gra
     trainer.model.load_state_dict(make_model(seed=5).state_dict())
     train(trainer)
     fresh = train(make_trainer(model=make_model(seed=5)))
-    assert same(weights(trainer.model), weights(fresh.model))
+    assert equal(weights(trainer.model), weights(fresh.model))
 
 
 @pytest.mark.parametrize("event", ["on_evaluation_run_start", "on_eval_step_end", "on_evaluation_run_end"])
@@ -676,7 +676,7 @@ def test_evaluating_in_the_middle_of_an_epoch_leaves_the_model_in_training_mode_
     plain_model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     plain_model.load_state_dict(start)
     plain = train(make_trainer(model=plain_model), size=8)
-    assert same(weights(interrupted.model), weights(plain.model))
+    assert equal(weights(interrupted.model), weights(plain.model))
     history = interrupted.run_history
     assert history.get_metric_values("train_loss_epoch") == plain.run_history.get_metric_values("train_loss_epoch")
     assert len(history.get_metric_values("evaluation_loss")) == 4
@@ -686,7 +686,7 @@ def test_predicting_in_the_middle_of_an_epoch_leaves_the_run_unchanged():
     predicting = listener(on_train_step_end=lambda trainer, **_: trainer.predict(make_data(3)))
     interrupted = train(make_trainer([predicting]), size=8, eval_dataset=True)
     plain = train(make_trainer(), size=8, eval_dataset=True)
-    assert same(weights(interrupted.model), weights(plain.model))
+    assert equal(weights(interrupted.model), weights(plain.model))
     assert interrupted.run_history.to_dict() == plain.run_history.to_dict()
 
 
@@ -838,7 +838,7 @@ def test_an_overridden_backward_step_makes_the_gradients():
     trainer = make_trainer(trainer_class=Nothing)
     start = weights(trainer.model)
     train(trainer)
-    assert same(weights(trainer.model), start)
+    assert equal(weights(trainer.model), start)
 
 
 @pytest.mark.parametrize("name", ["optimizer_step", "scheduler_step"])
@@ -847,7 +847,7 @@ def test_a_step_overridden_with_nothing_does_not_happen(name):
     trainer = make_trainer(trainer_class=trainer_class)
     start = weights(trainer.model)
     train(trainer, create_scheduler_fn=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)))
-    assert same(weights(trainer.model), start) == (name == "optimizer_step")
+    assert equal(weights(trainer.model), start) == (name == "optimizer_step")
     assert (trainer.optimizer.param_groups[0]["lr"] == 0.1) == (name == "scheduler_step")
 
 
@@ -860,7 +860,7 @@ def test_gradients_are_kept_when_optimizer_zero_grad_is_overridden_with_nothing(
     for rows in (slice(0, 2), slice(2, 4)):
         nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
         optimizer.step()
-    assert same(weights(trainer.model), weights(model))
+    assert equal(weights(trainer.model), weights(model))
 
 
 @pytest.mark.parametrize(("name", "during"), [("train_epoch_start", "train"), ("eval_epoch_start", "eval")])

@@ -18,8 +18,19 @@ from pytorch_accel_lite.callbacks import (
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
-from tests.small import Broken, Stream, make_data, make_trainer, train
-from tests.tasks import Rows, equal, largest_difference, quiet_trainer, regression_data, weights
+from tests.tasks import (
+    Broken,
+    Rows,
+    Stream,
+    equal,
+    largest_difference,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    train,
+    weights,
+)
 
 IN_ORDER = {"shuffle": False, "num_workers": 0}
 

@@ -15,9 +15,8 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
-from tests.scripts import cases
-from tests.small import CountsReads
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests import cases
+from tests.tasks import CountsReads, equal, quiet_trainer, regression_data, small_model
 
 
 def test_an_attribute_error_inside_a_callback_is_swallowed():
@@ -70,7 +69,7 @@ def test_clipping_runs_on_every_micro_batch():
 
 
 def test_evaluation_in_mid_epoch_leaves_the_model_in_eval_mode():
-    result = cases.case_evaluate_inside()
+    result = cases.evaluation.evaluate_inside()
     assert result["training"]
     assert equal(result[0][0], result[1][0])
 
@@ -93,7 +92,6 @@ torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
 expected = torch.rand(1).item(), numpy.random.rand(), random.random()
 torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
 import pytorch_accel_lite
-from tests.tasks import quiet_trainer, regression_data, small_model
 model = small_model()
 trainer = quiet_trainer(model)
 assert (torch.rand(1).item(), numpy.random.rand(), random.random()) == expected
@@ -172,7 +170,7 @@ def test_three_host_device_synchronisations_per_batch_by_default(callbacks):
 def test_the_last_short_accumulation_window_has_half_its_gradient():
     x, y = regression_data(6).tensors
     model = small_model()
-    recorder = cases.Recorder()
+    recorder = cases.common.Recorder()
     trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
     kwargs = {"shuffle": False}
     trainer.train(
@@ -184,7 +182,7 @@ def test_the_last_short_accumulation_window_has_half_its_gradient():
 
 @pytest.mark.processes
 def test_15_updates_on_2_processes_makes_10(two_ranks):
-    for result in two_ranks["schedule"]:
+    for result in two_ranks(cases.training.schedule):
         assert all(run["updates"] == 7 for (_, limit), run in result.items() if limit == 7)
 
 
@@ -215,5 +213,5 @@ def test_dict_batches_and_iterable_datasets_fail():
 
 @pytest.mark.processes
 def test_a_nan_on_one_rank_stops_only_that_rank(two_ranks):
-    assert len(two_ranks["nan_on_one_rank"]) == 2
-    assert None not in two_ranks["nan_on_one_rank"]
+    assert len(two_ranks(cases.stopping.nan_on_one_rank)) == 2
+    assert None not in two_ranks(cases.stopping.nan_on_one_rank)

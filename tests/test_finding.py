@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
+from tests import cases
 from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
 
 
@@ -241,7 +242,7 @@ def test_bad_input_is_named(provoke, error, message):
 
 @pytest.mark.processes
 def test_on_several_processes_all_find_the_same(ranks):
-    results = ranks["finding"]
+    results = ranks(cases.tools.finding)
     assert len(results) == ranks.world_size
     for result in results:
         assert result["lr"] == results[0]["lr"]

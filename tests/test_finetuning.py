@@ -19,9 +19,8 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters
-from tests.scripts import cases
-from tests.small import listener, make_data, make_model, make_trainer, train
-from tests.tasks import equal, largest_difference, weights
+from tests import cases
+from tests.tasks import equal, largest_difference, listener, make_data, make_model, make_trainer, train, weights
 
 
 class Nested(nn.Module):
@@ -250,7 +249,7 @@ def test_an_optimizer_without_the_head_is_an_error():
 
 
 def unfreezing_run(folder, resume_from=None, extra=()) -> Trainer:
-    model = cases.model_to_unfreeze()
+    model = cases.training.model_to_unfreeze()
     optimizer = torch.optim.AdamW(model[-1].parameters(), lr=0.01)
     saving = SaveTrainingStateCallback(folder, save_every_n_steps=1)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[GradualUnfreezingCallback(), saving, *extra], seed=3)
@@ -275,9 +274,9 @@ def test_from_every_state_a_run_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_several_processes_unfreeze_as_one(ranks):
-    alone = cases.case_gradual_unfreezing()
-    for result in ranks["gradual_unfreezing"]:
+    alone = cases.training.gradual_unfreezing()
+    for result in ranks(cases.training.gradual_unfreezing):
         assert result.keys() == alone.keys()
         for key, expected in alone.items():
-            assert equal(result[key], ranks["gradual_unfreezing"][0][key]), key
+            assert equal(result[key], ranks(cases.training.gradual_unfreezing)[0][key]), key
             assert largest_difference(result[key], expected) < 1e-10, key

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pytorch_accel_lite
-from tests.small import ROOT, run_python
+from tests.launching import ROOT, run_python
 
 MODULES = ["", ".trainer", ".callbacks", ".tracking", ".run_config", ".utils", ".checkpoint", ".data", ".schedulers"]
 

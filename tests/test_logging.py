@@ -8,8 +8,6 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,11 +22,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
-from tests.launching import ROOT, environment, torchrun
-from tests.scripts.logged import EPOCHS, UPDATES, run
-from tests.small import listener, make_data, make_trainer, train
-
-SCRIPT = [sys.executable, "tests/scripts/logged.py"]
+from tests.launching import Fork
+from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
+from tests.tasks import listener, make_data, make_trainer, train
 
 
 def json_rows(path: Path) -> list[dict[str, Any]]:
@@ -72,8 +68,8 @@ def whole(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logged")
-    done = subprocess.run([*SCRIPT, str(folder)], env=environment(), cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    process = Fork(lambda: run_with_mlflow(folder), folder / "output")
+    assert process.wait() == 0, (folder / "output").read_text()
     return folder
 
 
@@ -110,14 +106,14 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
     assert [value for _, value in logged["tensorboard"]["loss"]] == pytest.approx(by_twos, rel=1e-6)
 
 
-@pytest.mark.parametrize("order", [[], ["--saver-first"]])
-def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, order):
+@pytest.mark.parametrize("saver_first", [False, True])
+def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
     """SIGKILL at random times after a start; KILLS=20 for more of them."""
     kills, wanted, chance = 0, int(os.environ.get("KILLS", "3")), random.Random(5)
     page = tmp_path / "log" / "run.json"
     while True:
         began = page.stat().st_mtime_ns if page.exists() else 0
-        process = subprocess.Popen([*SCRIPT, str(tmp_path), "0.05", *order], env=environment(), cwd=ROOT)
+        process = Fork(lambda: run_with_mlflow(tmp_path, saver_first, delay=0.05), tmp_path / "output")
         if kills < wanted:
             deadline = time.monotonic() + 60
             while process.poll() is None and time.monotonic() < deadline:
@@ -127,11 +123,9 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, ord
                 time.sleep(0.005)
             time.sleep(chance.random() * (0.1 if wanted > 5 else 0.25))
             kills += process.poll() is None
-            process.send_signal(signal.SIGKILL)
-        process.wait(timeout=120)
-        if process.returncode == 0:
+            process.kill()
+        if process.wait() == 0:
             break
-    assert process.returncode == 0
     assert kills == wanted
     logged, expected = whole(tmp_path), whole(uninterrupted)
     for name in ("epochs", "updates", "csv", "csv updates", "page", "tensorboard"):
@@ -144,10 +138,8 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, ord
 
 
 @pytest.mark.processes
-def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted):
-    done = torchrun(2, "tests/scripts/logged.py", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "world size 2" in done.stdout
+def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
+    assert job(2).run(run_with_mlflow, tmp_path) == [2, 2]
     logged, expected = whole(tmp_path), whole(uninterrupted)
     for row, other in zip(logged["updates"], expected["updates"], strict=True):
         assert row == pytest.approx(other)

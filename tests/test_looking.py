@@ -25,8 +25,19 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from pytorch_accel_lite.schedulers.preview import schedule_values
-from tests.small import Stream, listener, make_data, make_trainer, same, train, weights
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests import cases
+from tests.tasks import (
+    Stream,
+    equal,
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
 
 
 def classes(size: int = 40, pixels: int = 4) -> TensorDataset:
@@ -145,7 +156,7 @@ LEVELS = {"left": 0.25, "right_side": 0.75}
 
 @pytest.mark.processes
 def test_the_worst_samples_of_all_processes_are_found(ranks):
-    for result in ranks["worst_samples"]:
+    for result in ranks(cases.evaluation.worst_samples):
         assert result["found"] == result["expected"]
 
 
@@ -171,7 +182,7 @@ def test_snapshots_are_saved_and_sent_to_trackers_and_change_nothing(tmp_path):
         trainer = quiet_trainer(model, callbacks=[snapshots, tracker] if with_it else [], seed=0)
         trainer.train(regression_data(), 4)
         results.append(weights(model))
-    assert same(*results)
+    assert equal(*results)
     names = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
     assert names == [f"{name}-epoch-{epoch:04d}.png" for name in ("curve", "grey", "noise") for epoch in (2, 4)]
     assert np.asarray(Image.open(tmp_path / "snapshots" / "grey-epoch-0002.png"))[:, :, 0].tolist()[3][3] == 255

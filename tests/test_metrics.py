@@ -20,9 +20,9 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+from tests import cases
 from tests.scripts.resumable import CopyStates, run
-from tests.small import make_trainer, train
-from tests.tasks import quiet_trainer, regression_data, small_model
+from tests.tasks import make_trainer, quiet_trainer, regression_data, small_model, train
 
 
 def classification(size: int = 25) -> TensorDataset:
@@ -216,7 +216,7 @@ def test_training_metrics_with_other_names_go_on_as_far_as_they_are_the_same(tmp
 
 @pytest.mark.processes
 def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
-    for found in ranks["metrics"]:
+    for found in ranks(cases.evaluation.metrics):
         assert found["few"] == pytest.approx(found["expected_few"], abs=1e-6)
         assert found["many"] == pytest.approx(found["expected_many"], abs=1e-6)
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.scripts.cases import image_data, image_model
-from tests.small import listener
-from tests.tasks import Rows, equal, largest_difference, quiet_trainer, regression_data, small_model, weights
+from tests.cases.training import image_data, image_model
+from tests.tasks import Rows, equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
 
 
 def train(model: nn.Module, callbacks: Any = (), channels_last: bool = False, resume_from: Any = None) -> Trainer:

@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     ThroughputCallback,
 )
-from tests.small import listener, make_model, make_trainer, train
+from tests.tasks import listener, make_model, make_trainer, train
 
 
 def test_learning_rates_are_those_that_the_updates_were_made_with():

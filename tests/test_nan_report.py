@@ -18,8 +18,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     replay,
 )
-from tests.small import listener, same
-from tests.tasks import regression_data, weights
+from tests.tasks import equal, listener, regression_data, weights
 
 IN_ORDER = {"shuffle": False, "num_workers": 0}
 
@@ -73,7 +72,7 @@ def test_a_report_holds_what_is_needed_to_run_the_step_again(tmp_path, accumulat
         "layer": "0", "kind": "Linear", "inputs_are_finite": False, "weights_are_finite": True
     }  # fmt: skip
     content = torch.load(report.report, weights_only=True)
-    assert same(content["model_state_dict"], before[2])
+    assert equal(content["model_state_dict"], before[2])
 
     fresh = make_trainer([])
     start, generators = weights(fresh.model), torch.get_rng_state()
@@ -81,7 +80,7 @@ def test_a_report_holds_what_is_needed_to_run_the_step_again(tmp_path, accumulat
     assert [math.isnan(loss) for loss in seen.losses] == [True]
     assert seen.origin.layer == "0"
     assert "5.weight" in seen.gradients
-    assert same(weights(fresh.model), start)
+    assert equal(weights(fresh.model), start)
     assert torch.equal(torch.get_rng_state(), generators)
     assert all(parameter.grad is None for parameter in fresh.model.parameters())
 
@@ -177,8 +176,8 @@ def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
     trainer = make_trainer([guard, keep], nn.Linear(5, 1).double())
     fit(trainer, spiky(value=value), epochs=1, gradient_clip_norm=clip)
     assert guard.skipped == [5]
-    assert same(kept[4], kept[3])
-    assert not same(kept[5], kept[4])
+    assert equal(kept[4], kept[3])
+    assert not equal(kept[5], kept[4])
     assert trainer.progress.update == 10
     assert "Update 5 skipped: its gradients have the norm" in capsys.readouterr().out
 
@@ -230,7 +229,7 @@ def test_the_guard_goes_on_in_a_resumed_run(tmp_path):
     for action in ("skip", "clip"):
         whole, state = run(action)
         resumed, again = run(action, resume_from=tmp_path / action / "update-000000003")
-        assert same(resumed, whole)
+        assert equal(resumed, whole)
         assert again == state
 
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneC
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.trainer import PlaceholderError, replace_trainer_placeholder_values
-from tests.small import Stream, make_data, make_model, make_trainer, same, train, weights
+from tests.tasks import Stream, equal, make_data, make_model, make_trainer, train, weights
 
 P = TrainerPlaceholderValues
 NAMES = [
@@ -473,7 +473,7 @@ def refuse(match: str, factory: Any, **arguments: Any) -> None:
     with pytest.raises(PlaceholderError, match=match) as caught:
         train(trainer, create_scheduler_fn=factory, **arguments)
     assert isinstance(caught.value, ValueError)
-    assert same(weights(trainer.model), start)
+    assert equal(weights(trainer.model), start)
     assert trainer.progress.update == 0
     train(trainer)
     assert trainer.progress.update == 3

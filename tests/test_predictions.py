@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
-from tests.small import Stream, listener
-from tests.tasks import quiet_trainer, regression_data, small_model
+from tests import cases
+from tests.tasks import Stream, listener, quiet_trainer, regression_data, small_model
 
 
 def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = None, **kwargs: Any) -> list[Any]:
@@ -79,14 +79,14 @@ def test_only_what_fits_is_gone_on_with(tmp_path):
 
 @pytest.mark.processes
 def test_several_processes_write_what_one_would(ranks):
-    for result in ranks["predictions"]:
+    for result in ranks(cases.evaluation.predictions):
         assert result["equal"]
         assert result["ranks"] == list(range(ranks.world_size))
 
 
 @pytest.mark.processes
 def test_streams_are_predicted_and_evaluated_in_order_by_several_processes(ranks):
-    for result in ranks["predicted_streams"]:
+    for result in ranks(cases.evaluation.predicted_streams):
         for run in result.values():
             torch.testing.assert_close(run["predictions"], run["expected"])
             assert run["losses"] == pytest.approx(run["expected_losses"])

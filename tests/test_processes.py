@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import socket
 import sys
 
@@ -10,38 +12,24 @@ import pytest
 import torch
 from torch import nn
 
+from tests import cases
 from tests.launching import TORCHRUN, launch, torchrun
-from tests.scripts import cases
 from tests.shipped import SHIPPED
 from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model, weights
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def alone():
+@functools.cache
+def alone(case):
     """What one process gives."""
-    return {
-        name: getattr(cases, f"case_{name}")()
-        for name in (
-            "training",
-            "tokens",
-            "schedule",
-            "evaluation",
-            "predict_structures",
-            "evaluate_inside",
-            "named",
-            "limits",
-            "channels_last",
-            "learned_loss",
-        )
-    }
+    return case()
 
 
-def test_training_equals_one_process_with_the_whole_batch(ranks, alone):
-    for result in ranks["training"]:
+def test_training_equals_one_process_with_the_whole_batch(ranks):
+    for result in ranks(cases.training.uneven_batches):
         for key, run in result.items():
-            one = alone["training"][key]
+            one = alone(cases.training.uneven_batches)[key]
             assert run["updates"] == one["updates"]
             assert run["samples"] == one["samples"]
             assert largest_difference(run["weights"], one["weights"]) < 1e-10
@@ -51,36 +39,38 @@ def test_training_equals_one_process_with_the_whole_batch(ranks, alone):
                 assert largest_difference(ours, theirs) < 1e-10
 
 
-def test_losses_over_items_equal_one_process(ranks, alone):
-    for result in ranks["tokens"]:
+def test_losses_over_items_equal_one_process(ranks):
+    for result in ranks(cases.training.tokens):
         for accumulation, run in result.items():
-            one = alone["tokens"][accumulation]
+            one = alone(cases.training.tokens)[accumulation]
             assert largest_difference(run["weights"], one["weights"]) < 1e-10
             assert largest_difference(run["gradients"][0], one["gradients"][0]) < 1e-10
             assert run["history"]["train_loss_epoch"] == pytest.approx(one["history"]["train_loss_epoch"], abs=1e-10)
 
 
-def test_updates_and_learning_rates_do_not_depend_on_the_number_of_processes(ranks, alone):
-    for result in ranks["schedule"]:
-        assert result == alone["schedule"]
+def test_updates_and_learning_rates_do_not_depend_on_the_number_of_processes(ranks):
+    for result in ranks(cases.training.schedule):
+        assert result == alone(cases.training.schedule)
 
 
-def test_evaluation_and_prediction_count_every_sample_once_for_any_size(ranks, alone):
-    for result in ranks["evaluation"]:
-        assert result.keys() == alone["evaluation"].keys() == set(range(1, 41))
+def test_evaluation_and_prediction_count_every_sample_once_for_any_size(ranks):
+    for result in ranks(cases.evaluation.dataset_sizes):
+        assert result.keys() == alone(cases.evaluation.dataset_sizes).keys() == set(range(1, 41))
         for size, (metrics, predictions) in result.items():
-            expected_metrics, expected = alone["evaluation"][size]
+            expected_metrics, expected = alone(cases.evaluation.dataset_sizes)[size]
             assert metrics == pytest.approx(expected_metrics, abs=1e-10)
             assert predictions.shape == expected.shape == (size, 3)
             assert torch.allclose(predictions, expected, atol=1e-12, rtol=0)
-            assert torch.equal(predictions, ranks["evaluation"][0][size][1])  # the same on every process
+            assert torch.equal(
+                predictions, ranks(cases.evaluation.dataset_sizes)[0][size][1]
+            )  # the same on every process
 
 
-def test_predictions_keep_their_structure_and_order(ranks, alone):
-    one = alone["predict_structures"]
+def test_predictions_keep_their_structure_and_order(ranks):
+    one = alone(cases.evaluation.predict_structures)
     assert one.keys() == {"out", "pair"}  # a mean over the batch is no prediction of a sample
     assert isinstance(one["pair"], tuple)
-    for result in ranks["predict_structures"]:
+    for result in ranks(cases.evaluation.predict_structures):
         assert torch.allclose(result["out"], one["out"], atol=1e-12, rtol=0)
         assert torch.equal(result["pair"][0], one["pair"][0])
         assert torch.equal(result["pair"][1][0], one["pair"][1][0])
@@ -89,7 +79,7 @@ def test_predictions_keep_their_structure_and_order(ranks, alone):
 def test_gather_takes_tensors_of_unequal_length(ranks):
     n = ranks.world_size
     expected = torch.cat([torch.arange(rank + 1) + 10 * rank for rank in range(n)])
-    for result in ranks["gather"]:
+    for result in ranks(cases.processes.gather):
         assert torch.equal(result["ragged"], expected)
         assert torch.equal(result["padded"], expected)
         assert torch.equal(result["nested"]["a"], expected.float())
@@ -98,7 +88,7 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_at_the_same_update(ranks):
-    results = ranks["nan_on_one_rank"]
+    results = ranks(cases.stopping.nan_on_one_rank)
     assert len({result["update"] for result in results}) == 1
     for result in results:
         assert "epoch 1, step 3: loss=nan" in result["message"]
@@ -106,7 +96,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_at_the_same_update
 
 
 def test_a_stop_asked_for_by_one_rank_stops_all_at_the_same_update(ranks):
-    results = ranks["stop_on_one_rank"]
+    results = ranks(cases.stopping.stop_on_one_rank)
     assert {result["reason"] for result in results} == {"rank asked for an end"}
     assert len({result["update"] for result in results}) == 1
     assert results[0]["update"] < 2 * 2000 // ranks.world_size
@@ -115,12 +105,12 @@ def test_a_stop_asked_for_by_one_rank_stops_all_at_the_same_update(ranks):
 
 def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
     last = ranks.world_size - 1
-    for result in ranks["failed_batches"]:
+    for result in ranks(cases.failures.failed_batches):
         for way in ("each", "window"):
             seen = [(f["epoch"], f["step"], f["rank"], f["error"]) for f in result[way]["failures"]]
             assert seen == [(epoch, 1, last, "ValueError: cannot digest this") for epoch in (1, 2)]
             assert all(11 in failure["indices"] for failure in result[way]["failures"])
-            assert equal(result[way]["found"], ranks["failed_batches"][0][way]["found"])
+            assert equal(result[way]["found"], ranks(cases.failures.failed_batches)[0][way]["found"])
         assert largest_difference(result["each"]["found"], result["each"]["expected"]) < 1e-12
         assert result["each"]["progress"]["update"] == 6
         assert result["window"]["progress"]["update"] == 4
@@ -128,7 +118,7 @@ def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
 
 
 def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
-    *others, last = ranks["nan_report"]
+    *others, last = ranks(cases.failures.nan_report)
     rank = ranks.world_size - 1
     assert last["report"] == f"epoch-1-step-1-rank-{rank}.pt"
     assert all(last["report"] in result["error"] for result in [*others, last])
@@ -136,7 +126,7 @@ def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ra
 
 @pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
 def test_a_shipped_callback_serves_several_processes_and_only_the_first_prints(ranks, name):
-    results = [result[name] for result in ranks["shipped_callbacks"]]
+    results = [result[name] for result in ranks(cases.callbacks.shipped_callbacks)]
     assert len(results) == ranks.world_size
     for result in results:
         assert equal(result["weights"], results[0]["weights"])
@@ -146,42 +136,42 @@ def test_a_shipped_callback_serves_several_processes_and_only_the_first_prints(r
 
 
 def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
-    for result in ranks["out_of_memory"]:
+    for result in ranks(cases.failures.out_of_memory):
         split, whole = result["split"], result["whole"]
         assert (split["parts"], whole["parts"]) == (12 // ranks.world_size, 1)
-        assert equal(split["weights"], ranks["out_of_memory"][0]["split"]["weights"])
+        assert equal(split["weights"], ranks(cases.failures.out_of_memory)[0]["split"]["weights"])
         assert largest_difference(split["weights"], whole["weights"]) < 1e-12
         for name, values in whole["history"].items():
             assert split["history"][name] == pytest.approx(values)
 
 
 def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
-    for paused, whole in ranks["time_limit"]:
+    for paused, whole in ranks(cases.stopping.time_limit):
         assert len(paused["updates"]) > 2
-        assert paused["updates"] == ranks["time_limit"][0][0]["updates"]
+        assert paused["updates"] == ranks(cases.stopping.time_limit)[0][0]["updates"]
         assert len(whole["updates"]) == 1
         assert paused["updates"][-1] == whole["updates"][-1]
         assert equal(paused["weights"], whole["weights"])
 
 
 def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
-    results = ranks["stop_before_talking_callbacks"]
+    results = ranks(cases.stopping.stop_before_communicating_callbacks)
     assert {result["reason"] for result in results} == {"at the end of the epoch"}
     assert {result["epoch"] for result in results} == {1}
     assert len({result["run"] for result in results}) == 1
 
 
 def test_rows_are_written_until_all_ranks_end_together(ranks):
-    for updates, made in ranks["nan_with_logger"]:
+    for updates, made in ranks(cases.stopping.nan_with_logger):
         assert updates == list(range(1, made + 1))
 
 
 def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
-    assert all(reasons == ["seen enough", None] for reasons in ranks["stopped_evaluation"])
+    assert all(reasons == ["seen enough", None] for reasons in ranks(cases.stopping.stopped_evaluation))
 
 
 def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
-    results = ranks["shuffled_order"]
+    results = ranks(cases.data.shuffled_order)
     n = ranks.world_size
     steps = -(-23 // (2 * n))
     for key in results[0]:
@@ -199,26 +189,26 @@ def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
 
 
 def test_with_a_seed_workers_and_processes_do_not_change_the_result(ranks):
-    alone = cases.case_seeded_augmentation()
+    alone = cases.data.seeded_augmentation()
     assert equal(alone[0], alone[1])
     assert equal(alone[0], alone[2])
-    for result in ranks["seeded_augmentation"]:
+    for result in ranks(cases.data.seeded_augmentation):
         assert equal(result[0], result[1])
         assert equal(result[0], result[2])
         assert largest_difference(result[0], alone[0]) < 1e-10
 
 
 def test_a_stream_is_dealt_out_once_and_ranks_make_the_same_updates(ranks):
-    results = ranks["streams"]
+    results = ranks(cases.data.streams)
     for size in (1, 7, 24):
-        expected = cases.regression_data(size).tensors[0].repeat(2, 1)
+        expected = regression_data(size).tensors[0].repeat(2, 1)
         seen = torch.cat([result["stream", size] for result in results])
         assert torch.equal(seen.sort(0).values, expected.sort(0).values)
         assert len({result["updates", size] for result in results}) == 1
 
 
 def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
-    own = [result["own"] for result in ranks["streams"]]
+    own = [result["own"] for result in ranks(cases.data.streams)]
     first = len(range(0, 20, ranks.world_size))
     assert [len(result["inputs"]) for result in own] == [2 * first, *[2] * (ranks.world_size - 1)]
     assert {result["samples"] for result in own} == {2 * (first + ranks.world_size - 1)}
@@ -227,7 +217,7 @@ def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
 
 
 def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
-    results = ranks["batch_sampler"]
+    results = ranks(cases.data.batch_sampler)
     assert sum(size for result in results for size in result["sizes"]) == 22
     assert {result["samples"] for result in results} == {22}
     assert {result["updates"] for result in results} == {2 * -(-5 // ranks.world_size)}
@@ -235,10 +225,10 @@ def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):
         assert [result["sizes"][:3] for result in results] == [[3, 2, 1], [1, 4]] or results[1]["sizes"][0] == 1
 
 
-def test_datasets_by_name_equal_one_process(ranks, alone):
-    one = alone["named"]
+def test_datasets_by_name_equal_one_process(ranks):
+    one = alone(cases.training.named)
     assert {"train_a_epoch", "few_eval_loss_epoch", "many_eval_loss_epoch"} <= one["history"].keys()
-    for result in ranks["named"]:
+    for result in ranks(cases.training.named):
         assert largest_difference(result["weights"], one["weights"]) < 1e-10
         for metric, values in one["history"].items():
             assert result["history"][metric] == pytest.approx(values, abs=1e-10)
@@ -247,14 +237,14 @@ def test_datasets_by_name_equal_one_process(ranks, alone):
 
 
 def test_gathering_every_evaluation_batch_gives_the_dataset_in_order(ranks):
-    for result in ranks["gather_in_evaluation"]:
+    for result in ranks(cases.evaluation.gather_in_evaluation):
         assert result.keys() == set(range(ranks.world_size, 25))
         for size, inputs in result.items():
             assert torch.equal(inputs, regression_data(size).tensors[0])
 
 
 def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
-    first, *others = ranks["batch_norm"]
+    first, *others = ranks(cases.training.batch_norm)
     assert all(equal(result["weights"], first["weights"]) for result in others)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
     model.load_state_dict(first["weights"])
@@ -265,30 +255,30 @@ def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
 
 
 def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warning(ranks):
-    for result in ranks["sync_batch_norm"]:
+    for result in ranks(cases.training.sync_batch_norm):
         warned = ["cannot synchronise batch norm on 'cpu'" in text for text in result["warnings with"]]
-        assert warned == ([True] if result is ranks["sync_batch_norm"][0] else [])
+        assert warned == ([True] if result is ranks(cases.training.sync_batch_norm)[0] else [])
         assert result["warnings without"] == []
         assert equal(result["with"], result["without"])
         plain, converted = result["losses"]
         assert plain == converted
 
 
-def test_the_layout_in_memory_does_not_change_the_result(ranks, alone):
-    for result in ranks["channels_last"]:
+def test_the_layout_in_memory_does_not_change_the_result(ranks):
+    for result in ranks(cases.training.channels_last):
         assert largest_difference(result[True], result[False]) < 1e-12
-        assert largest_difference(result[True], alone["channels_last"][True]) < 1e-12
+        assert largest_difference(result[True], alone(cases.training.channels_last)[True]) < 1e-12
 
 
-def test_limits_count_steps_of_the_whole_job(ranks, alone):
-    for result in ranks["limits"]:
-        assert result["samples"] == alone["limits"]["samples"] == 24
-        assert result["updates"] == alone["limits"]["updates"] == 4
-        assert largest_difference(result["weights"], alone["limits"]["weights"]) < 1e-10
+def test_limits_count_steps_of_the_whole_job(ranks):
+    for result in ranks(cases.training.limits):
+        assert result["samples"] == alone(cases.training.limits)["samples"] == 24
+        assert result["updates"] == alone(cases.training.limits)["updates"] == 4
+        assert largest_difference(result["weights"], alone(cases.training.limits)["weights"]) < 1e-10
 
 
-def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks, alone):
-    for result in [*ranks["evaluate_inside"], alone["evaluate_inside"]]:
+def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks):
+    for result in [*ranks(cases.evaluation.evaluate_inside), alone(cases.evaluation.evaluate_inside)]:
         without, within = result[0], result[1]
         assert equal(without[0], within[0])
         assert without[1] == within[1]
@@ -296,70 +286,80 @@ def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks, alone):
         assert result["training"]
 
 
-def test_parameters_of_the_loss_function_are_the_same_on_all_ranks(ranks, alone):
-    for result in ranks["learned_loss"]:
-        assert torch.equal(result["scale"], ranks["learned_loss"][0]["scale"])
-        assert abs(result["scale"] - alone["learned_loss"]["scale"]) < 1e-10
-        assert largest_difference(result["weights"], alone["learned_loss"]["weights"]) < 1e-10
+def test_parameters_of_the_loss_function_are_the_same_on_all_ranks(ranks):
+    for result in ranks(cases.training.learned_loss):
+        assert torch.equal(result["scale"], ranks(cases.training.learned_loss)[0]["scale"])
+        assert abs(result["scale"] - alone(cases.training.learned_loss)["scale"]) < 1e-10
+        assert largest_difference(result["weights"], alone(cases.training.learned_loss)["weights"]) < 1e-10
 
 
 def test_sparse_gradients_are_averaged_with_and_without_a_guard(ranks):
-    for result in ranks["sparse_gradients"]:
+    for result in ranks(cases.training.sparse_gradients):
         assert largest_difference(result[True], result[False]) < 1e-12
-        assert equal(result[True], ranks["sparse_gradients"][0][True])
+        assert equal(result[True], ranks(cases.training.sparse_gradients)[0][True])
 
 
 def test_a_sparse_gradient_that_one_rank_has_is_averaged(ranks):
     expected = torch.ones(4, dtype=torch.float64)
     expected[2] -= 0.1 / ranks.world_size
-    for centres in ranks["sparse_gradient_of_one_rank"]:
+    for centres in ranks(cases.training.sparse_gradient_of_one_rank):
         assert torch.allclose(centres, expected)
 
 
 def test_what_is_found_while_a_run_ends_ends_it_and_not_the_next_evaluation(ranks):
-    assert cases.case_nan_while_ending() == ("found while ending", True)
-    assert ranks["nan_while_ending"] == [("found while ending", True)] * ranks.world_size
+    assert cases.stopping.nan_while_ending() == ("found while ending", True)
+    assert ranks(cases.stopping.nan_while_ending) == [("found while ending", True)] * ranks.world_size
 
 
 def test_a_trainer_can_follow_another_that_was_closed(ranks):
-    for means in ranks["trainers_in_turn"]:
+    for means in ranks(cases.processes.trainers_in_turn):
         assert len(means) == 2
         assert all(len(set(fold)) == 1 and len(fold) == ranks.world_size for fold in means)
 
 
 def test_no_state_of_weights_that_are_not_finite_is_written(ranks):
-    for result in ranks["states_with_nan"]:
+    for result in ranks(cases.stopping.states_with_nan):
         assert result["failed"] is not None
         assert len(result["finite"]) == 2
         assert all(result["finite"].values())
 
 
 def test_callbacks_after_one_that_stops_the_run_hear_as_much_as_on_one_process(ranks):
-    assert ranks["stop_before_others"] == [cases.case_stop_before_others()] * ranks.world_size
-
-
-def test_which_process_comes_first_is_known_before_there_is_a_trainer(ranks):
-    assert ranks["first of all"] == [True, *[None] * (ranks.world_size - 1)]
+    assert ranks(cases.stopping.stop_before_others) == [cases.stopping.stop_before_others()] * ranks.world_size
 
 
 def test_only_the_first_process_prints(ranks):
-    assert len(ranks["callbacks"]) == ranks.world_size
-    assert ranks.output.count("Starting training run") == 1
-    assert ranks.output.count("Loading the best model") == 1
-    assert len({result["best"] for result in ranks["callbacks"]}) == 1
-    assert all(equal(result["weights"], ranks["callbacks"][0]["weights"]) for result in ranks["callbacks"])
+    results = ranks(cases.callbacks.default_callbacks)
+    assert len(results) == ranks.world_size
+    assert results.output.count("Starting training run") == 1
+    assert results.output.count("Loading the best model") == 1
+    assert len({result["best"] for result in results}) == 1
+    assert all(equal(result["weights"], results[0]["weights"]) for result in results)
 
 
 def test_process_helpers(ranks):
     n = ranks.world_size
     everyone = [f"rank{rank}" for rank in range(n)]
-    for rank, result in enumerate(ranks["process_helpers"]):
+    for rank, result in enumerate(ranks(cases.processes.process_helpers)):
         assert result["local only"] == result["world only"] == (None if rank else 5)
         assert result["first"] == [] if rank == 0 else "rank0" in result["first"]
         assert result["broadcast"] == {"rank": 0}
         assert result["gathered"] == [("rank", other) for other in range(n)]
         assert result["numbers"] == {None: rank + 1, "sum": sum(range(n + 1)), "mean": (n + 1) / 2, "max": n}
         assert result["after the barrier"] == len(everyone)
+
+
+def test_trainers_leave_no_threads_and_no_open_files(ranks):
+    for counts in ranks(cases.processes.many_trainers):
+        assert len(counts) == 50
+        assert {saved for saved, *_ in counts} == {1}
+        assert counts[-1][1:] == counts[2][1:]
+
+
+def test_several_savers_can_write_in_the_background_at_once(ranks):
+    for found in ranks(cases.processes.writers_side_by_side):
+        states = 2 * 2 * 24 // (2 * ranks.world_size)
+        assert found == [[ranks.world_size] * states] * 2
 
 
 def test_training_in_a_notebook_on_two_processes(tmp_path):
@@ -405,6 +405,7 @@ def test_a_launched_run_exits_with_code_0_every_time():
         done = torchrun(2, "tests/scripts/short_run.py", timeout=60)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("two processes: True") == 2
+        assert sorted(re.findall(r"the first: (\w+)", done.stdout)) == ["False", "True"]
 
 
 @pytest.mark.parametrize("how", ["close", "with", "two trainers"])

@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
 )
-from tests.small import listener, make_data, make_model, make_trainer, same, train, weights
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_from_the_state_of_its_last_update_a_run_makes_no_further_one(here, accu
     resumed = run([SaveTrainingStateCallback("states", save_every_n_steps=1)], resume_from="latest")
     assert resumed.progress == whole.progress
     assert resumed.run_history.to_dict() == whole.run_history.to_dict()
-    assert same(weights(resumed.model), weights(whole.model))
+    assert equal(weights(resumed.model), weights(whole.model))
 
 
 @pytest.mark.parametrize("asked", [{"max_num_train_steps": 2}, {"epochs": 1}])
@@ -262,7 +262,7 @@ def weighted_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
 def test_parameters_of_the_loss_function_are_part_of_training_states(here):
     whole = train(weighted_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)]), epochs=2)
     resumed = train(weighted_trainer(), epochs=2, resume_from="states/update-000000002")
-    assert same(weights(resumed.model), weights(whole.model))
+    assert equal(weights(resumed.model), weights(whole.model))
     assert torch.equal(resumed.loss_func.scale, whole.loss_func.scale)
     assert whole.loss_func.scale != 1
 
@@ -323,7 +323,7 @@ def test_a_run_of_a_model_with_lazy_layers_can_be_resumed(here):
         return train(make_trainer([SaveTrainingStateCallback("s", save_every_n_steps=1)], lazy(), seed=0), **kwargs)
 
     whole, resumed = run(epochs=2), run(epochs=2, resume_from="s/update-000000002")
-    assert same(weights(resumed.model), weights(whole.model))
+    assert equal(weights(resumed.model), weights(whole.model))
     with pytest.raises(ValueError, match="lazy layers"):
         make_trainer(model=lazy()).find_lr(make_data(40), num_steps=10)
 
@@ -390,7 +390,7 @@ def test_states_hold_what_a_loss_function_has_learned_and_nothing_else(here):
     plain = make_trainer()
     plain.optimizer = torch.optim.SGD([*plain.model.parameters(), nn.Parameter(torch.ones(()))], lr=0.1)
     plain.load_training_state("state")
-    assert same(weights(plain.model), weights(model))
+    assert equal(weights(plain.model), weights(model))
 
 
 def test_a_learned_loss_that_is_not_finite_is_not_saved(here):

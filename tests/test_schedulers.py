@@ -19,9 +19,20 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, WSDCheckpoin
 from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
+from tests import cases
+from tests.launching import run_python
 from tests.scripts.resumable import CopyStates
-from tests.small import Stream, make_data, make_model, run_python, same, weights
-from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model
+from tests.tasks import (
+    Stream,
+    equal,
+    largest_difference,
+    make_data,
+    make_model,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
 
 P = TrainerPlaceholderValues
 
@@ -367,7 +378,7 @@ def test_from_every_state_also_within_a_decay_a_run_goes_on_to_the_same_bits(tmp
         state = tmp_path / "states" / f"update-{n:09d}"
         resumed = saved_run(tmp_path / f"from{n}", create, checkpoints(f"again{n}"), resume_from=state)
         assert resumed.noting.rates == whole.noting.rates[n:]
-        assert same(weights(resumed.model), weights(whole.model))
+        assert equal(weights(resumed.model), weights(whole.model))
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         due = {name for name in files(tmp_path / "whole") if int(name.split("_")[1]) >= n}
         assert files(tmp_path / f"again{n}") == due  # also what it was killed before saving, after this very update
@@ -381,7 +392,7 @@ def test_a_state_from_before_the_decay_goes_on_to_a_longer_run(tmp_path):
     longer = saved_run(tmp_path, create, epochs=8, resume_from=tmp_path / "states" / "update-000000006")
     from_the_start = run(create, epochs=8)
     assert longer.noting.rates == from_the_start.noting.rates[6:]
-    assert same(weights(longer.model), weights(from_the_start.model))
+    assert equal(weights(longer.model), weights(from_the_start.model))
 
 
 # ------------------------------------------------------------------------- checkpoints around decays
@@ -397,7 +408,7 @@ def test_checkpoints_hold_the_model_before_and_after_each_decay(tmp_path):
     assert files(tmp_path) == set(names)
     for name, n in names.items():
         checkpoint = torch.load(tmp_path / name, weights_only=True)
-        assert same(checkpoint["model_state_dict"], trainer.noting.weights[n])
+        assert equal(checkpoint["model_state_dict"], trainer.noting.weights[n])
         assert checkpoint["step"] == n
         kept = {"optimizer_state_dict", "scheduler_state_dict"} & checkpoint.keys()
         assert len(kept) == (2 if "pre" in name else 0)
@@ -414,7 +425,7 @@ def test_going_on_from_before_the_decay_is_a_longer_stable_phase(tmp_path):
     one_go = run(WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, decay_phase_ratio=1 / 7), epochs=7)
     assert one_go.scheduler.get_decay_info()[0]["pre_decay_step"] == 9 + 9
     assert trainer.noting.rates == one_go.noting.rates[9:]
-    assert same(weights(trainer.model), weights(one_go.model))
+    assert equal(weights(trainer.model), weights(one_go.model))
     assert "checkpoint_9_wsd_pre_decay.pt" in files(tmp_path / "second")
 
 
@@ -428,7 +439,7 @@ def test_going_on_from_after_the_decay_keeps_its_weights_and_takes_the_stable_ra
     one_go = run(within, epochs=6)
     assert trainer.noting.rates == one_go.noting.rates[12:]
     assert trainer.noting.rates[:5] == [0.1] * 5
-    assert same(weights(trainer.model), weights(one_go.model))
+    assert equal(weights(trainer.model), weights(one_go.model))
 
 
 def test_without_the_states_only_weights_are_taken_over_and_the_rates_are_the_optimizers(tmp_path):
@@ -442,7 +453,7 @@ def test_without_the_states_only_weights_are_taken_over_and_the_rates_are_the_op
 
     callback = WSDCheckpointCallback(tmp_path / "second", initial_checkpoint=initial)
     trainer = run(CONTINUED, callback, Looks())
-    assert same(seen[0][0], weights(first.model))
+    assert equal(seen[0][0], weights(first.model))
     assert not seen[0][1]
     assert trainer.noting.rates[0] == 0.1
 
@@ -461,7 +472,7 @@ def test_a_run_that_ends_within_a_decay_saves_its_last_model(tmp_path):
     trainer = run(create, WSDCheckpointCallback(tmp_path))
     assert files(tmp_path) == {"checkpoint_10_wsd_pre_decay.pt", "checkpoint_12_wsd_post_decay.pt"}
     saved = torch.load(tmp_path / "checkpoint_12_wsd_post_decay.pt", weights_only=True)["model_state_dict"]
-    assert same(saved, weights(trainer.model))
+    assert equal(saved, weights(trainer.model))
 
 
 @pytest.mark.parametrize(
@@ -478,7 +489,7 @@ def test_a_run_that_is_stopped_within_a_decay_saves_its_last_model_unless_it_is_
     assert files(tmp_path) == {"checkpoint_9_wsd_pre_decay.pt"} | saved
     for name in saved:
         last = torch.load(tmp_path / name, weights_only=True)["model_state_dict"]
-        assert same(last, weights(trainer.model))
+        assert equal(last, weights(trainer.model))
 
 
 def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
@@ -495,11 +506,11 @@ def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
 
 
 def test_checkpoints_are_saved_and_continued_on_several_processes(ranks):
-    for found in ranks["wsd"]:
+    for found in ranks(cases.callbacks.wsd):
         assert found["files"] == ["checkpoint_4_wsd_pre_decay.pt", "checkpoint_8_wsd_post_decay.pt"]
         # Not to the bit: the first step of a job sums gradients in another order than the later ones.
         assert largest_difference(found["continued"], found["in one go"]) < 1e-12
-        assert same(found["continued"], ranks["wsd"][0]["continued"])
+        assert equal(found["continued"], ranks(cases.callbacks.wsd)[0]["continued"])
 
 
 # ----------------------------------------------------------------------------------------- bad input
@@ -655,7 +666,7 @@ def test_from_every_state_a_run_that_is_stepped_after_epochs_goes_on_to_the_same
     for copy in copies:
         resumed = train(tmp_path / copy.parent.name, resume_from=copy)
         assert resumed.noting.rates == whole.noting.rates[18 - len(resumed.noting.rates) :]
-        assert same(weights(resumed.model), weights(whole.model))
+        assert equal(weights(resumed.model), weights(whole.model))
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ProfilerCallback, StepBasedEvaluationCallback, TimingCallback
-from tests.small import listener, make_trainer, train
-from tests.tasks import Rows, regression_data, small_model
+from tests.tasks import Rows, listener, make_trainer, regression_data, small_model, train
 
 NAP = 0.03
 

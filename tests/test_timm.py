@@ -11,7 +11,7 @@ import torch
 
 from pytorch_accel_lite import TrainerPlaceholderValues, TrainerWithTimmScheduler
 from pytorch_accel_lite.schedulers import CosineLrScheduler
-from tests.small import make_data, make_model, make_trainer, train
+from tests.tasks import make_data, make_model, make_trainer, train
 
 scheduler = pytest.importorskip("timm.scheduler")
 

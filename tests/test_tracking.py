@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
-from tests.small import make_data, make_trainer, run_python, train
+from tests.launching import run_python
+from tests.tasks import make_data, make_trainer, train
 
 
 def filled() -> InMemoryRunHistory:

@@ -33,13 +33,12 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
-from tests.launching import ROOT, TORCHRUN, environment, launch, torchrun
-from tests.scripts.resumable import CopyStates, make_model, run
-from tests.scripts.sharded import make_model as make_sharded_model
-from tests.scripts.sharded import run as run_sharded
-from tests.small import listener, make_trainer, train
+from tests import cases
+from tests.cases import sharded
+from tests.launching import ROOT, TORCHRUN, environment, launch
+from tests.scripts.resumable import CopyStates, make_model, run, run_to_the_end
 from tests.soak import soak
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests.tasks import equal, listener, make_trainer, quiet_trainer, regression_data, small_model, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
@@ -157,10 +156,8 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
-def test_from_every_save_point_several_processes_go_on_to_the_same_bits(tmp_path, processes, accumulation):
-    done = torchrun(processes, "tests/scripts/every_save_point.py", str(tmp_path), str(accumulation), timeout=280)
-    assert done.returncode == 0, done.stderr
-    runs = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("rank*.pt"))]
+def test_from_every_save_point_several_processes_go_on_to_the_same_bits(tmp_path, job, processes, accumulation):
+    runs = job(processes).run(cases.states.every_save_point, tmp_path, accumulation)
     assert len(runs) == processes
     for whole, *resumed in runs:  # of each rank: its generators are its own
         assert len(resumed) == whole["progress"]["update"] + 3
@@ -170,24 +167,21 @@ def test_from_every_save_point_several_processes_go_on_to_the_same_bits(tmp_path
 
 
 @pytest.mark.processes
-def test_an_epoch_goes_on_with_the_samples_not_yet_seen_on_other_processes_and_batch_sizes(tmp_path):
-    """Drawn sizes, batch sizes and moments: saved by 2 processes, resumed by 1, 2 and 3."""
-    saved = torchrun(2, "tests/scripts/elastic.py", "save", str(tmp_path))
-    assert saved.returncode == 0, saved.stderr
-    for processes in (1, 2, 3):
-        resumed = torchrun(processes, "tests/scripts/elastic.py", "resume", str(tmp_path))
-        assert resumed.returncode == 0, resumed.stderr
-        results = torch.load(tmp_path / f"on{processes}.pt")
-        assert len(results) == 15
-        for size, before, after in results:
+def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
+    """Drawn sizes, batch sizes and moments: saved by 2 processes, resumed by 1, 2 and 3 with what was not yet seen."""
+    saved, _ = job(2).run(cases.states.save_in_mid_epoch, tmp_path)
+    resume = cases.states.resume_in_mid_epoch
+    for resumed in (resume(tmp_path), *job(2).run(resume, tmp_path), *job(3).run(resume, tmp_path)):
+        assert len(resumed) == len(saved) == 15
+        for before, (size, everything) in zip(saved, resumed, strict=True):
             assert before, "it was saved within the epoch"
-            assert sorted(before + after) == list(range(size))
+            assert everything[: len(before)] == before
+            assert sorted(everything) == list(range(size))
 
 
 @pytest.mark.processes
-def test_sigterm_to_the_launcher_saves_one_state_and_the_resumed_run_is_the_same(tmp_path):
-    whole = torchrun(2, *script(tmp_path / "whole", 1, 2))
-    assert whole.returncode == 0, whole.stderr
+def test_sigterm_to_the_launcher_saves_one_state_and_the_resumed_run_is_the_same(tmp_path, job):
+    job(2).run(run_to_the_end, tmp_path / "whole", workers=2)
     folder = tmp_path / "stopped"
     folder.mkdir()
     command = [*TORCHRUN, "2", *script(folder, 1, 2, 0.2)]
@@ -204,8 +198,7 @@ def test_sigterm_to_the_launcher_saves_one_state_and_the_resumed_run_is_the_same
     assert not (folder / "final.pt").exists()
     manifest = verify_state(states(folder)[-1])
     assert manifest["world_size"] == 2, errors
-    again = torchrun(2, *script(folder, 1, 2))
-    assert again.returncode == 0, again.stderr
+    job(2).run(run_to_the_end, folder, workers=2)
     assert_same(final(folder), final(tmp_path / "whole"))
 
 
@@ -394,17 +387,15 @@ def test_loading_runs_no_code(tmp_path):
 
 
 @pytest.mark.processes
-def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path):
-    done = torchrun(2, "tests/scripts/sharded.py", str(tmp_path), timeout=280)
-    assert done.returncode == 0, done.stderr
-    expected, history = torch.load(tmp_path / "expected.pt")
+def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path, job):
+    expected, history = job(2).run(sharded.on_two_processes, tmp_path)[0]
     assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected)
-    model = make_sharded_model()
+    model = sharded.make_model()
     trainer = quiet_trainer(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
     trainer.load_checkpoint(tmp_path / "model.pt")  # the optimizer's state too
     assert equal(model.state_dict(), expected)
-    run_sharded(tmp_path / "unsharded", None, tmp_path / "whole/copies/004-step/update-000000004")
-    resumed = run_sharded(tmp_path / "finished", None, states(tmp_path / "whole")[-1])
+    sharded.run(tmp_path / "unsharded", None, tmp_path / "whole/copies/004-step/update-000000004")
+    resumed = sharded.run(tmp_path / "finished", None, states(tmp_path / "whole")[-1])
     assert equal(resumed.model.state_dict(), expected)
     assert resumed.run_history.to_dict() == history
 
@@ -725,7 +716,7 @@ def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path):
+def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path, job):
     command = [*TORCHRUN, "2", "--max-restarts", "3", "--monitor-interval", "0.5", "tests/scripts/killed_ranks.py"]
     shares = launch([*command[:-1], "tests/scripts/refused.py"])
     assert "Start it with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shares.stderr
@@ -734,8 +725,7 @@ def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path):
     assert "Resuming from" in done.stdout
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in done.stderr
     assert len(list(tmp_path.glob("killed*"))) == 2
-    whole = torchrun(2, *script(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+    job(2).run(run_to_the_end, tmp_path / "whole")
     assert_same(final(tmp_path), final(tmp_path / "whole"))
 
 

@@ -14,7 +14,7 @@ from pytorch_accel_lite.utils import (
     remove_padding,
     world_process_zero_only,
 )
-from tests.small import Stream, make_trainer, train
+from tests.tasks import Stream, make_trainer, train
 
 
 @pytest.mark.parametrize(

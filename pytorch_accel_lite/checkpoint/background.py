@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 from accelerate import Accelerator
 
@@ -13,11 +14,16 @@ from pytorch_accel_lite.distributed import Ranks
 class BackgroundWriter:
     """Writes in a thread of its own. Making one is a collective: all ranks do it.
 
-    :ivar ranks: for the thread alone: it talks through a group of its own, beside the training's
+    The writers of a process write one after another, in the order in which they were started: it is the same on all
+    ranks, so that they can share one group for what they communicate.
+
+    :ivar ranks: for the thread alone, beside the training's
     """
 
+    _newest: ClassVar[threading.Thread | None] = None  # of all writers
+
     def __init__(self, accelerator: Accelerator) -> None:
-        self.ranks = Ranks(accelerator)
+        self.ranks = Ranks(accelerator, "background writing")
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -28,10 +34,14 @@ class BackgroundWriter:
         """
         self.wait()
         # A daemon: a process that fails does not wait for peers that do not come.
-        self._thread = threading.Thread(target=self._run, args=(job,), daemon=True, name="training-state-writer")
+        before = BackgroundWriter._newest
+        self._thread = threading.Thread(target=self._run, args=(job, before), daemon=True, name="training-state-writer")
+        BackgroundWriter._newest = self._thread
         self._thread.start()
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], None], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         try:
             job()
         except Exception as error:

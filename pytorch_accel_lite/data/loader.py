@@ -31,6 +31,7 @@ from pytorch_accel_lite.data.order import (
     take,
 )
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
+from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.signals import ignore_in_worker
 
@@ -162,7 +163,7 @@ class ShardedLoader(ABC):
         size = getattr(self.source, "batch_size", None)
         by_steps = self._ranks.world_size == 1 and size in (None, start / max(self._steps_done, 1))
         with keep_generators() if start else nullcontext():
-            batches = iter(self.source)
+            batches = start_reading(self.source)
             if by_steps and self._steps_done:
                 rest = _skip_batches(batches, self._steps_done, start, is_certain=size is not None)
             else:
@@ -361,7 +362,8 @@ class MapLoader(ShardedLoader):
         self._idle = None
         self._loaders.add(loader)
         try:
-            yield from _with_failures(loader) if self.yields_failures else loader
+            batches = start_reading(loader)
+            yield from _with_failures(batches) if self.yields_failures else batches
         finally:
             if loader in self._loaders:  # it was not stopped meanwhile
                 self._idle = loader
@@ -463,7 +465,7 @@ class OwnLoader(ShardedLoader):
         yield from steps
 
     def _steps_together(self) -> Iterator[LoadedBatch]:
-        batches = islice(iter(self.source), self.limit)
+        batches = islice(start_reading(self.source), self.limit)
         batch, ready = None, next(batches, None)
         while True:
             batch = batch if ready is None else ready
@@ -486,11 +488,10 @@ class OwnLoader(ShardedLoader):
         return self._length
 
 
-def _with_failures(batches: Iterable[Any]) -> Iterator[Any]:
-    iterator = iter(batches)
+def _with_failures(batches: Iterator[Any]) -> Iterator[Any]:
     while True:
         try:
-            yield next(iterator)
+            yield next(batches)
         except StopIteration:
             return
         except WrongLengthError:

@@ -1,4 +1,4 @@
-"""A run with all callbacks that go together, which kills itself once: torchrun ... all_callbacks.py FOLDER [UPDATE]."""
+"""A run with all callbacks that go together, which kills itself once: torchrun ... all_callbacks.py FOLDER UPDATE."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchmetrics import MeanAbsoluteError
@@ -27,14 +28,17 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.scripts.resumable import run
 
-folder, update = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-
 
 class Dies(TrainerCallback):
+    """Kills the whole job at an update, the first time that it comes there."""
+
+    def __init__(self, folder: Path, update: int) -> None:
+        self.folder, self.update = folder, update
+
     def on_train_step_end(self, trainer, **kwargs):
-        if trainer.progress.update == update and not (folder / "killed").exists():
+        if trainer.progress.update == self.update and not (self.folder / "killed").exists():
             trainer.barrier()
-            (folder / "killed").touch()
+            (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,24 +48,29 @@ def metrics(train: bool = False) -> MetricsCallback:
     )
 
 
-torch.set_num_threads(1)
-extra = (
-    *(callback() for callback in get_default_callbacks(progress_bar=False)),
-    ProgressBarCallback(show_always=True),
-    metrics(train=True),
-    StepBasedEvaluationCallback(2),
-    ModelEmaCallback(0.9, save_path=folder / "ema.pt", callbacks=[metrics()], warmup=True),
-    GradualUnfreezingCallback(),
-    LimitBatchesCallback(3),
-    LimitEvalStepsCallback(2),
-    SkipFailedBatchesCallback(),
-    OutOfMemoryCallback(),
-    GradientSpikeCallback(warm_up_updates=2),
-    NaNReportCallback(folder / "reports"),
-    TimeLimitCallback(3600),
-    Dies(),
-)
-result = run(folder, extra=extra, schedule=False)
-result["ema"] = torch.load(folder / "ema.pt", weights_only=True)["model_state_dict"]
-if result["main"]:
-    torch.save(result, folder / "final.pt")
+def run_with_all(folder: Path, update: int = 0) -> dict[str, Any]:
+    """Run with a kill at an update, and return what the run ended with."""
+    extra = (
+        *(callback() for callback in get_default_callbacks(progress_bar=False)),
+        ProgressBarCallback(show_always=True),
+        metrics(train=True),
+        StepBasedEvaluationCallback(2),
+        ModelEmaCallback(0.9, save_path=folder / "ema.pt", callbacks=[metrics()], warmup=True),
+        GradualUnfreezingCallback(),
+        LimitBatchesCallback(3),
+        LimitEvalStepsCallback(2),
+        SkipFailedBatchesCallback(),
+        OutOfMemoryCallback(),
+        GradientSpikeCallback(warm_up_updates=2),
+        NaNReportCallback(folder / "reports"),
+        TimeLimitCallback(3600),
+        Dies(folder, update),
+    )
+    result = run(folder, extra=extra, schedule=False)
+    result["ema"] = torch.load(folder / "ema.pt", weights_only=True)["model_state_dict"]
+    return result
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_with_all(Path(sys.argv[1]), int(sys.argv[2]))

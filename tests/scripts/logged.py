@@ -1,14 +1,11 @@
-"""A run with every logger, which may be killed at any time: python logged.py FOLDER [DELAY]. Run again, it goes on."""
+"""A run with every logger, which may be killed at any time; run again, it resumes."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import (
@@ -52,12 +49,10 @@ def run(folder: Path, saver_first: bool = False, delay: float = 0.0, mlflow: boo
     return trainer
 
 
-if __name__ == "__main__":
+def run_with_mlflow(folder: Path, saver_first: bool = False, delay: float = 0.0) -> int:
+    """Run with all loggers; return the number of processes."""
     import mlflow
 
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     mlflow.set_tracking_uri((folder / "mlruns").as_uri())
-    trainer = run(folder, "--saver-first" in sys.argv, float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
-    print("world size", trainer.ranks.world_size)
+    return run(folder, saver_first, delay).ranks.world_size

@@ -1,6 +1,6 @@
-"""Runs on the simulated device, or the same on the CPU: python on_a_device.py sim|cpu FOLDER
+"""What runs on the simulated device and, for comparison, on the CPU: python on_a_device.py FILE
 
-A case named ``case_x`` is the entry ``x``; tests/test_devices.py compares what the two give.
+There all cases run on the device, one after another; tests/test_devices.py calls them for the CPU.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from pytorch_accel_lite.callbacks import (
     TimingCallback,
 )
 from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS
-from tests.launching import Failed
 from tests.shipped import RUN, SHIPPED, build
-from tests.small import make_data, make_trainer, train
+from tests.tasks import make_data, make_trainer, train
 
 waits: Counter[str] = Counter()
 
@@ -239,29 +238,34 @@ def case_timing() -> Any:
     return timing.totals
 
 
-def main(kind: str, folder: str) -> None:
-    if kind == "sim":
-        from tests import simulated_device
+def run(case: str) -> Any:
+    """Run a case in a folder of its own; what it prints is dropped."""
+    before, output = os.getcwd(), io.StringIO()
+    with tempfile.TemporaryDirectory() as workplace:
+        os.chdir(workplace)
+        try:
+            with redirect_stdout(output), redirect_stderr(output):
+                return globals()[f"case_{case}"]()
+        finally:
+            os.chdir(before)
 
-        global waits
-        waits = simulated_device.waits
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "sim"
-        del os.environ["ACCELERATE_USE_CPU"]
+
+def main(file: str) -> None:
+    from tests import simulated_device
+
+    global waits
+    waits = simulated_device.waits
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "sim"
+    del os.environ["ACCELERATE_USE_CPU"]
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_"):
-            output = io.StringIO()
-            with tempfile.TemporaryDirectory() as workplace:
-                os.chdir(workplace)
-                try:
-                    with redirect_stdout(output), redirect_stderr(output):
-                        results[name.removeprefix("case_")] = case()
-                except Exception:
-                    results[name.removeprefix("case_")] = Failed(traceback.format_exc())
-                os.chdir(folder)
-    torch.save(results, Path(folder) / f"{kind}.pt")
+    for name in [name.removeprefix("case_") for name in globals() if name.startswith("case_")]:
+        try:
+            results[name] = run(name), None
+        except Exception:
+            results[name] = None, traceback.format_exc()
+    torch.save(results, file)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1])

@@ -103,6 +103,7 @@ def run(
     batch: int | None = None,
     epochs: int = EPOCHS,
     schedule: bool = True,
+    size: int = SIZE,
     **saver: Any,
 ) -> dict[str, Any]:
     model = make_model()
@@ -124,7 +125,7 @@ def run(
     trainer.delay = delay
     total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
     trainer.train(
-        Augmented(regression_data(SIZE)),
+        Augmented(regression_data(size)),
         epochs,
         Augmented(regression_data(9)),
         per_device_batch_size=batch or GLOBAL_BATCH // trainer.accelerator.num_processes,
@@ -147,15 +148,19 @@ def run(
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    names = ("accumulation", "workers", "delay", "epochs", "asynchronous")
-    arguments = dict(zip(names, sys.argv[2:], strict=False))
-    result = run(folder, **{k: float(v) if k == "delay" else int(v) for k, v in arguments.items()})
+def run_to_the_end(folder: Path, **kwargs: Any) -> None:
+    """Write what the run ended with to ``final.pt``, which is there only then."""
+    result = run(folder, **kwargs)
     if result["main"]:
         torch.save(result, folder / "unfinished.pt")
         (folder / "unfinished.pt").rename(folder / "final.pt")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    names = ("accumulation", "workers", "delay", "epochs", "asynchronous")
+    arguments = dict(zip(names, sys.argv[2:], strict=False))
+    run_to_the_end(Path(sys.argv[1]), **{k: float(v) if k == "delay" else int(v) for k, v in arguments.items()})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""A run with sharded weights (FSDP2), resumed in its middle: torchrun ... sharded.py FOLDER.
+"""A run with sharded weights (FSDP2), resumed in its middle.
 
 On machines without GPUs Accelerate ignores its FSDP plugin, so it is told that it has several of them.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,8 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
+def on_two_processes(folder: Path) -> Any:
+    """The final weights, whole, and the losses; each run that is resumed from a state ends with the same."""
     accelerator = sharding_accelerator()
     trainer = run(folder / "whole", accelerator)
     assert trainer.accelerator.distributed_type == DistributedType.FSDP
@@ -60,9 +58,4 @@ def main() -> None:
         again = run(folder / f"again-{copy.parent.name}", accelerator, copy)
         assert equal(whole(again.model.state_dict()), expected), copy
         assert again.run_history.to_dict() == losses
-    if trainer.accelerator.is_main_process:
-        torch.save((expected, losses), folder / "expected.pt")
-
-
-if __name__ == "__main__":
-    main()
+    return expected, losses

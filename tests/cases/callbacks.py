@@ -1,0 +1,79 @@
+"""The shipped callbacks on several processes."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, WSDCheckpointCallback
+from pytorch_accel_lite.schedulers import WSDLrScheduler
+from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder
+from tests.shipped import RUN, SHIPPED, build
+from tests.tasks import quiet_trainer, regression_data, small_model, weights
+
+
+def shipped_callbacks() -> Any:
+    """Each shipped callback in a run of its own: the weights, and what ranks but the first print."""
+    results, home = {}, Path.cwd()
+    with shared_folder() as folder:
+        for callback_class in SHIPPED:
+            name = callback_class.__name__
+            work = folder / f"shipped {name}"
+            work.mkdir(exist_ok=True)
+            model = small_model()
+            output = io.StringIO()
+            os.chdir(work)  # where callbacks write by default
+            with redirect_stdout(output), redirect_stderr(output):
+                trainer = quiet_trainer(model, callbacks=[build(callback_class)])
+                data = regression_data(20)
+                trainer.train(data, 2, regression_data(7), per_device_batch_size=3, **RUN.get(name, {}))
+                evaluated = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+                predicted = trainer.predict(regression_data(5), per_device_batch_size=2)
+            results[name] = {
+                "weights": weights(model),
+                "evaluated": evaluated,
+                "predicted": predicted,
+                "printed": output.getvalue() if rank() else "",
+            }
+            os.chdir(home)
+    return results
+
+
+def default_callbacks() -> Any:
+    """Everything on: what is printed is looked at by the test, through the output of the launch."""
+    with shared_folder() as folder:
+        model = small_model()
+        best = SaveBestModelCallback(folder / "best.pt")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        trainer = Trainer(
+            model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), best, EarlyStoppingCallback(2, 0.0)]
+        )
+        trainer.train(regression_data(20), 3, regression_data(9), per_device_batch_size=2)
+        return {"weights": weights(model), "best": best.best_metric, "history": trainer.run_history.to_dict()}
+
+
+def wsd() -> Any:
+    """A run with a decay, one that goes on from before it, and the same in one go: 8, 4 + 8 and 12 updates."""
+    with shared_folder() as folder:
+
+        def run(name: str, epochs: int, ratio: float, initial: Path | None = None) -> Any:
+            model = small_model()
+            trainer = quiet_trainer(
+                model, callbacks=[WSDCheckpointCallback(folder / f"wsd {name}", initial_checkpoint=initial)]
+            )
+            create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=ratio)
+            batch = {"per_device_batch_size": global_batch(6), "train_dataloader_kwargs": IN_ORDER}
+            trainer.train(regression_data(24), epochs, create_scheduler_fn=create, **batch)
+            return weights(model)
+
+        run("first", 2, 0.5)
+        continued = run("second", 2, 0.5, folder / "wsd first" / "checkpoint_4_wsd_pre_decay.pt")
+        names = sorted(path.name for path in (folder / "wsd first").iterdir())
+        return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}

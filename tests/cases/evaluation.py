@@ -1,0 +1,212 @@
+"""Evaluation and prediction: every sample once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import CatMetric, MaxMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    MetricsCallback,
+    ModelEmaCallback,
+    PredictionWriterCallback,
+    WorstSamplesCallback,
+    read_predictions,
+)
+from tests.cases.common import IN_ORDER, OrderedStream, global_batch, shared_folder, world_size
+from tests.tasks import quiet_trainer, regression_data, small_model, weights
+
+
+def _classes(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (size,), generator=generator))
+
+
+class AccuracyTrainer(Trainer):
+    """Metrics in the loop, as the ancestor's users write them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accuracy = MulticlassAccuracy(num_classes=3, average="macro", sync_on_compute=True)
+
+    def calculate_eval_batch_loss(self, batch):
+        output = super().calculate_eval_batch_loss(batch)
+        self.accuracy.update(output["model_outputs"], batch[1])
+        return output
+
+    def eval_epoch_end(self):
+        self.run_history.update_metric("accuracy", self.accuracy.compute().item())
+        self.accuracy.reset()
+
+
+def _classifier() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    model(torch.randn(50, 5, dtype=torch.float64))  # running statistics that are not the initial ones
+    return model
+
+
+def dataset_sizes() -> Any:
+    """Loss, metric and predictions for every dataset size from 1 to 40."""
+    results = {}
+    model = _classifier()
+    trainer = AccuracyTrainer(model, nn.CrossEntropyLoss(), None, callbacks=[])
+    for size in range(1, 41):
+        data = _classes(size)
+        metrics = trainer.evaluate(data, per_device_batch_size=3)
+        predictions = trainer.predict(data, per_device_batch_size=3)
+        results[size] = metrics, predictions
+    return results
+
+
+def predict_structures() -> Any:
+    class Structured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 2).double()
+
+        def forward(self, x):
+            return {"out": self.linear(x), "pair": (x[:, 0], [x[:, 1:]]), "mean": x.mean()}
+
+    torch.manual_seed(0)
+    trainer = Trainer(Structured(), None, None, callbacks=[])
+    return trainer.predict(regression_data(7), per_device_batch_size=2)
+
+
+def predictions() -> Any:
+    with shared_folder() as folder:
+        data, directory = regression_data(23), folder / "predictions"
+        trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        for _ in trainer.predict_iter(data, per_device_batch_size=2):
+            pass
+        written = read_predictions(directory)
+        by_hand = small_model()(data.tensors[0]).detach()
+        names = [path.stem.partition("rank")[2] for path in directory.glob("shard-*")]
+        return {"equal": bool(torch.allclose(written, by_hand)), "ranks": sorted(set(map(int, names)))}
+
+
+def predicted_streams() -> Any:
+    """Predictions and losses of streams, of full and of incomplete last rounds of batches."""
+    results = {}
+    for size in range(1, 14):
+        trainer, data = quiet_trainer(small_model()), regression_data(size)
+        stream = OrderedStream(data)
+        results[size] = {
+            "predictions": trainer.predict(stream, per_device_batch_size=2),
+            "losses": trainer.evaluate(stream, per_device_batch_size=2),
+            "expected": small_model()(data.tensors[0]).detach(),
+            "expected_losses": trainer.evaluate(data, per_device_batch_size=2),
+        }
+    return results
+
+
+def worst_samples() -> Any:
+    """Twice, with fewer samples than ranks too; by hand on the whole set."""
+    found, expected = [], []
+    for size in (23, 2):
+        data, model, worst = regression_data(size), small_model(), WorstSamplesCallback(6)
+        quiet_trainer(model, callbacks=[worst]).evaluate(data, per_device_batch_size=2)
+        losses = nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1], reduction="none")[:, 0]
+        found.append([sample.index for sample in worst.samples])
+        expected.append(losses.sort(descending=True).indices[:6].tolist())
+    return {"found": found, "expected": expected}
+
+
+class EvaluateInside(TrainerCallback):
+    """Evaluates other data in the middle of an epoch."""
+
+    def on_train_step_end(self, trainer, step, **kwargs):
+        if step == 1:
+            self.metrics = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+            self.training = trainer.model.training
+
+
+def evaluate_inside() -> Any:
+    results = {}
+    for callbacks in ([], [EvaluateInside()]):
+        model = small_model()
+        trainer = quiet_trainer(model, callbacks=callbacks)
+        trainer.train(
+            regression_data(20),
+            2,
+            regression_data(6),
+            per_device_batch_size=global_batch(6),
+            train_dataloader_kwargs=IN_ORDER,
+        )
+        losses = trainer.run_history.to_dict()
+        results[len(callbacks)] = weights(model), {k: v for k, v in losses.items() if k != "evaluation_loss"}
+        if callbacks:
+            results["metrics"], results["training"] = callbacks[0].metrics, callbacks[0].training
+    return results
+
+
+class GathersEveryBatch(TrainerCallback):
+    """As the ancestor's users do: every rank has as many evaluation batches where there are samples for all."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_eval_step_end(self, trainer, batch, **kwargs):
+        self.seen.append(trainer.gather(batch[0]))
+
+
+def gather_in_evaluation() -> Any:
+    results = {}
+    for size in range(world_size(), 25):
+        gathers = GathersEveryBatch()
+        trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[gathers])
+        trainer.evaluate(regression_data(size), per_device_batch_size=3)
+        results[size] = torch.cat(gathers.seen)
+    return results
+
+
+def ema() -> Any:
+    """The average with its buffers, and what its evaluation gave; the expected loss is that of the whole set."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+    ema = ModelEmaCallback(0.5, save_path=None)
+    trainer = quiet_trainer(model, callbacks=[ema], seed=0)
+    data = regression_data(10)
+    trainer.train(regression_data(24), 1, data, 2)
+    average = ema.ema.module
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(average(data.tensors[0]), data.tensors[1]).item()
+    return {"average": weights(average), "history": trainer.run_history.to_dict(), "expected": expected}
+
+
+def metrics() -> Any:
+    """Metrics over more samples than ranks and over fewer, computed by the job and from the whole set."""
+    torch.manual_seed(0)
+    model, results = nn.Linear(5, 3), {}
+    for name, size in (("many", 23), ("few", 1)):
+        x, y = torch.randn(size, 5), torch.arange(size) % 3
+        classes = {"accuracy": MulticlassAccuracy(3, average="micro")}
+        if size > 1:
+            classes["auroc"] = MulticlassAUROC(3)  # keeps all predictions
+        callbacks = [
+            MetricsCallback(classes, _probabilities),
+            MetricsCallback({"largest": MaxMetric()}, _largest_output),
+        ]
+        if size == 1:
+            callbacks.append(MetricsCallback({"all": CatMetric()}, _largest_output))
+        found = Trainer(model, nn.CrossEntropyLoss(), None, callbacks=callbacks).evaluate(TensorDataset(x, y), 2)
+        with torch.no_grad():
+            outputs = model(x)
+        expected = {key: metric.clone().cpu()(outputs.softmax(1), y).item() for key, metric in classes.items()}
+        expected |= {"largest": outputs.max().item()} | ({"all": outputs.max().item()} if size == 1 else {})
+        results[name], results[f"expected_{name}"] = {key: found[key] for key in expected}, expected
+    return results
+
+
+def _probabilities(batch: Any, batch_output: Any) -> Any:
+    return batch_output["model_outputs"].softmax(1), batch[1]
+
+
+def _largest_output(batch: Any, batch_output: Any) -> Any:
+    return (batch_output["model_outputs"].max(),)

@@ -1,0 +1,102 @@
+"""Helpers for several processes, and what trainers leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.checkpoint import verify_state
+from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
+from tests.cases.common import rank, shared_folder
+from tests.tasks import quiet_trainer, regression_data, small_model
+
+
+def gather() -> Any:
+    trainer = Trainer(small_model(), None, None, callbacks=[])
+    mine = torch.arange(rank() + 1) + 10 * rank()
+    return {
+        "ragged": trainer.gather(mine),
+        "padded": trainer.gather(mine, padding_value=-1),
+        "nested": trainer.gather({"a": mine.float(), "b": (torch.tensor(rank()),)}),
+        "empty": trainer.gather(torch.arange(rank())),
+    }
+
+
+def process_helpers() -> Any:
+    trainer = quiet_trainer(small_model())
+    folder = Path(trainer.broadcast_object(tempfile.mkdtemp()))
+
+    def leave_a_file(name: str) -> list[str]:
+        before = sorted(file.name for file in folder.iterdir())
+        (folder / name).touch()
+        return before
+
+    results = {
+        "local only": local_process_zero_only(lambda value: value)(rank() + 5),
+        "world only": world_process_zero_only(lambda value: value)(rank() + 5),
+        "first": local_process_zero_first(leave_a_file)(f"rank{rank()}"),
+        "broadcast": trainer.broadcast_object({"rank": rank()}),
+        "gathered": trainer.all_gather_object(("rank", rank())),
+        "numbers": {
+            reduce: trainer.tensor_to_numeric(torch.tensor([rank() + 1]), reduce)
+            for reduce in (None, "sum", "mean", "max")
+        },
+    }
+    trainer.barrier()
+    results["after the barrier"] = len(list(folder.iterdir()))
+    trainer.barrier()
+    return results
+
+
+def trainers_in_turn() -> Any:
+    """One trainer after another, each in a block of its own, as for folds of a cross-validation."""
+    means = []
+    for _ in range(2):
+        model = small_model()
+        with quiet_trainer(model) as trainer:
+            trainer.train(regression_data(12), 1)
+            means.append(trainer.gather(torch.tensor([float(model[0].weight.mean())])).tolist())
+    return means
+
+
+def _threads_and_descriptors() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def many_trainers() -> Any:
+    """Threads and file descriptors after each of 50 trainers that were made, trained, saved and dropped."""
+    counts = []
+    with shared_folder() as folder:
+        for number in range(50):
+            saving = SaveTrainingStateCallback(folder / f"states {number}", asynchronous=True)
+            trainer = quiet_trainer(small_model(), callbacks=[saving], seed=0)
+            trainer.train(regression_data(8), 1, per_device_batch_size=2)
+            saved = len(list((folder / f"states {number}").glob("update-*")))
+            del trainer, saving
+            counts.append((saved, *_threads_and_descriptors()))
+    return counts
+
+
+def writers_side_by_side() -> Any:
+    """Two savers write in the background at the same moments, and then a second trainer's."""
+    found = []
+    with shared_folder() as folder:
+        for number in range(2):
+            savers = [
+                SaveTrainingStateCallback(folder / f"{number} {name}", 1, 1, max_checkpoints=None, asynchronous=True)
+                for name in ("first", "second")
+            ]
+            trainer = quiet_trainer(small_model(), callbacks=savers, seed=0)
+            trainer.train(regression_data(24), 2, per_device_batch_size=2)
+            paths = [path for saver in savers for path in saver.save_dir.glob("update-*")]
+            found.append([verify_state(path)["world_size"] for path in paths])
+        trainer.barrier()
+    return found

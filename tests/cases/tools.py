@@ -1,0 +1,56 @@
+"""find_lr(), find_batch_size() and diagnose() on several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.cases.common import IN_ORDER, global_batch, rank, world_size
+from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+
+
+class NotOnTheLast(nn.Module):
+    """Has room for three samples on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if rank() == world_size() - 1 and len(x) > 3:
+            raise MemoryError
+        return self.inner(x)
+
+
+def finding() -> Any:
+    data = regression_data(24)
+    model, alone = NotOnTheLast(), small_model()
+    before = weights(model)
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = trainer.find_batch_size(data)
+    found = trainer.find_lr(data, global_batch(6), 1e-3, 0.1, 12, train_dataloader_kwargs=IN_ORDER)
+    optimizer, losses = torch.optim.SGD(alone.parameters(), lr=0.1), []
+    for step, lr in enumerate(found.lrs):  # the same by hand, with the batches of all ranks together
+        x, y = (tensor[6 * (step % 4) : 6 * (step % 4) + 6] for tensor in data.tensors)
+        optimizer.param_groups[0]["lr"] = lr
+        loss = nn.functional.mse_loss(alone(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {
+        "batch": batch,
+        "lr": found.suggestion,
+        "losses": found.losses,
+        "alone": losses,
+        "unchanged": equal(weights(model), before),
+    }
+
+
+def diagnosis() -> Any:
+    model = small_model()
+    before = weights(model)
+    found = quiet_trainer(model).diagnose(regression_data(48), num_steps=4)
+    return {"unchanged": equal(weights(model), before), "steps": found.steps, "step": found.step}

@@ -1,0 +1,291 @@
+"""Training: gradients, losses and weights that do not depend on the number of processes."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, GradualUnfreezingCallback, LimitBatchesCallback
+from pytorch_accel_lite.callbacks.batch_norm import synchronised
+from pytorch_accel_lite.data import NamedDatasets
+from pytorch_accel_lite.finetuning import ModelFreezer
+from tests.cases.common import IN_ORDER, Recorder, global_batch, rank
+from tests.tasks import quiet_trainer, regression_data, small_model, weights
+
+
+def uneven_batches() -> Any:
+    """Weights, gradients and losses for ragged data, accumulation 1 to 3; the global batch is 6 samples."""
+    results = {}
+    for accumulation in (1, 2, 3):
+        for size in (37, 30, 4):
+            model = small_model()
+            recorder = Recorder()
+            trainer = quiet_trainer(model, callbacks=[recorder])
+            trainer.train(
+                regression_data(size),
+                3,
+                regression_data(11),
+                per_device_batch_size=global_batch(6),
+                gradient_accumulation_steps=accumulation,
+                train_dataloader_kwargs=IN_ORDER,
+                gradient_clip_norm=1.0,
+            )
+            results[accumulation, size] = {
+                "weights": weights(model),
+                "gradients": recorder.gradients,
+                "history": trainer.run_history.to_dict(),
+                "updates": trainer.progress.update,
+                "samples": trainer.progress.samples,
+            }
+    return results
+
+
+class TokenTrainer(Trainer):
+    """A loss that is a mean over the elements that are not masked, as for tokens."""
+
+    def calculate_train_batch_loss(self, batch):
+        x, y, mask = batch
+        outputs = self.model(x)
+        loss = ((outputs - y) ** 2)[mask].mean()
+        return {"loss": loss, "model_outputs": outputs, "batch_size": len(x), "num_items_in_batch": mask.sum()}
+
+
+def tokens() -> Any:
+    results = {}
+    for accumulation in (1, 3):
+        data = regression_data(40)
+        mask = torch.rand(40, 1, generator=torch.Generator().manual_seed(1)) < 0.6
+        mask[::2] = True
+        model, recorder = small_model(), Recorder()
+        trainer = TokenTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[recorder])
+        trainer.train(
+            TensorDataset(*data.tensors, mask),
+            2,
+            per_device_batch_size=global_batch(6),
+            gradient_accumulation_steps=accumulation,
+            train_dataloader_kwargs=IN_ORDER,
+        )
+        results[accumulation] = {
+            "weights": weights(model),
+            "gradients": recorder.gradients,
+            "history": trainer.run_history.to_dict(),
+        }
+    return results
+
+
+def schedule() -> Any:
+    """Updates and learning rates of runs limited to seven updates, and of whole epochs."""
+    results = {}
+    placeholders = TrainerPlaceholderValues
+    for accumulation in (1, 2, 3):
+        for limit in (7, None):
+            model = small_model()
+            trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            rates = []
+
+            class Rates(TrainerCallback):
+                def on_optimizer_step_start(self, trainer, rates=rates, **kwargs):
+                    rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+            trainer.callback_handler.add_callback(Rates())
+            total = placeholders.MAX_NUM_TRAIN_STEPS
+            if limit is None:
+                total = placeholders.NUM_EPOCHS * placeholders.NUM_UPDATE_STEPS_PER_EPOCH
+            trainer.train(
+                regression_data(37),
+                2,
+                per_device_batch_size=global_batch(6),
+                max_num_train_steps=limit,
+                gradient_accumulation_steps=accumulation,
+                create_scheduler_fn=partial(OneCycleLR, max_lr=0.1, total_steps=total),
+            )
+            results[accumulation, limit] = {
+                "updates": trainer.progress.update,
+                "rates": rates,
+                "lowest": trainer.scheduler.optimizer.param_groups[0]["min_lr"],
+                "scheduler_steps": trainer.scheduler.last_epoch,
+            }
+    return results
+
+
+def limits() -> Any:
+    model = small_model()
+    trainer = quiet_trainer(model, callbacks=[LimitBatchesCallback(2)])
+    data = regression_data(30)
+    trainer.train(data, 2, data, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
+    return {"weights": weights(model), "samples": trainer.progress.samples, "updates": trainer.progress.update}
+
+
+class TwoTasks(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        losses = {name: self.loss_func(self.model(x), y) for name, (x, y) in batch.items()}
+        return {"loss": losses, "batch_size": len(batch["a"][0])}
+
+
+def named() -> Any:
+    """A dict of training datasets, one of which is shorter, and a dict of evaluation datasets."""
+    model = small_model()
+    trainer = TwoTasks(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[], seed=1)
+    trainer.train(
+        NamedDatasets({"a": regression_data(13), "b": regression_data(22)}, length="max"),
+        2,
+        {"few": regression_data(2), "many": regression_data(25)},
+        per_device_batch_size=global_batch(6),
+        eval_dataloader_kwargs={"batch_size": 4},
+    )
+    parts = list(trainer.predict_iter(regression_data(25), per_device_batch_size=global_batch(6)))
+    return {"weights": weights(model), "history": trainer.run_history.to_dict(), "parts": parts}
+
+
+def image_data(size: int = 26) -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    return TensorDataset(torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64), torch.arange(size) % 3)
+
+
+def image_model() -> nn.Module:
+    torch.manual_seed(2)
+    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(64, 3)
+    return nn.Sequential(*layers).double()
+
+
+def channels_last() -> Any:
+    found = {}
+    for channels_last in (False, True):
+        model = image_model().eval()  # batch norm without the statistics of each process's own batch
+        trainer = type("Frozen", (Trainer,), {"train_epoch_start": lambda self: None})(
+            model,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            callbacks=[],
+            channels_last=channels_last,
+        )
+        trainer.train(image_data(), 2, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
+        found[channels_last] = weights(model)
+    return found
+
+
+class LearnedScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 1.0 + rank(), dtype=torch.float64))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().mean() * torch.exp(-self.scale) + self.scale
+
+
+def learned_loss() -> Any:
+    model, loss_func = small_model(), LearnedScale()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.05)
+    trainer = quiet_trainer(model, loss_func, optimizer)
+    trainer.train(
+        regression_data(25),
+        2,
+        per_device_batch_size=global_batch(6),
+        gradient_accumulation_steps=2,
+        train_dataloader_kwargs=IN_ORDER,
+    )
+    return {"weights": weights(model), "scale": loss_func.scale.detach()}
+
+
+def sparse_gradients() -> Any:
+    """The same with a guard, which averages gradients itself, and without."""
+    results = {}
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1)).double()
+        data = TensorDataset(torch.arange(24).reshape(12, 2), torch.randn(12, 1, dtype=torch.float64))
+        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, auto_microbatch=guarded)
+        results[guarded] = weights(model)
+    return results
+
+
+class OfFirstRank(nn.Module):
+    """A loss with a sparse gradient that only the first rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Embedding(4, 1, sparse=True).double()
+        nn.init.ones_(self.centres.weight)
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = (outputs - targets).square().mean()
+        return loss + self.centres(torch.tensor([2])).sum() if rank() == 0 else loss
+
+
+def sparse_gradient_of_one_rank() -> Any:
+    model, loss_func = small_model(), OfFirstRank()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
+    quiet_trainer(model, loss_func, optimizer).train(regression_data(12), 1, per_device_batch_size=12)
+    return loss_func.centres.weight.detach().flatten()
+
+
+def batch_norm() -> Any:
+    """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+    trainer = quiet_trainer(model)
+    trainer.train(regression_data(24), 2, regression_data(9), per_device_batch_size=global_batch(6))
+    return {"weights": weights(model), "history": trainer.run_history.to_dict()}
+
+
+def sync_batch_norm() -> Any:
+    """On the CPU the conversion is refused with a warning, and training goes on; a converted model can be evaluated."""
+    found: dict[str, Any] = {}
+    for name, callbacks in (("with", [ConvertSyncBatchNormCallback]), ("without", [])):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+        trainer = quiet_trainer(model, callbacks=callbacks)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(regression_data(24), 1, per_device_batch_size=4, train_dataloader_kwargs=IN_ORDER)
+        found[name] = weights(model)
+        found[f"warnings {name}"] = [str(w.message) for w in caught if "SyncBatchNorm" in str(w.message)]
+    plain = trainer.evaluate(regression_data(9))["evaluation_loss"]
+    trainer.model = synchronised(trainer.model)
+    return found | {"losses": (plain, trainer.evaluate(regression_data(9))["evaluation_loss"])}
+
+
+def model_to_unfreeze() -> nn.Module:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    torch.set_rng_state(state)
+    return model.double()
+
+
+def gradual_unfreezing() -> Any:
+    """Weights after each number of epochs, for an optimizer over the head; also by hand with rewrap_model()."""
+    results = {}
+
+    class UnfreezesByHand(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            if trainer.progress.epoch == 2:
+                ModelFreezer(trainer.get_model()).unfreeze()
+                trainer.rewrap_model()
+
+    for how in ("callback", "accumulation", "by hand"):
+        for epochs in (1, 2, 4):
+            model = model_to_unfreeze()
+            optimizer = torch.optim.AdamW((model if how == "by hand" else model[-1]).parameters(), lr=0.01)
+            if how == "by hand":
+                ModelFreezer(model).freeze()
+            callbacks = [UnfreezesByHand() if how == "by hand" else GradualUnfreezingCallback()]
+            quiet_trainer(model, None, optimizer, callbacks=callbacks).train(
+                regression_data(37),
+                epochs,
+                regression_data(11),
+                per_device_batch_size=global_batch(6),
+                gradient_accumulation_steps=2 if how == "accumulation" else 1,
+                train_dataloader_kwargs=IN_ORDER,
+                gradient_clip_norm=1.0,
+            )
+            results[how, epochs] = weights(model)
+    return results

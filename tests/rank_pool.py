@@ -1,0 +1,119 @@
+"""Jobs of several processes that stay alive: their ranks import torch once, and run one function after another."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from tests.launching import ROOT, TORCHRUN, environment
+
+
+class Results(list[Any]):
+    """What a function returned on each rank, in rank order.
+
+    :ivar output: what all ranks printed
+    """
+
+    def __init__(self, by_rank: list[Any], output: str) -> None:
+        super().__init__(by_rank)
+        self.output = output
+
+
+class RankPool:
+    """A job that torchrun started, whose ranks wait for functions to run (see tests/scripts/rank.py).
+
+    :param world_size: processes of the job; each says that it sees as many
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._known: dict[Callable[[], Any], Results] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        folder = Path(self._folder.name)
+        self._log = folder / "output"
+        with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener, self._log.open("wb") as log:
+            command = [*TORCHRUN, str(world_size), "tests/scripts/rank.py", listener.address]
+            self._job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            self._ranks = self._welcome(listener)
+
+    def _welcome(self, listener: Listener) -> list[Connection]:
+        listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
+        by_rank: dict[int, Connection] = {}
+        self._pids = []
+        for _ in range(self.world_size):
+            connection = listener.accept()
+            rank, world_size, pid = pickle.loads(connection.recv_bytes())
+            assert world_size == self.world_size, f"rank {rank} sees {world_size} processes, not {self.world_size}"
+            by_rank[rank] = connection
+            self._pids.append(pid)
+        return [by_rank[rank] for rank in range(self.world_size)]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether its ranks are there and wait for something to do."""
+        return self._job.poll() is None and bool(self._ranks)
+
+    def __call__(self, case: Callable[[], Any]) -> Results:
+        """Return what a function without arguments gives on each rank; it is run once."""
+        if case not in self._known:
+            self._known[case] = self.run(case)
+        return self._known[case]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> Results:
+        """Run a function of a module on all ranks.
+
+        :raises AssertionError: with the traceback of a rank on which it failed; or with those of all ranks, when it
+            is not done in time: the job is killed then
+        """
+        start = self._log.stat().st_size
+        for rank in self._ranks:
+            rank.send_bytes(pickle.dumps((function.__module__, function.__qualname__, args, kwargs)))
+        replies: dict[Connection, tuple[Any, str | None]] = {}
+        deadline = time.monotonic() + timeout
+        while len(replies) < self.world_size:
+            ready = wait([rank for rank in self._ranks if rank not in replies], deadline - time.monotonic())
+            try:
+                assert ready, f"not done within {timeout} seconds"
+                replies |= {rank: pickle.loads(rank.recv_bytes()) for rank in ready}
+            except (AssertionError, EOFError, ConnectionError) as error:
+                self._kill()
+                raise AssertionError(f"{function.__qualname__}: {error!r}\n{self._printed(start)}") from None
+        in_order = [replies[rank] for rank in self._ranks]
+        for rank, (_, failure) in enumerate(in_order):
+            assert failure is None, f"{function.__qualname__} failed on rank {rank}:\n{failure}"
+        return Results([value for value, _ in in_order], self._printed(start))
+
+    def _printed(self, start: int) -> str:
+        with self._log.open("rb") as log:
+            log.seek(start)
+            return log.read().decode(errors="replace")
+
+    def _kill(self) -> None:
+        for pid in self._pids:
+            try:
+                os.kill(pid, signal.SIGUSR2)  # it prints where its threads are
+            except ProcessLookupError:
+                continue
+        time.sleep(1)
+        self._job.kill()  # its ranks die with it
+        self._job.wait()
+        self._ranks = []
+
+    def close(self) -> int:
+        """Let the ranks end, and return the exit code of the job."""
+        for rank in self._ranks:
+            rank.send_bytes(pickle.dumps(None))
+        self._ranks = []
+        try:
+            return self._job.wait(timeout=60)
+        finally:
+            self._job.kill()
+            self._folder.cleanup()

@@ -1,0 +1,79 @@
+"""A rank of a tests/rank_pool.py job: runs the functions that it is sent, and leaves no trace of one in the next.
+
+torchrun ... rank.py SOCKET
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Client
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+
+class Surroundings:
+    """What a function may change for those after it."""
+
+    def __init__(self) -> None:
+        self._folder = os.getcwd()
+        self._environment = dict(os.environ)
+        self._filters = list(warnings.filters)
+        self._handlers = [signal.getsignal(number) for number in SIGNALS]
+
+    def restore(self) -> None:
+        os.chdir(self._folder)
+        os.environ.clear()
+        os.environ.update(self._environment)
+        warnings.filters[:] = self._filters  # type: ignore[index]
+        for number, handler in zip(SIGNALS, self._handlers, strict=True):
+            signal.signal(number, handler)
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        gc.collect()
+
+
+def call(module: str, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
+    try:
+        value, failure = getattr(importlib.import_module(module), function)(*args, **kwargs), None
+    except BaseException:
+        value, failure = None, traceback.format_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return value, failure
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR2)
+    torch.set_num_threads(1)
+    accelerator = Accelerator()
+    surroundings = Surroundings()
+    with Client(sys.argv[1], "AF_UNIX") as master:
+        master.send_bytes(pickle.dumps((accelerator.process_index, accelerator.num_processes, os.getpid())))
+        del accelerator
+        while (request := pickle.loads(master.recv_bytes())) is not None:
+            surroundings.restore()
+            master.send_bytes(pickle.dumps(call(*request)))
+
+
+if __name__ == "__main__":
+    main()
