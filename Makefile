@@ -3,11 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := $(BIN)/.extras
 
-.PHONY: help demo test check format bench docs clean
+.PHONY: help demo test quick soak coverage check format bench docs clean
 
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests, in a random order; ARGS=\"-k resume\" for a part"
+	@echo "make quick   run the tests of one process, in less than a minute: for working"
+	@echo "make soak    run the tests that kill and launch again and again, for long"
+	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"
 	@echo "make check   linter, formatter in check mode, type checker"
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
@@ -24,8 +27,20 @@ $(EXTRAS)-%: pyproject.toml | $(BIN)/python
 demo: $(EXTRAS)-examples
 	$(BIN)/python examples/digits.py --output demo
 
+# Compiled files are kept: the tests start many interpreters.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadgroup
+
 test: $(EXTRAS)-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+quick: $(EXTRAS)-test
+	$(PYTEST) -m "not processes and not programs" $(ARGS)
+
+soak: $(EXTRAS)-test
+	SOAK=1 $(PYTEST) -k "kill or launched or ranks or trainers" $(ARGS)
+
+coverage: $(EXTRAS)-test
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(ARGS)
 
 check: $(EXTRAS)-test
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -48,14 +49,19 @@ def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
     return None if "missing" in result else result
 
 
-def main() -> None:
+def main(command: list[str] | None = None, run: Callable[..., dict[str, float] | None] = run_worker) -> None:
+    """Measure and write tables.
+
+    :param command: the arguments of the command line
+    :param run: runs a module with arguments in a process of its own
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=[*TITLES, *OTHERS], default=[*TITLES, *OTHERS])
     parser.add_argument("--contenders", nargs="+", help="of a workload that has them, these rows only")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything works")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command)
     unknown = set(arguments.contenders or ()) - set(CONTENDERS)
     if unknown and not OTHERS.keys() >= set(arguments.workloads):
         parser.error(f"--contenders: {sorted(unknown)} are not among {list(CONTENDERS)}")
@@ -65,7 +71,7 @@ def main() -> None:
             other, chosen = OTHERS[workload], arguments.contenders
             if workload.startswith("gpu") and not (arguments.quick or torch.cuda.is_available()):
                 continue
-            measures = other.measures(arguments.quick, run_worker)
+            measures = other.measures(arguments.quick, run)
             if chosen:
                 measures = {name: call for name, call in measures.items() if name in (other.reference, *chosen)}
             results = report.interleave(measures, 1 if workload == "memory" else arguments.rounds)
@@ -73,7 +79,7 @@ def main() -> None:
             continue
         names = dict.fromkeys([REFERENCE, *(arguments.contenders or CONTENDERS)])
         there = [name for name in names if ONLY_IN.get(name, workload) == workload]
-        measures = {name: partial(run_worker, "benchmarks.worker", name, workload, mode) for name in there}
+        measures = {name: partial(run, "benchmarks.worker", name, workload, mode) for name in there}
         results = report.interleave(measures, arguments.rounds)
         report.write(arguments.output, workload, TITLES[workload], results, REFERENCE)
 

@@ -161,7 +161,7 @@ def plot_confusion_matrix(
     side = min(max(3.6, 0.42 * size + 1.6), 16)
     figure: Figure = new_figure((side, side))
     axis = figure.subplots()
-    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axis.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
     small = 8 if size <= 20 else 5
     for row in range(size):
         for column in range(size):

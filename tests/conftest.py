@@ -9,14 +9,17 @@ import torch
 
 from tests.rank_pool import RankPool
 
+COSTLY = {"job", "ancestors", "exchange", "fresh", "uninterrupted"}  # fixtures
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one worker of pytest-xdist have all that uses the jobs: each is started once then."""
+    """Let one worker of pytest-xdist have all that uses something that takes long to make: it is made once then."""
     for item in items:
-        if "job" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.processes)
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        for name in COSTLY.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(name))
+            if name == "job":
+                item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(autouse=True)

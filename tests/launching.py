@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 ROOT = Path(__file__).resolve().parent.parent
+SOAK = bool(os.environ.get("SOAK"))  # tests that kill or launch again and again do it for long
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
@@ -35,7 +39,7 @@ def torchrun(processes: int, script: str, *arguments: str, **kwargs: Any) -> sub
 
 
 def run_python(script: str, *arguments: str) -> str:
-    """Run a script in a fresh interpreter and return what it printed."""
+    """Run code in a fresh interpreter, for what depends on it, and return what it printed."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], env=env, text=True, capture_output=True, check=False, timeout=120
@@ -63,10 +67,13 @@ class Fork:
         try:
             file = os.open(self.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             sys.stdout = sys.stderr = open(file, "w", buffering=1)  # noqa: SIM115
+            warnings.resetwarnings()
             for state in (AcceleratorState, GradientState, PartialState):
                 state._reset_state()
             action()
             code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else end.code is not None
         except BaseException:
             traceback.print_exc()
         finally:
@@ -89,3 +96,46 @@ class Fork:
             time.sleep(0.002)
         assert self.returncode is not None
         return self.returncode
+
+
+def run_forked(action: Callable[[], Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run something in a copy of this process, with the arguments of a command line, and return what it printed."""
+
+    def with_arguments() -> None:
+        sys.argv[1:] = arguments
+        os.chdir(ROOT)
+        action()
+
+    with tempfile.TemporaryDirectory() as folder:
+        process = Fork(with_arguments, Path(folder, "output"))
+        code = process.wait(280)
+        return subprocess.CompletedProcess([*arguments], code, process.output.read_text())
+
+
+def run_code(code: str, *arguments: str) -> str:
+    """Run Python code in a fork, and return what it printed."""
+    done = run_forked(lambda: exec(compile(code, "<code>", "exec"), {"__name__": "__main__"}), *arguments)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module as ``python -m name arguments`` does, in a fork."""
+
+    def run() -> None:
+        sys.modules.pop(name, None)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+    return run_forked(run, *arguments)
+
+
+def run_script(path: str, *arguments: str) -> str:
+    """Run a script as ``python path arguments`` does, in a fork, and return what it printed."""
+
+    def run() -> None:
+        sys.path.insert(0, str((ROOT / path).parent))
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+
+    done = run_forked(run, *arguments)
+    assert done.returncode == 0, done.stdout
+    return done.stdout

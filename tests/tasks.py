@@ -88,18 +88,13 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 def make_data(size: int = 6) -> TensorDataset:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(size, 4, generator=generator)
-    return TensorDataset(x, x.sum(1, keepdim=True))
+    """A few samples in single precision."""
+    return regression_data(size, features=4, dtype=torch.float32)
 
 
 def make_model(seed: int = 0, features: int = 4) -> nn.Module:
-    """Two linear layers whose weights follow from the seed; the global generator is left alone."""
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(features, 3), nn.Tanh(), nn.Linear(3, 1))
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return model
+    """A model for them."""
+    return small_model(seed, features, torch.float32)
 
 
 def make_trainer(

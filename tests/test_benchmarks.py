@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.launching import ROOT, environment
+from benchmarks import worker
+from benchmarks.__main__ import main
+from benchmarks.contenders import CONTENDERS
+from tests.launching import run_module
+
+pytestmark = pytest.mark.programs
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+def run_worker(module: str, *arguments: str) -> dict[str, float]:
+    """As the benchmarks' own, but in a fork: a fresh process matters for figures only."""
+    done = run_module(module, *arguments)
+    assert done.returncode == 0, done.stdout
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -29,8 +34,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload, contenders):
     options = ["--workloads", workload, "--quick", "--rounds", "1", "--output", str(tmp_path)]
-    done = run("-m", "benchmarks", *options, "--contenders", *contenders)
-    assert done.returncode == 0, done.stderr
+    main([*options, "--contenders", *contenders], run_worker)
     figures = json.loads((tmp_path / f"{workload}.json").read_text())
     rows = (tmp_path / f"{workload}.md").read_text().splitlines()
     for name, rounds in figures["rounds"].items():
@@ -41,18 +45,14 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, workload, contende
 
 
 def test_the_parts_of_a_step_are_those_of_both_loops():
-    done = run("-m", "benchmarks.gaps", "--quick", "--rounds", "1")
-    assert done.returncode == 0, done.stderr
+    done = run_module("benchmarks.gaps", "--quick", "--rounds", "1")
+    assert done.returncode == 0, done.stdout
     rows = [line.split("|")[1:3] for line in done.stdout.splitlines()[2:]]
     assert [name.strip() for name, _ in rows][:3] == ["forward pass", "forward pass to loss", "loss"]
     assert all(float(by_hand) > 0 for _, by_hand in rows)
 
 
-def test_a_contender_that_makes_other_updates_is_refused():
-    code = (
-        "import benchmarks.worker as w; from benchmarks.contenders import CONTENDERS\n"
-        "CONTENDERS['lazy'] = lambda task, folder: lambda: None\n"
-        "w.measure('lazy', 'loop', True)"
-    )
-    done = run("-c", code)
-    assert "lazy made 0 updates instead of 20" in done.stderr
+def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
+    monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
+    with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):
+        worker.measure("lazy", "loop", True)

@@ -23,7 +23,7 @@ from tests.tasks import equal
 READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}
 
 
-pytestmark = pytest.mark.xdist_group("device")  # it is made once
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("device")]  # it is made once
 
 
 @functools.cache

@@ -841,6 +841,7 @@ def test_an_overridden_backward_step_makes_the_gradients():
     assert equal(weights(trainer.model), start)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("name", ["optimizer_step", "scheduler_step"])
 def test_a_step_overridden_with_nothing_does_not_happen(name):
     trainer_class = type("Without", (Trainer,), {name: lambda self: None})

@@ -1,20 +1,20 @@
-"""The examples run as their users run them."""
+"""The examples run, and show what they promise."""
 
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 import torch
 
-from tests.launching import ROOT, launch
+from tests.launching import ROOT, run_script
+
+pytestmark = pytest.mark.programs
 
 
 def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tmp_path):
-    done = launch([sys.executable, "examples/digits.py", "--output", str(tmp_path)])
-    assert done.returncode == 0, done.stderr
-    accuracy = re.search(r"Test accuracy: ([\d.]+)% of 360 digits", done.stdout)
+    output = run_script("examples/digits.py", "--output", str(tmp_path))
+    accuracy = re.search(r"Test accuracy: ([\d.]+)% of 360 digits", output)
     assert float(accuracy[1]) >= 98
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     best = torch.load(tmp_path / "best_model.pt", weights_only=True)
@@ -23,52 +23,46 @@ def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tm
 
 
 def test_unfreezing_goes_on_where_the_head_alone_ends():
-    done = launch([sys.executable, "examples/finetuning.py"])
-    assert done.returncode == 0, done.stderr
-    accuracy = dict(re.findall(r"^([\w ]+): ([\d.]+)% of \d+ digits", done.stdout, re.MULTILINE))
+    output = run_script("examples/finetuning.py")
+    accuracy = dict(re.findall(r"^([\w ]+): ([\d.]+)% of \d+ digits", output, re.MULTILINE))
     assert float(accuracy["Pretraining"]) >= 97
     assert float(accuracy["Gradual unfreezing"]) > float(accuracy["Head alone"]) >= 60
 
 
 def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
-    done = launch([sys.executable, "examples/metrics.py"])
-    assert done.returncode == 0, done.stderr
-    callback, loop = re.search(r"in the callback: ([\d.]+), in the loop: ([\d.]+)", done.stdout).groups()
+    output = run_script("examples/metrics.py")
+    callback, loop = re.search(r"in the callback: ([\d.]+), in the loop: ([\d.]+)", output).groups()
     assert callback == loop
     assert float(callback) >= 0.95
-    assert float(re.search(r"of the averaged weights: ([\d.]+)", done.stdout)[1]) >= 0.95
+    assert float(re.search(r"of the averaged weights: ([\d.]+)", output)[1]) >= 0.95
 
 
 def test_an_event_of_the_users_own_reaches_the_callback():
-    done = launch([sys.executable, "examples/custom_event.py"])
-    assert done.returncode == 0, done.stderr
-    counts = re.search(r"Hard batches by epoch: \[([\d, ]+)\]", done.stdout)[1].split(", ")
+    output = run_script("examples/custom_event.py")
+    counts = re.search(r"Hard batches by epoch: \[([\d, ]+)\]", output)[1].split(", ")
     assert len(counts) == 5
     assert any(int(count) > 0 for count in counts)
-    assert len(re.search(r"its digits: \[([\d, ]+)\]", done.stdout)[1].split(", ")) == 8
+    assert len(re.search(r"its digits: \[([\d, ]+)\]", output)[1].split(", ")) == 8
 
 
 def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates():
-    done = launch([sys.executable, "examples/language_model.py"])
-    assert done.returncode == 0, done.stderr
-    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+150 updates", done.stdout)
+    output = run_script("examples/language_model.py")
+    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+150 updates", output)
     assert float(bits[1]) < 3  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
 
 
 def test_progressive_resizing_trains_one_model_on_growing_images():
     pytest.importorskip("timm")
-    done = launch([sys.executable, "examples/progressive_resizing.py"])
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"^(\d+) pixels: ([\d.]+)% of 90 shapes", done.stdout, re.MULTILINE)
+    output = run_script("examples/progressive_resizing.py")
+    found = re.findall(r"^(\d+) pixels: ([\d.]+)% of 90 shapes", output, re.MULTILINE)
     assert [size for size, _ in found] == ["32", "48", "64"]
     assert float(found[-1][1]) >= 90
 
 
 def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
     pytest.importorskip("timm")
-    done = launch([sys.executable, "examples/mixup.py"])
-    assert done.returncode == 0, done.stderr
-    assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", done.stdout)[1]) >= 96
+    output = run_script("examples/mixup.py")
+    assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", output)[1]) >= 96
 
 
 def test_every_example_is_listed_in_the_documentation():

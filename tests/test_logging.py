@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import os
 import random
 import sys
 import threading
@@ -22,7 +21,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
-from tests.launching import Fork
+from tests.launching import SOAK, Fork
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
 
@@ -65,9 +64,19 @@ def whole(folder: Path) -> dict[str, Any]:
     }
 
 
+def import_trackers() -> None:
+    """Once, and not in each copy of this process."""
+    import mlflow
+    from torch.utils.tensorboard import SummaryWriter
+
+    assert mlflow
+    assert SummaryWriter
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logged")
+    import_trackers()
     process = Fork(lambda: run_with_mlflow(folder), folder / "output")
     assert process.wait() == 0, (folder / "output").read_text()
     return folder
@@ -106,10 +115,11 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
     assert [value for _, value in logged["tensorboard"]["loss"]] == pytest.approx(by_twos, rel=1e-6)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("saver_first", [False, True])
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
-    """SIGKILL at random times after a start; KILLS=20 for more of them."""
-    kills, wanted, chance = 0, int(os.environ.get("KILLS", "3")), random.Random(5)
+    """SIGKILL at random times after a start; ``make soak`` for more of them."""
+    kills, wanted, chance = 0, 20 if SOAK else 3, random.Random(5)
     page = tmp_path / "log" / "run.json"
     while True:
         began = page.stat().st_mtime_ns if page.exists() else 0

@@ -157,8 +157,8 @@ def test_a_summary_counts_each_parameter_once_and_says_what_is_trained(capsys):
     assert [line.split()[0] for line in deep[2:-2]] == ["(itself)", "embed", "body.0", "body.1.0", "body.1.1", "head"]
     train(make_trainer([ModelSummaryCallback]))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split() == ["0", "Linear", "15", "15", "0.00"]
-    assert lines[-1].split() == ["total", "Sequential", "19", "19", "0.00"]
+    assert lines[2].split() == ["0", "Linear", "40", "40", "0.00"]
+    assert lines[-1].split() == ["total", "Sequential", "49", "49", "0.00"]
 
 
 def test_a_lazy_layer_is_not_known_yet():

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.programs
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 

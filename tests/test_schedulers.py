@@ -20,7 +20,7 @@ from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
 from tests import cases
-from tests.launching import run_python
+from tests.launching import run_code
 from tests.scripts.resumable import CopyStates
 from tests.tasks import (
     Stream,
@@ -118,7 +118,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def ancestors() -> dict[str, Any]:
     pytest.importorskip("importlib.metadata").version("pytorch-accelerated")
-    return json.loads(run_python(ANCESTOR, json.dumps([WSD_CASES, COSINE_CASES])).splitlines()[-1])
+    return json.loads(run_code(ANCESTOR, json.dumps([WSD_CASES, COSINE_CASES])).splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", range(len(WSD_CASES)))

@@ -132,6 +132,7 @@ def test_the_handler_is_as_it_was_after_the_run_however_it_ends():
     assert failing.callback_handler.timer is None
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler")
 def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
     profiler = ProfilerCallback(tmp_path / "profiles", wait=1, warmup=1, active=2, repeat=2)
     train(make_trainer([profiler]), epochs=4)
@@ -143,6 +144,7 @@ def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
     assert "aten::addmm" in names
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler")
 def test_traces_within_one_update_have_names_of_their_own(tmp_path):
     profiler = ProfilerCallback(tmp_path, wait=0, warmup=0, active=1, repeat=4)
     train(make_trainer([profiler]), size=8, gradient_accumulation_steps=4)

@@ -127,6 +127,7 @@ def test_schedulers_from_timms_own_factory_give_timms_rates():
     assert [*trainer.rates, rates_of(trainer.optimizer)] == rates_of_timms_script(partial(create, updates=3), 4, 3)
 
 
+@pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
 @pytest.mark.parametrize(("evaluate", "metric"), [(True, "eval_loss_epoch"), (False, "train_loss_epoch")])
 def test_a_plateau_schedule_follows_the_evaluation_loss_or_else_the_training_loss(evaluate, metric):
     create = partial(scheduler.PlateauLRScheduler, decay_rate=0.5, patience_t=0, mode="min", threshold=0.5)
@@ -137,6 +138,7 @@ def test_a_plateau_schedule_follows_the_evaluation_loss_or_else_the_training_los
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
 def test_a_plateau_schedule_does_not_follow_the_evaluation_of_an_earlier_run():
     create = partial(scheduler.PlateauLRScheduler, decay_rate=0.5, patience_t=0, mode="min", threshold=0.0)
     trainer = run(None, epochs=1, size=6, eval_dataset=make_data(3))

@@ -106,8 +106,12 @@ class SaveTrainingStateCallback(TrainerCallback):
     def find_latest(self, trainer: Trainer) -> TrainingState | None:
         """Return the newest whole state of ``save_dir``, or ``None`` when there is none."""
         self._lock(trainer)
-        path = trainer.ranks.broadcast_object(lambda: self._store.find_latest(trainer.print))
-        return None if path is None else read_state(path, trainer.ranks)
+        try:
+            path = trainer.ranks.broadcast_object(lambda: self._store.find_latest(trainer.print))
+            return None if path is None else read_state(path, trainer.ranks)
+        except Exception:
+            self._store.unlock()
+            raise
 
     def _lock(self, trainer: Trainer) -> None:
         trainer.ranks.run_together(self._store.lock, only_first=True)

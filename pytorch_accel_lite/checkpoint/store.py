@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class StateStore:
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
+        weakref.finalize(self, file.close)  # where a run fails before it begins, nobody unlocks
 
     def unlock(self) -> None:
         """Let others have the directory."""

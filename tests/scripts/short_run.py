@@ -13,7 +13,7 @@ from tests.tasks import regression_data, small_model
 torch.set_num_threads(1)
 # Before there is a trainer, which makes a process of this one.
 print(f"the first: {local_process_zero_only(lambda: True)() is True}", flush=True)
-how = sys.argv[1] if len(sys.argv) > 1 else "by itself"
+how = sys.argv[1]
 
 
 def make() -> Trainer:
