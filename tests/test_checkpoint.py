@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
+from tests.launching import run_code
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
 

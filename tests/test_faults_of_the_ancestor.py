@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -16,6 +14,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
 from tests import cases
+from tests.launching import run_python
 from tests.tasks import CountsReads, equal, quiet_trainer, regression_data, small_model
 
 
@@ -92,6 +91,7 @@ torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
 expected = torch.rand(1).item(), numpy.random.rand(), random.random()
 torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
 import pytorch_accel_lite
+from tests.tasks import quiet_trainer, regression_data, small_model
 model = small_model()
 trainer = quiet_trainer(model)
 assert (torch.rand(1).item(), numpy.random.rand(), random.random()) == expected
@@ -100,7 +100,7 @@ trainer.train(regression_data(8), 1)
 assert numpy.random.get_state()[1].tolist() == first
 assert torch.initial_seed() == 1
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run_python(script)
 
 
 def test_string_eval_and_arithmetic_on_the_left_raise():
