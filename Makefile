@@ -2,12 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := $(BIN)/.extras
+# The oldest versions have an environment of their own, .venv-oldest.
+OLDEST_PYTHON ?= python3.10
+OLDEST := .venv-oldest/bin
 
-.PHONY: help demo test check format bench docs clean
+.PHONY: help demo test test-oldest check format bench docs clean
 
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests; ARGS=\"tests/test_data.py\" for a part"
+	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.10 (OLDEST_PYTHON=...)"
 	@echo "make check   linter, formatter in check mode, type checker"
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
@@ -27,10 +31,20 @@ demo: $(EXTRAS)-examples
 test: $(EXTRAS)-test
 	$(BIN)/python -m pytest $(ARGS)
 
+$(OLDEST)/.installed: tests/oldest.txt pyproject.toml
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check -r tests/oldest.txt -e .
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/python -m pytest $(ARGS)
+
 check: $(EXTRAS)-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --target-version py314 --ignore UP,B912 .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.14
 
 format: $(EXTRAS)-test
 	$(BIN)/ruff format .
@@ -44,4 +58,4 @@ docs: $(EXTRAS)-test
 	@echo "The documentation is in docs/_build/html/index.html"
 
 clean:
-	rm -rf .venv build dist *.egg-info docs/_build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist *.egg-info docs/_build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

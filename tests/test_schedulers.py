@@ -19,6 +19,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, WSDCheckpoin
 from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
+from tests import ancestor
 from tests.scripts.resumable import CopyStates
 from tests.small import Stream, make_data, make_model, run_python, same, weights
 from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model
@@ -106,7 +107,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ancestors() -> dict[str, Any]:
-    pytest.importorskip("importlib.metadata").version("pytorch-accelerated")
+    ancestor.skip_without_it()
     return json.loads(run_python(ANCESTOR, json.dumps([WSD_CASES, COSINE_CASES])).splitlines()[-1])
 
 
