@@ -2,8 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := $(BIN)/.extras
+# The oldest versions have an environment of their own, .venv-oldest.
+OLDEST_PYTHON ?= python3.10
+OLDEST := .venv-oldest/bin
 
-.PHONY: help demo test quick soak coverage check format bench docs clean
+.PHONY: help demo test test-oldest quick soak coverage check format bench docs clean
 
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
@@ -11,6 +14,7 @@ help:
 	@echo "make quick   run the tests of one process, in less than a minute: for working"
 	@echo "make soak    run the tests that kill and launch again and again, for long"
 	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"
+	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.10 (OLDEST_PYTHON=...)"
 	@echo "make check   linter, formatter in check mode, type checker"
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
@@ -28,7 +32,9 @@ demo: $(EXTRAS)-examples
 	$(BIN)/python examples/digits.py --output demo
 
 # Compiled files are kept: the tests start many interpreters.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadgroup
+export PYTHONDONTWRITEBYTECODE :=
+RUN_TESTS := -m pytest -n auto --dist loadgroup
+PYTEST := $(BIN)/python $(RUN_TESTS)
 
 test: $(EXTRAS)-test
 	$(PYTEST) $(ARGS)
@@ -42,10 +48,20 @@ soak: $(EXTRAS)-test
 coverage: $(EXTRAS)-test
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(ARGS)
 
+$(OLDEST)/.installed: tests/oldest.txt pyproject.toml
+	$(OLDEST_PYTHON) -m venv .venv-oldest
+	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check -r tests/oldest.txt -e .
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/python $(RUN_TESTS) $(ARGS)
+
 check: $(EXTRAS)-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --target-version py314 --ignore UP,B912 .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.14
 
 format: $(EXTRAS)-test
 	$(BIN)/ruff format .
@@ -59,4 +75,4 @@ docs: $(EXTRAS)-test
 	@echo "The documentation is in docs/_build/html/index.html"
 
 clean:
-	rm -rf .venv build dist *.egg-info docs/_build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist *.egg-info docs/_build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

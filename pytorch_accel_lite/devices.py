@@ -12,6 +12,11 @@ def module_of(device: torch.device) -> Any:
     return getattr(torch, device.type, None)
 
 
+def available_accelerator() -> torch.device | None:
+    """Return this process's GPU or other accelerator; ``None`` where there is none to be used."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def computes_on_its_own(device: torch.device) -> bool:
     """Whether a device goes on computing while Python does, and has events to tell how far it has come.
 

@@ -26,7 +26,7 @@ from pytorch_accel_lite.checkpoint.training_state import (
     take_snapshot,
 )
 from pytorch_accel_lite.data.order import mix, seed_generators
-from pytorch_accel_lite.devices import module_of
+from pytorch_accel_lite.devices import available_accelerator, module_of
 from pytorch_accel_lite.tracking import LossTracker
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def generator_states() -> dict[str, Any]:
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = available_accelerator()
     if accelerator is not None:
         states[accelerator.type] = module_of(accelerator).get_rng_state()
     return states
@@ -128,7 +128,7 @@ def set_generator_states(states: dict[str, Any]) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = available_accelerator()
     if accelerator is not None and accelerator.type in states:
         module_of(accelerator).set_rng_state(states[accelerator.type])
 

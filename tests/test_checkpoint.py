@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
+from tests import ancestor
 from tests.launching import run_code
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
@@ -467,7 +468,7 @@ second.save_checkpoint(f"{folder}/ours_saved_by_the_ancestor.pt")
 @pytest.fixture(scope="module")
 def exchange(tmp_path_factory):
     """A folder in which the ancestor has saved a file, and loaded and saved again one of ours."""
-    pytest.importorskip("importlib.metadata").version("pytorch-accelerated")
+    ancestor.skip_without_it()
     folder = tmp_path_factory.mktemp("exchange")
     trained().save_checkpoint(folder / "ours.pt", checkpoint_kwargs={"note": "ours"})
     run_code(ANCESTOR, str(folder))

@@ -556,7 +556,9 @@ def test_data_without_an_end_need_a_limit_of_updates():
 def test_hugging_face_datasets():
     datasets = pytest.importorskip("datasets")
     x, y = regression_data(10, dtype=torch.float32).tensors
-    data = datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()}).with_format("torch")
+    data = datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
+    stream = data.to_iterable_dataset().with_format("torch")
+    data = data.with_format("torch")
 
     class Named(nn.Module):
         def __init__(self):
@@ -567,7 +569,7 @@ def test_hugging_face_datasets():
             return self.inner(x)
 
     results = []
-    for dataset in (data, data.to_iterable_dataset(), TensorDataset(x, y)):
+    for dataset in (data, stream, TensorDataset(x, y)):
         model = Named() if not isinstance(dataset, TensorDataset) else small_model(dtype=torch.float32)
         trainer = quiet_trainer(model)
         kwargs = {} if isinstance(dataset, datasets.IterableDataset) else {"shuffle": False}

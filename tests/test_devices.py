@@ -13,11 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import backend_registration
 
 from tests.launching import launch
 from tests.scripts import on_a_device
 from tests.shipped import SHIPPED
 from tests.tasks import equal
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="the simulated device is a backend in Python, which this torch does not have",
+)
 
 # What must know a number before the update, as documented.
 READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters
+from tests import ancestor as ancestors
 from tests import cases
 from tests.tasks import equal, largest_difference, listener, make_data, make_model, make_trainer, train, weights
 
@@ -64,6 +65,7 @@ def trained(model: nn.Module) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ancestor() -> Any:
+    ancestors.skip_without_it()
     return importlib.import_module("pytorch_accelerated.finetuning")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import pytorch_accel_lite
+from tests import ancestor
 from tests.launching import ROOT, run_python
 
 MODULES = ["", ".trainer", ".callbacks", ".tracking", ".run_config", ".utils", ".checkpoint", ".data", ".schedulers"]
@@ -86,7 +87,7 @@ def test_imports_written_for_the_ancestor_work_after_renaming_the_package():
 
 def test_the_same_imports_work_with_the_ancestor_itself():
     """So that the list above is not of names that the ancestor never had."""
-    pytest.importorskip("importlib.metadata").version("pytorch-accelerated")
+    ancestor.skip_without_it()
     run_python(ANCESTORS_IMPORTS.replace("pytorch_accel_lite", "pytorch_accelerated"))
 
 

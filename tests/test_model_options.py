@@ -31,8 +31,19 @@ def forget_other_models():
     torch.compiler.reset()
 
 
+class OwnModel(nn.Module):
+    """Not a bare ``nn.Sequential``, which torch 2.6 leaves uncompiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 def test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names():
-    plain = small_model()
+    plain = OwnModel()
     model, compiled, data = copy.deepcopy(plain), [], regression_data(16)
 
     def backend(graph, inputs):

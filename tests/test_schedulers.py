@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, WSDCheckpoin
 from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
-from tests import cases
+from tests import ancestor, cases
 from tests.launching import run_code
 from tests.scripts.resumable import CopyStates
 from tests.tasks import (
@@ -117,7 +117,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ancestors() -> dict[str, Any]:
-    pytest.importorskip("importlib.metadata").version("pytorch-accelerated")
+    ancestor.skip_without_it()
     return json.loads(run_code(ANCESTOR, json.dumps([WSD_CASES, COSINE_CASES])).splitlines()[-1])
 
 

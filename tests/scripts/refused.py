@@ -1,8 +1,8 @@
-"""Prints the error with which a trainer refuses to be made."""
+"""Prints the error with which a trainer refuses to be made, or on how many processes it was made."""
 
 from tests.tasks import quiet_trainer, small_model
 
 try:
-    quiet_trainer(small_model())
+    print(f"made on {quiet_trainer(small_model()).accelerator.num_processes} processes")
 except RuntimeError as error:
     print(f"RuntimeError: {error}")

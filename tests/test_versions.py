@@ -1,0 +1,53 @@
+"""The oldest versions on which the suite is run are the lower bounds that pyproject.toml states."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.launching import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which pytest needs there
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_INSTALLED_THERE = {"pytorch-accelerated", "mypy", "ruff"}  # tests/oldest.txt says why
+
+
+def requirements(lines: list[str]) -> Iterator[Requirement]:
+    """Each requirement, and for the project's own extras what they need."""
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.name != PROJECT["name"]:
+            yield requirement
+        for extra in requirement.extras if requirement.name == PROJECT["name"] else ():
+            yield from requirements(PROJECT["optional-dependencies"][extra])
+
+
+def versions(found: Iterator[Requirement], operator: str) -> dict[str, Version]:
+    """The version in each requirement that stands after ``operator``."""
+    result = {}
+    for requirement in found:
+        (specifier,) = [specifier for specifier in requirement.specifier if specifier.operator == operator]
+        result[requirement.name] = Version(specifier.version)
+    return result
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    bounds = versions(requirements([*PROJECT["dependencies"], f"{PROJECT['name']}[test]"]), ">=")
+    assert set(bounds) > NOT_INSTALLED_THERE
+    lines = (ROOT / "tests" / "oldest.txt").read_text().splitlines()
+    pins = versions(requirements([line for line in lines if line and not line.startswith("#")]), "==")
+    assert pins == {name: bound for name, bound in bounds.items() if name not in NOT_INSTALLED_THERE}
+
+
+def test_the_oldest_python_is_the_one_that_make_takes():
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert f"OLDEST_PYTHON ?= python{oldest}\n" in (ROOT / "Makefile").read_text()
+    assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]
