@@ -94,9 +94,9 @@ TRIALS = {
 WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow"]
 
 
-def run(*command: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command; what it prints is shown when it fails, which ends the check."""
-    done = subprocess.run([str(part) for part in command], text=True, capture_output=True, check=False, **kwargs)
+    done = subprocess.run([str(part) for part in command], text=True, capture_output=True, check=False, cwd=cwd)
     if done.returncode != 0:
         raise SystemExit(f"FAILED: {shlex.join(str(part) for part in command)}\n{done.stdout}{done.stderr}")
     return done
@@ -223,6 +223,8 @@ def main() -> None:
         done(f"built {sdist.name} and {wheel.name}")
         check_contents(sdist, wheel)
         extras, notes = check_metadata(wheel)
+        if set(extras) != FOR_DEVELOPERS | set(TRIALS):
+            raise SystemExit(f"The extras are {extras}; FOR_DEVELOPERS and TRIALS in {__file__} are of others.")
         for note in notes:
             print(f"  not fit for a release: {note}")
         if release and notes:
