@@ -57,9 +57,11 @@ def test_the_commands_of_the_readme_exist():
 
 
 @pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)
-def test_the_targets_that_are_mentioned_exist(page):
+def test_the_targets_and_files_that_are_mentioned_exist(page):
     for target in re.findall(r"`make ([\w-]+)", page.read_text()):
         check_target(target)
+    for file in re.findall(r"`((?:pytorch_accel_lite|tests|docs|examples|benchmarks|\.ci)/[\w/.]*)`", page.read_text()):
+        assert (ROOT / file).exists(), file
 
 
 def test_the_jobs_of_continuous_integration_run_what_exists():
