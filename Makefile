@@ -19,6 +19,7 @@ help:
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
 	@echo "make docs    build the documentation, warnings are errors"
+	@echo "make release-check    build, install and try the package as users get it (see RELEASING.md)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -74,5 +75,12 @@ docs: $(EXTRAS)-test
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "The documentation is in docs/_build/html/index.html"
 
+.PHONY: release-check
+# Tools alone are in its environment; the check makes others for the package, with and without each extra.
+release-check:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check --upgrade build twine uv pip
+	.venv-release/bin/python .ci/release_check.py $(ARGS)
+
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info docs/_build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-release build dist *.egg-info docs/_build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

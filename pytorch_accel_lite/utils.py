@@ -7,10 +7,13 @@ import importlib
 import math
 import numbers
 import os
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import wraps
+from importlib import metadata
 from itertools import islice
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -174,14 +177,31 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or raise an ``ImportError`` that names the extra which brings it."""
+    """Import an optional dependency, or raise an ``ImportError`` with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f"{purpose} needs {package}. Install it with: pip install 'pytorch-accel-lite[{extra}]'"
-        ) from error
+        name = module.partition(".")[0]
+        package = {"PIL": "pillow"}.get(name, name)
+        raise ImportError(f"{purpose} needs {package}. Install it with: {install_command(extra, package)}") from error
+
+
+def install_command(extra: str, package: str) -> str:
+    """Return the command that installs what an extra of this package brings.
+
+    It names the requirements of the extra and not the extra: ``pip install 'pytorch-accel-lite[extra]'`` finds nothing,
+    or another version, where this package was installed from a clone, a git address or a file.
+
+    :param extra: the name of the extra
+    :param package: what to install when the extra is not known, as in a checkout that was never installed
+    """
+    try:
+        required = metadata.requires("pytorch-accel-lite") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    of_extra = re.compile(rf"""\bextra\s*==\s*["']{re.escape(extra)}["']""")
+    brought = [line.partition(";")[0].strip() for line in required if of_extra.search(line)]
+    return f"pip install {shlex.join(brought or [package])}"
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

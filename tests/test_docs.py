@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 import pytorch_accel_lite
 from pytorch_accel_lite import callbacks, events
 from tests.launching import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -35,16 +41,56 @@ def test_the_pages_have_code():
     assert {page.name for page in WITH_CODE} >= {"README.md", "quickstart.md", "callbacks.md", "data.md", "loop.md"}
 
 
+def check_target(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
 def test_the_commands_of_the_readme_exist():
-    makefile = (ROOT / "Makefile").read_text()
     commands = [line for page in PAGES for code in blocks(page, "console") for line in code.splitlines()]
     assert commands[:2] == ["make demo", "make test"]
     for command in commands:
-        for target in re.findall(r"^make (\w+)", command):
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), command
-        for file in re.findall(r"\S+/\S+\.py", command):
+        for target in re.findall(r"^make ([\w-]+)", command):
+            check_target(target)
+        for file in re.findall(r"\w+/[\w/]*\w+\.py", command):
             assert (ROOT / file).is_file(), command
         assert shutil.which(command.split()[0]) or "=" in command or command.split()[0] in ("accelerate", "torchrun")
+
+
+@pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)
+def test_the_targets_and_files_that_are_mentioned_exist(page):
+    for target in re.findall(r"`make ([\w-]+)", page.read_text()):
+        check_target(target)
+    for file in re.findall(r"`((?:pytorch_accel_lite|tests|docs|examples|benchmarks|\.ci)/[\w/.]*)`", page.read_text()):
+        assert (ROOT / file).exists(), file
+
+
+def test_the_jobs_of_continuous_integration_run_what_exists():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert workflow[True].keys() >= {"push", "pull_request", "schedule"}  # YAML 1.1 reads "on" as true
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert commands.count(".ci/run") == 1
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    for command in set(commands) - {".ci/run"}:
+        check_target(command.removeprefix("make "))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_form_for_issues_is_well_formed(form):
+    content = yaml.safe_load(form.read_text())
+    assert content["name"]
+    assert content["description"]
+    ids = [field["id"] for field in content["body"]]
+    assert len(ids) == len(set(ids))
+    for field in content["body"]:
+        assert field["type"] in ("textarea", "dropdown", "checkboxes")
+        assert field["attributes"]["label"]
+        assert bool(field["attributes"].get("options")) == (field["type"] != "textarea")
+
+
+def test_dependabot_moves_a_bound_only_when_it_must():
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    strategies = {update["package-ecosystem"]: update.get("versioning-strategy") for update in updates}
+    assert strategies == {"pip": "increase-if-necessary", "github-actions": None}
 
 
 def test_links_between_pages_lead_somewhere():

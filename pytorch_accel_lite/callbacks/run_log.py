@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.checkpoint.portable import replacing
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import Pace
+from pytorch_accel_lite.utils import Pace, install_command
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -248,7 +248,7 @@ def _page(record: dict[str, Any], curves: str) -> str:
         source = f"data:image/svg+xml;base64,{curves}"
         parts.append(f'<h2>Curves</h2><img alt="Curves of all metrics over the epochs" src="{source}">')
     elif record["metrics"]:
-        parts.append('<p>For curves install the extra "plot": pip install "pytorch-accel-lite[plot]"</p>')
+        parts.append(f"<p>For curves: <code>{escape(install_command('plot', 'matplotlib'), quote=False)}</code></p>")
     for title, columns, rows in _tables(record):
         if rows:
             head = "".join(f"<th>{escape(name)}</th>" for name in columns)

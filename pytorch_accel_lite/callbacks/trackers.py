@@ -12,7 +12,7 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from pytorch_accel_lite.callbacks.step_rows import StepRows
-from pytorch_accel_lite.utils import did_you_mean
+from pytorch_accel_lite.utils import did_you_mean, install_command
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -281,6 +281,5 @@ def _check_tracker(name: str) -> None:
         known = list(LOGGER_TYPE_TO_CLASS)
         raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, known)} Known: {', '.join(known)}.")
     if importlib.util.find_spec(name) is None:
-        extra = name if name in ("tensorboard", "mlflow") else None
-        install = f'pip install "pytorch-accel-lite[{extra}]"' if extra else f"pip install {name.replace('_', '-')}"
-        raise ImportError(f"tracker={name!r} needs the package {name}. Install it: {install}")
+        install = install_command(name, name.replace("_", "-"))  # some trackers are extras
+        raise ImportError(f"tracker={name!r} needs the package {name}. Install it with: {install}")

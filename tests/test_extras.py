@@ -1,0 +1,94 @@
+"""Without an extra, the error names a command that works however this package was installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+
+# As metadata have it, whether installed from an index, a clone, a git address or a file.
+METADATA = """Metadata-Version: 2.4
+Name: pytorch-accel-lite
+Version: 9.9
+Requires-Dist: torch>=2.0
+Provides-Extra: plot
+Requires-Dist: matplotlib>=3.8; extra == "plot"
+Requires-Dist: pillow; python_version > "3" and extra == 'plot'
+Provides-Extra: tensorboard
+Requires-Dist: tensorboard>=2.16; extra == "tensorboard"
+Provides-Extra: plotter
+Requires-Dist: plotter; extra == "plotter"
+"""
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+for name in ("matplotlib", "PIL"):
+    sys.modules[name] = None  # as if they were not installed
+from pytorch_accel_lite import InMemoryRunHistory, Trainer
+from pytorch_accel_lite.callbacks import RunLogCallback, SnapshotCallback, TrackerCallback
+import torch
+
+history = InMemoryRunHistory()
+history.update_metric("loss", 1)
+snapshots = SnapshotCallback(lambda model, samples: torch.zeros(4, 4))
+data = torch.utils.data.TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+
+
+def train(*callbacks):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, torch.nn.MSELoss(), optimizer, callbacks=callbacks).train(data, 1, data, per_device_batch_size=2)
+
+
+for attempt in (history.plot, lambda: TrackerCallback("tensorboard"), lambda: train(snapshots)):
+    try:
+        attempt()
+    except ImportError as error:
+        print(error)
+train(RunLogCallback("log"))
+print(*[page.read_text() for page in Path("log").rglob("*.html")])
+"""
+
+
+def messages(folder: Path, metadata: str | None) -> list[str]:
+    """Run the script where nothing is installed but our dependencies, and perhaps our metadata."""
+    site = folder / "site"
+    site.mkdir()
+    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(library).iterdir():
+            if "pytorch_accel_lite" not in path.name and path.name.partition(".")[0] != "tensorboard":
+                (site / path.name).symlink_to(path)
+    (site / "pytorch_accel_lite").symlink_to(ROOT / "pytorch_accel_lite")
+    if metadata:
+        (site / "pytorch_accel_lite-9.9.dist-info").mkdir()
+        (site / "pytorch_accel_lite-9.9.dist-info" / "METADATA").write_text(metadata)
+    script = f"import sys; sys.path.append({str(site)!r})\n{SCRIPT}"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script], cwd=folder, text=True, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if "pip install" in line]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "plot", "tensorboard"),
+    [
+        (METADATA, "'matplotlib>=3.8' pillow", "'tensorboard>=2.16'"),
+        (None, "matplotlib", "tensorboard"),  # a checkout on PYTHONPATH
+    ],
+    ids=["installed", "not installed"],
+)
+def test_errors_name_what_to_install(tmp_path, metadata, plot, tensorboard):
+    plotting, tracking, snapshots, log = messages(tmp_path, metadata)
+    assert plotting == f"plot() needs matplotlib. Install it with: pip install {plot}"
+    expected = f"tracker='tensorboard' needs the package tensorboard. Install it with: pip install {tensorboard}"
+    assert tracking == expected
+    assert snapshots == f"SnapshotCallback needs pillow. Install it with: pip install {plot if metadata else 'pillow'}"
+    assert f"<p>For curves: <code>pip install {plot.replace('>', '&gt;')}</code></p>" in log
