@@ -205,7 +205,7 @@ class OfSequences(nn.Module):
         return torch.stack([self.linear(sequence[:, None]).sum(0) for sequence in sequences])
 
 
-def test_losses_are_weighed_by_samples_also_when_a_batch_is_a_list_of_unequal_tensors():
+def test_losses_are_weighed_by_samples_when_a_batch_is_a_list_of_unequal_tensors():
     trainer = quiet_trainer(OfSequences(), optimizer=None)
     losses = [trainer.evaluate(RAGGED, size, {"num_workers": 0}, collate_ragged)["evaluation_loss"] for size in (8, 3)]
     assert losses[0] == pytest.approx(losses[1])

@@ -103,7 +103,7 @@ def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED)
-def test_a_shipped_callback_comes_through_a_run_that_fails_or_stops_and_serves_the_next(callback_class, here):
+def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, here):
     arguments = {"eval_dataset": True, **RUN.get(callback_class.__name__, {})}
     pending: list[BaseException] = [KeyboardInterrupt(), StopTrainingError("enough"), ValueError("broken")]
 
@@ -218,7 +218,7 @@ def test_all_shipped_callbacks_work_together(here):
 # -------------------------------------------------------------------------------------- the defaults
 
 
-def test_the_default_callbacks_are_those_of_the_ancestor_with_advice_and_without_the_bar_one_less():
+def test_the_default_callbacks_are_those_of_the_ancestor_with_advice():
     assert get_default_callbacks() == DEFAULT_CALLBACKS
     assert set(DEFAULT_CALLBACKS) == {
         MoveModulesToDeviceCallback,
@@ -293,7 +293,7 @@ def test_the_progress_bar_shows_loss_learning_rate_and_samples_a_second_when_ask
     assert "Evaluating" in captured.err
 
 
-def test_the_progress_bar_shows_the_latest_evaluation_and_the_time_left_of_the_whole_run(capfd):
+def test_the_progress_bar_shows_the_latest_evaluation_and_the_time_left(capfd):
     trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
     train(trainer, epochs=3, eval_dataset=True)
     err = capfd.readouterr().err
@@ -434,7 +434,7 @@ def test_what_is_logged_is_what_the_history_holds_and_log_metrics_can_be_overrid
 
 @pytest.mark.parametrize("event", ["on_eval_epoch_end", "on_training_run_epoch_end"])
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_metrics_that_another_callback_records_at_an_ending_event_are_logged_once_in_any_order(event, order):
+def test_metrics_recorded_at_an_ending_event_are_logged_once_in_any_order(event, order):
     collecting = Collecting()
     recording = listener(**{event: lambda t, **_: t.run_history.update_metric("mine", t.progress.epoch)})
     callbacks = [recording, collecting] if order == "before" else [collecting, recording]
@@ -725,7 +725,7 @@ def test_the_path_may_be_a_string_and_the_default_is_in_the_current_folder(here)
 
 
 @pytest.mark.parametrize("callback_class", [SaveBestModelCallback, EarlyStoppingCallback])
-def test_a_watched_metric_that_was_never_recorded_is_an_error_that_lists_those_that_were(callback_class, here):
+def test_a_watched_metric_that_was_never_recorded_is_an_error(callback_class, here):
     trainer = make_trainer([callback_class(watch_metric="eval_los_epoch")])
     with pytest.raises(ValueError, match="'eval_los_epoch'") as caught:
         train(trainer, eval_dataset=True)
@@ -776,7 +776,7 @@ def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, he
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", WATCHING)
-def test_the_best_value_counts_after_a_resume_also_from_a_state_that_does_not_name_its_metric(name, here):
+def test_the_best_value_counts_after_a_resume_from_a_state_of_an_older_version(name, here):
     first, again = (WATCHING[name](watch_metric="accuracy", greater_is_better=False) for _ in range(2))
     resumed(here, first, again)
     assert again.best_metric == 0.5
@@ -925,7 +925,7 @@ class OnMeta(Trainer):
 
 
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_evaluation_run_start", "on_predict_run_start"])
-def test_modules_that_are_attributes_of_the_trainer_are_moved_to_its_device_but_not_the_model(event):
+def test_modules_that_are_attributes_of_the_trainer_are_moved_to_its_device(event):
     trainer = make_trainer([MoveModulesToDeviceCallback], trainer_class=OnMeta)
     trainer.metric = nn.Linear(2, 2)
     trainer.loss_func = nn.CrossEntropyLoss(weight=torch.ones(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections import Counter
@@ -480,7 +481,7 @@ def test_a_sampler_without_an_end(seed, batched, workers):
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_sampler_without_an_end_follows_from_seed_and_epoch_and_can_go_on_anywhere(batched):
+def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
     def read_indices(epoch, start, world_size=1, batch_size=50):
         def source(rank):
             if batched:
@@ -521,7 +522,7 @@ def test_batches_of_a_batch_sampler_go_on_in_the_middle_of_one():
 
 
 @pytest.mark.parametrize("data", [numbers(9), Rows(numbers(9))])
-def test_of_a_sampler_that_gives_more_than_its_length_the_rest_is_left_out_with_a_warning(data):
+def test_what_a_sampler_gives_beyond_its_length_is_left_out_with_a_warning(data):
     loader = shard(DataLoader(data, 2, sampler=Order(range(4))), rank_of(0, 1), torch.device("cpu"), None, True)
     with pytest.warns(UserWarning, match="The sampler Order gives more indices than its length, 3"):
         assert len(list(loader)) == 2
@@ -990,3 +991,45 @@ def test_streams_and_own_batches_go_on_on_several_processes(ranks):
             in result["stream of fewer"]
         )
         assert "data ended after" in result["own of fewer"]
+
+
+class CollectsGarbage(IterableDataset):
+    """Collects garbage before each sample, where it is read."""
+
+    def __iter__(self):
+        for sample in regression_data(8):
+            gc.collect()
+            yield sample
+
+
+class CollectsGarbageRows(Rows):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "dataset", [CollectsGarbageRows(regression_data(8)), CollectsGarbage()], ids=["rows", "stream"]
+)
+@pytest.mark.parametrize("seed", [None, 0])
+def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, dataset, seed):
+    """A process group or an iterator finalised in a fork waits forever for threads that it does not have."""
+    finalised = tmp_path / "finalised"
+
+    class Discarded:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            with finalised.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+
+    gc.disable()
+    try:
+        Discarded()
+        kwargs = {"num_workers": 2} if kind == "rows" else {"num_workers": 1, "shuffle": False}
+        quiet_trainer(small_model(), seed=seed).train(dataset, 1, None, 2, train_dataloader_kwargs=kwargs)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert finalised.read_text() == f"{os.getpid()}\n"

@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_found_a_few_steps_later():
     assert at_once["step"] <= found["step"] <= at_once["step"] + 16
 
 
-def test_evaluations_averaged_weights_the_best_model_and_predictions_are_those_of_a_cpu():
+def test_evaluation_ema_best_model_and_predictions_are_those_of_a_cpu():
     assert_same(on_device("evaluated_and_predicted"), on_cpu("evaluated_and_predicted"))
     predictions = on_device("evaluated_and_predicted")["predictions"]
     assert torch.equal(predictions, on_cpu("evaluated_and_predicted")["predictions"])

@@ -117,7 +117,7 @@ def test_bad_input():
 
 
 @pytest.mark.processes
-def test_all_callbacks_together_killed_and_resumed_on_two_processes_end_in_the_same_bits(tmp_path, job):
+def test_all_callbacks_together_are_resumed_to_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
     killed = torchrun(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")

@@ -71,7 +71,7 @@ def evaluation(steps: int) -> list[str]:
 # ------------------------------------------------------------------------------------- the sequence
 
 
-def test_two_epochs_with_evaluation_and_a_short_last_window_fire_exactly_these_events():
+def test_two_epochs_with_evaluation_fire_exactly_these_events():
     recorder = recording_callback()
     trainer = make_trainer([recorder])
     train(trainer, epochs=2, size=5, batch_size=2, gradient_accumulation_steps=2, eval_dataset=make_data(3))
@@ -541,7 +541,7 @@ def test_an_attribute_error_inside_a_callback_propagates():
     assert "trainer.modell.train()" in "".join(traceback.format_exception(caught.value))
 
 
-def test_an_attribute_error_in_a_property_of_a_callback_is_not_taken_for_a_missing_event():
+def test_an_attribute_error_in_a_property_is_not_taken_for_a_missing_event():
     class Faulty(TrainerCallback):
         @property
         def on_train_epoch_start(self):
@@ -618,7 +618,7 @@ def test_a_second_run_after_an_early_end_equals_that_of_a_fresh_trainer(event, e
     assert trainer.progress == fresh.progress
 
 
-def test_a_run_after_one_that_failed_within_a_window_does_not_start_with_its_gradients():
+def test_a_run_does_not_start_with_the_gradients_of_one_that_failed():
     trainer = make_trainer([raising("on_backward_end", CustomError("x"))])
     with pytest.raises(CustomError):
         train(trainer)
@@ -662,7 +662,7 @@ def test_an_error_of_the_dataset_ends_the_run_in_order():
 # ---------------------------------------------------------------------- evaluation and prediction in a run
 
 
-def test_evaluating_in_the_middle_of_an_epoch_leaves_the_model_in_training_mode_and_the_run_unchanged():
+def test_evaluating_in_mid_epoch_leaves_model_and_run_unchanged():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     start = weights(model)
     modes: list[bool] = []
@@ -780,7 +780,7 @@ def test_an_overridden_eval_dataloader_is_evaluated_on():
 
 
 @pytest.mark.parametrize("part", ["train", "eval"])
-def test_overridden_default_dataloader_arguments_take_effect_unless_the_user_gives_his_own(part):
+def test_overridden_default_dataloader_arguments_take_effect(part):
     def defaults(self: Trainer, batch_size: int) -> dict[str, Any]:
         return {"batch_size": 3, "shuffle": False, "num_workers": 0}
 

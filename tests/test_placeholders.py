@@ -208,7 +208,7 @@ def outcome(compute: Any) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(tree=TREES)
-def test_any_expression_has_the_value_that_python_gives_it_with_the_numbers_of_the_run(trainer, tree):
+def test_any_expression_has_the_value_that_python_gives_it(trainer, tree):
     expected = outcome(lambda: evaluate(tree, VALUES, min, max))
     placeholders = {name: getattr(P, name) for name in NAMES}
     assert outcome(lambda: value_in(trainer, evaluate(tree, placeholders, P.min, P.max))) == expected
@@ -385,7 +385,7 @@ def sequence_of(optimizer: Any, parts: list[Any], milestones: list[int]) -> Sequ
     return SequentialLR(optimizer, [part(optimizer) for part in parts], milestones)
 
 
-def test_a_sequence_of_schedulers_with_placeholders_inside_gives_the_rates_of_numbers():
+def test_a_sequence_of_schedulers_may_hold_placeholders():
     warm_up = P.max(1, round(0.2 * P.MAX_NUM_TRAIN_STEPS))
     nested = partial(
         sequence_of,
@@ -479,7 +479,7 @@ def refuse(match: str, factory: Any, **arguments: Any) -> None:
     assert trainer.progress.update == 3
 
 
-def test_the_length_of_evaluation_without_an_eval_dataset_is_an_error_that_names_the_placeholder_and_the_argument():
+def test_the_length_of_evaluation_without_an_eval_dataset_is_an_error():
     factory = partial(StepLR, step_size=2 * P.EVAL_DATALOADER_LEN)
     refuse(r"TrainerPlaceholderValues\.EVAL_DATALOADER_LEN.*eval_dataset", factory)
 

@@ -127,7 +127,7 @@ def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ra
 
 
 @pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
-def test_a_shipped_callback_serves_several_processes_and_only_the_first_prints(ranks, name):
+def test_a_shipped_callback_serves_several_processes(ranks, name):
     results = [result[name] for result in ranks(cases.callbacks.shipped_callbacks)]
     assert len(results) == ranks.world_size
     for result in results:

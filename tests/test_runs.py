@@ -143,7 +143,7 @@ def test_a_stop_in_an_evaluation_within_a_run_ends_the_run(here):
     assert trainer.stop_reason == "good enough"
 
 
-def test_what_is_recorded_after_a_stopped_epoch_belongs_to_it_and_the_next_run_begins_another():
+def test_what_is_recorded_after_a_stopped_epoch_belongs_to_it():
     stop = listener(on_eval_epoch_end=lambda t, **_: raises(StopTrainingError())() if t.progress.epoch == 2 else None)
     trainer = train(make_trainer([stop]), epochs=5, eval_dataset=True)
     trainer.callback_handler.clear_callbacks()

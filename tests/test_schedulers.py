@@ -442,7 +442,7 @@ def test_going_on_from_after_the_decay_keeps_its_weights_and_takes_the_stable_ra
     assert equal(weights(trainer.model), weights(one_go.model))
 
 
-def test_without_the_states_only_weights_are_taken_over_and_the_rates_are_the_optimizers(tmp_path):
+def test_without_states_only_the_weights_are_taken_over(tmp_path):
     first = run(QUARTER, WSDCheckpointCallback(tmp_path / "first", save_optimizer=False, save_scheduler=False))
     initial = tmp_path / "first" / "checkpoint_12_wsd_post_decay.pt"
     seen = []
@@ -478,7 +478,7 @@ def test_a_run_that_ends_within_a_decay_saves_its_last_model(tmp_path):
 @pytest.mark.parametrize(
     ("error", "saved"), [(StopTrainingError, {"checkpoint_11_wsd_post_decay.pt"}), (RunPausedError, set())]
 )
-def test_a_run_that_is_stopped_within_a_decay_saves_its_last_model_unless_it_is_paused(tmp_path, error, saved):
+def test_a_run_stopped_within_a_decay_saves_its_last_model(tmp_path, error, saved):
     class Stops(TrainerCallback):
         def on_train_step_end(self, trainer, **kwargs):
             if trainer.progress.update == 11:
@@ -653,7 +653,7 @@ def test_a_metric_that_is_not_recorded_is_an_error_that_lists_those_that_are():
         {**PLATEAU, "factory": partial(StepLR, step_size=1, gamma=0.5)},
     ],
 )
-def test_from_every_state_a_run_that_is_stepped_after_epochs_goes_on_to_the_same_bits(tmp_path, stepping):
+def test_a_schedule_stepped_after_epochs_resumes_to_the_same_bits(tmp_path, stepping):
     def train(folder, *callbacks, resume_from=None):
         saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_every_n_epochs=1)
         return run(stepping["factory"], saving, *callbacks, resume_from=resume_from, **options)

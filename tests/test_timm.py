@@ -129,7 +129,7 @@ def test_schedulers_from_timms_own_factory_give_timms_rates():
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
 @pytest.mark.parametrize(("evaluate", "metric"), [(True, "eval_loss_epoch"), (False, "train_loss_epoch")])
-def test_a_plateau_schedule_follows_the_evaluation_loss_or_else_the_training_loss(evaluate, metric):
+def test_a_plateau_schedule_follows_the_evaluation_or_training_loss(evaluate, metric):
     create = partial(scheduler.PlateauLRScheduler, decay_rate=0.5, patience_t=0, mode="min", threshold=0.5)
     trainer = run(create, epochs=12, size=6, eval_dataset=make_data(3) if evaluate else None)
     losses = trainer.run_history.get_metric_values(metric)
@@ -174,7 +174,7 @@ def test_without_a_scheduler_the_trainer_is_an_ordinary_one():
     assert trainer.num_updates == 6
 
 
-def test_a_torch_scheduler_in_a_timm_trainer_is_refused_before_any_training_happens():
+def test_a_torch_scheduler_in_a_timm_trainer_is_refused():
     from torch.optim.lr_scheduler import StepLR
 
     trainer = make_trainer(trainer_class=TrainerWithTimmScheduler)

@@ -157,7 +157,7 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
-def test_from_every_save_point_several_processes_go_on_to_the_same_bits(tmp_path, job, processes, accumulation):
+def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_path, job, processes, accumulation):
     runs = job(processes).run(cases.states.every_save_point, tmp_path, accumulation)
     assert len(runs) == processes
     for whole, *resumed in runs:  # of each rank: its generators are its own
@@ -182,7 +182,7 @@ def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
 
 
 @pytest.mark.processes
-def test_sigterm_to_the_launcher_saves_one_state_and_the_resumed_run_is_the_same(tmp_path, job):
+def test_sigterm_to_the_launcher_saves_one_state_to_resume_from(tmp_path, job):
     job(2).run(run_to_the_end, tmp_path / "whole", workers=2)
     folder = tmp_path / "stopped"
     folder.mkdir()
@@ -343,7 +343,7 @@ def test_the_best_epoch_is_saved_whenever_else_states_are(tmp_path, arguments):
 
 
 @pytest.mark.parametrize("arguments", [{"save_every_n_steps": 1}, {"save_every_n_epochs": 3}, {}])
-def test_a_metric_for_the_best_states_that_is_not_recorded_is_named_after_the_first_epoch(tmp_path, arguments):
+def test_a_metric_of_the_best_states_that_is_not_recorded_is_named(tmp_path, arguments):
     saver = SaveTrainingStateCallback(tmp_path, keep_best=KeepBest("train_los_epoch"), **arguments)
     trainer = make_trainer([saver], seed=0)
     with pytest.raises(ValueError, match="Did you mean 'train_loss_epoch'"):
@@ -365,6 +365,18 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
             run(tmp_path)
         other.kill()
     run(tmp_path)
+
+
+def test_a_run_that_could_not_begin_leaves_its_directory_to_others(tmp_path):
+    run(tmp_path, max_checkpoints=1)
+    (state,) = states(tmp_path)
+    DAMAGES["truncated"](state / "trainer.pt")
+    saving = SaveTrainingStateCallback(tmp_path / "states")
+    trainer = make_trainer([saving], seed=0)
+    with pytest.raises(DamagedStateError):
+        train(trainer, resume_from="latest")
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "states" / ".lock")], check=False).returncode == 0
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
