@@ -1008,12 +1008,11 @@ class CollectsGarbageRows(Rows):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize(
-    "dataset", [CollectsGarbageRows(regression_data(8)), CollectsGarbage()], ids=["rows", "stream"]
-)
+@pytest.mark.parametrize("kind", ["rows", "stream"])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, dataset, seed):
+def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, kind, seed):
     """A process group or an iterator finalised in a fork waits forever for threads that it does not have."""
+    dataset = CollectsGarbageRows(regression_data(8)) if kind == "rows" else CollectsGarbage()
     finalised = tmp_path / "finalised"
 
     class Discarded:
