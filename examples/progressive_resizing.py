@@ -73,13 +73,13 @@ def main() -> None:
     trainer = Trainer(
         model,
         nn.CrossEntropyLoss(),
-        torch.optim.AdamW(model.parameters(), lr=0.002),
+        torch.optim.AdamW(model.parameters(), lr=0.001),
         callbacks=[*get_default_callbacks(progress_bar=False), AccuracyCallback()],
         seed=0,
         channels_last=True,
     )
     with tempfile.TemporaryDirectory() as name:
-        train = draw_folder(Path(name, "train"), per_class=100, seed=1)
+        train = draw_folder(Path(name, "train"), per_class=60, seed=1)
         valid = draw_folder(Path(name, "valid"), per_class=30, seed=2)
         for size in (32, 48, 64):  # the model and the optimizer go on where they are; the history too
             trainer.train(

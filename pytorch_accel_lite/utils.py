@@ -9,6 +9,7 @@ import numbers
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -174,6 +175,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
         listed = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
         raise ValueError(f"{name}={value!r} must be {listed}.")
     return str(value)
+
+
+def in_notebook() -> bool:
+    """Whether IPython runs this program in a kernel; a script, too, may import the packages of notebooks."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:

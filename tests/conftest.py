@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,17 +10,26 @@ import torch
 
 from tests.rank_pool import RankPool
 
-COSTLY = {"job", "ancestors", "exchange", "fresh", "uninterrupted"}  # fixtures
+COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let one worker of pytest-xdist have all that uses something that takes long to make: it is made once then."""
     for item in items:
-        for name in COSTLY.intersection(getattr(item, "fixturenames", ())):
+        used = getattr(item, "fixturenames", ())
+        for name in [name for name in COSTLY if name in used][:1]:
             item.add_marker(pytest.mark.xdist_group(name))
-            if name == "job":
-                item.add_marker(pytest.mark.processes)
+        if "job" in used:
+            item.add_marker(pytest.mark.processes)
+        elif "fresh" in used:
+            item.add_marker(pytest.mark.programs)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported to itself: collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

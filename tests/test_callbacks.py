@@ -385,7 +385,7 @@ def test_the_display_of_rich_ends_with_the_run(event, error, capfd):
 
 def test_rich_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(ImportError, match=r"style='rich' needs rich. .*pytorch-accel-lite\[rich\]"):
+    with pytest.raises(ImportError, match=r"style='rich' needs rich. .*pip install 'rich"):
         ProgressBarCallback(style="rich")
     with pytest.raises(ValueError, match="style='fancy' must be 'tqdm' or 'rich'"):
         ProgressBarCallback(style="fancy")

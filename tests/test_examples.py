@@ -46,9 +46,9 @@ def test_an_event_of_the_users_own_reaches_the_callback():
 
 
 def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates():
-    output = run_script("examples/language_model.py")
-    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+150 updates", output)
-    assert float(bits[1]) < 3  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
+    output = run_script("examples/language_model.py", "--updates", "80")
+    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+80 updates", output)
+    assert float(bits[1]) < 3.5  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
 
 
 def test_progressive_resizing_trains_one_model_on_growing_images():

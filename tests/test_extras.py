@@ -77,6 +77,7 @@ def messages(folder: Path, metadata: str | None) -> list[str]:
     return [line for line in done.stdout.splitlines() if "pip install" in line]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("metadata", "plot", "tensorboard"),
     [

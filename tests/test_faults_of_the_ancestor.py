@@ -84,6 +84,7 @@ def test_best_model_ignores_save_scheduler_false_on_its_first_save(tmp_path):
     assert not {"scheduler_state_dict", "optimizer_state_dict"} & saved.keys()
 
 
+@pytest.mark.programs
 def test_importing_it_and_train_force_seed_42():
     script = """
 import random, numpy, torch

@@ -85,6 +85,7 @@ def test_imports_written_for_the_ancestor_work_after_renaming_the_package():
     assert issubclass(scope["TrainerWithTimmScheduler"], scope["Trainer"])
 
 
+@pytest.mark.programs
 def test_the_same_imports_work_with_the_ancestor_itself():
     """So that the list above is not of names that the ancestor never had."""
     ancestor.skip_without_it()

@@ -352,10 +352,9 @@ def test_process_helpers(ranks):
 
 
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
-    for counts in ranks(cases.processes.many_trainers):
-        assert len(counts) == 50
-        assert {saved for saved, *_ in counts} == {1}
-        assert counts[-1][1:] == counts[2][1:]
+    for saved, (after_3, after_50) in ranks(cases.processes.many_trainers):
+        assert saved == {1}
+        assert after_50 == after_3
 
 
 def test_several_savers_can_write_in_the_background_at_once(ranks):

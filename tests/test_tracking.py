@@ -231,6 +231,7 @@ def test_there_is_no_plot_of_nothing():
         InMemoryRunHistory().plot()
 
 
+@pytest.mark.programs
 def test_without_the_extras_table_and_plot_say_what_to_install():
     script = """
 import sys

@@ -227,6 +227,7 @@ def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
     assert_same(run(tmp_path, save_every_n_steps=None), run(tmp_path / "whole", save_every_n_steps=None))
 
 
+@pytest.mark.programs
 def test_a_second_signal_ends_the_program_at_once(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from pytorch_accel_lite import TrainerCallback\n"

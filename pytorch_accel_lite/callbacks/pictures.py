@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from pytorch_accel_lite.checkpoint.portable import replacing
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.preparation import evaluation_mode
 from pytorch_accel_lite.resuming import generator_states, set_generator_states
-from pytorch_accel_lite.utils import Pace, check_positive_int, import_extra
+from pytorch_accel_lite.utils import Pace, check_positive_int, import_extra, in_notebook
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -42,7 +41,7 @@ class PlotMetricsCallback(TrainerCallback):
 
     def _restart(self) -> None:
         self._display, self._is_behind = None, False
-        self._pace = Pace(1 / 10 if "ipykernel" in sys.modules else 1 / 50)
+        self._pace = Pace(1 / 10 if in_notebook() else 1 / 50)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
         self._restart()
@@ -68,7 +67,7 @@ class PlotMetricsCallback(TrainerCallback):
                 return
             with replacing(self.path) as temporary, temporary.open("wb") as file:
                 figure.savefig(file, format=self.path.suffix[1:] or "png")
-            if "ipykernel" in sys.modules:
+            if in_notebook():
                 self._show(figure)
 
     def _show(self, figure: Any) -> None:

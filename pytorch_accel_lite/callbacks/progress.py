@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from pytorch_accel_lite.callbacks.bars import RichBars, TqdmBars
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_choice, check_positive_number, check_range
+from pytorch_accel_lite.utils import check_choice, check_positive_number, check_range, in_notebook
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -199,11 +199,7 @@ def _length(loader: Any) -> int | None:
 
 def _is_watched() -> bool:
     """Whether bars go to a terminal or a notebook, and not into a file."""
-    return _in_notebook() or bool(sys.stderr is not None and sys.stderr.isatty())
-
-
-def _in_notebook() -> bool:
-    return "ipykernel" in sys.modules
+    return in_notebook() or bool(sys.stderr is not None and sys.stderr.isatty())
 
 
 class LogMetricsCallback(TrainerCallback):

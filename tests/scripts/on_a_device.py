@@ -56,10 +56,10 @@ def results_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def with_waits(run: Callable[[int], Trainer]) -> dict[str, Any]:
-    """Return what a run of 10 and of 110 steps gives, and what the hundred steps more have waited for."""
+def with_waits(run: Callable[[int], Trainer], steps: int = 100) -> dict[str, Any]:
+    """Return what a run of 10 steps, and of so many more, gives, and what these have waited for."""
     results, waited = {}, []
-    for size in (20, 220):
+    for size in (20, 20 + 2 * steps):
         waits.clear()
         results = results_of(run(size))
         waited.append(waits.copy())
@@ -80,7 +80,7 @@ def case_shipped_callbacks() -> Any:
         return train(make_trainer([callback]), size=size, eval_dataset=make_data(), **arguments)
 
     def waited(callback_class: type[TrainerCallback]) -> int:
-        return sum(with_waits(lambda size: run(callback_class, size))["waits"].values())
+        return sum(with_waits(lambda size: run(callback_class, size), steps=30)["waits"].values())
 
     return {callback_class.__name__: waited(callback_class) for callback_class in SHIPPED}
 

@@ -50,6 +50,7 @@ class Surroundings:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         gc.collect()
+        gc.freeze()  # what is left stays: the next collection need not look at it
 
 
 def call(module: str, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
@@ -67,6 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     accelerator = Accelerator()
     surroundings = Surroundings()
+    gc.freeze()
     with Client(sys.argv[1], "AF_UNIX") as master:
         master.send_bytes(pickle.dumps((accelerator.process_index, accelerator.num_processes, os.getpid())))
         del accelerator
