@@ -41,7 +41,7 @@ test: $(EXTRAS)-test
 	$(PYTEST) $(ARGS)
 
 quick: $(EXTRAS)-test
-	$(PYTEST) -m "not processes and not programs" $(ARGS)
+	$(PYTEST) -m "not processes and not programs and not slow" $(ARGS)
 
 soak: $(EXTRAS)-test
 	SOAK=1 $(PYTEST) -k "kill or launched or ranks or trainers" $(ARGS)

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(name))
         if "job" in used:
             item.add_marker(pytest.mark.processes)
-        elif "fresh" in used:
+        elif "fresh" in used or "uninterrupted" in used:
             item.add_marker(pytest.mark.programs)
 
 
@@ -30,6 +30,10 @@ def pytest_collection_finish() -> None:
     """Leave what is imported to itself: collections of garbage need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # modules that count what is left at the end complain otherwise
 
 
 @pytest.fixture(autouse=True)

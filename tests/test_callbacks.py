@@ -207,6 +207,7 @@ def test_a_shipped_callback_reads_no_number_from_the_device_in_a_step(callback_c
     assert reads[1] < reads[0] + 10  # of 100 steps more
 
 
+@pytest.mark.slow
 def test_all_shipped_callbacks_work_together(here):
     trainer = make_trainer([build(c) for c in SHIPPED])
     needs = {name: value for arguments in RUN.values() for name, value in arguments.items()}

@@ -372,6 +372,7 @@ def test_indices_that_count_from_the_end_are_those_of_a_dataloader(seed, sampler
         assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in source]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [regression_data(12), Rows(regression_data(12))])
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
@@ -480,6 +481,7 @@ def test_a_sampler_without_an_end(seed, batched, workers):
     assert trainer.progress.samples == 28
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
     def read_indices(epoch, start, world_size=1, batch_size=50):

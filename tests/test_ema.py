@@ -100,6 +100,7 @@ def test_what_is_saved_while_the_average_is_evaluated_is_the_model_itself(tmp_pa
     assert not equal(ema.ema.module.state_dict(), model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_every", ["update", "epoch"])
 def test_a_run_with_an_average_goes_on_to_the_same_bits(tmp_path, update_every):
     def make(folder: Path) -> tuple[Any, ModelEmaCallback]:

@@ -176,6 +176,7 @@ class Hungry(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "start"), [(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)])
 def test_the_largest_batch_that_fits_is_found(limit, start, capsys):
     model = Hungry(limit)

@@ -69,6 +69,7 @@ def ancestor() -> Any:
     return importlib.import_module("pytorch_accelerated.finetuning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze_batch_norms", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_freezing_gives_what_the_ancestor_gives(ancestor, name, freeze_batch_norms):
@@ -262,6 +263,7 @@ def unfreezing_run(folder, resume_from=None, extra=()) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_from_every_state_a_run_goes_on_to_the_same_bits(tmp_path):
     whole = unfreezing_run(tmp_path / "whole")
     states = sorted((tmp_path / "whole").glob("update-*"))

@@ -190,6 +190,7 @@ def test_metrics_that_belong_to_a_trainer_work_as_in_the_ancestor():
     assert len(trainer.run_history.get_metric_values("accuracy")) == 2
 
 
+@pytest.mark.slow
 def test_training_metrics_go_on_exactly(tmp_path):
     def metrics():
         return (MetricsCallback({"mae": MeanAbsoluteError()}, lambda b, o: (o["model_outputs"], b[1]), train=True),)

@@ -61,6 +61,7 @@ def states(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "states").iterdir() if path.name.startswith("update-"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "workers", "seed"), [(1, 0, 5), (2, 0, None), (3, 2, 5)])
 def test_from_every_save_point_a_run_goes_on_to_the_same_bits(tmp_path, accumulation, workers, seed):
     kwargs = {"accumulation": accumulation, "workers": workers, "seed": seed, "save_every_n_epochs": 1}
@@ -92,6 +93,7 @@ class OwnBatches(Trainer):
         return Lists(self.train_dataset, batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
 @pytest.mark.parametrize("limit", [None, 3])
 def test_whatever_feeds_it_a_run_with_dropout_goes_on_to_the_same_bits(tmp_path, kind, limit):
