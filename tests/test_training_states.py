@@ -230,6 +230,21 @@ def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
 
 
 @pytest.mark.programs
+def test_a_signal_ends_a_program_with_workers(tmp_path):
+    """They leave the signal to their parent, which must not wait for them when it ends."""
+    command = [sys.executable, *script(tmp_path, 1, 2, 0.1)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT) as process:
+        while process.poll() is None and not list(tmp_path.glob("states/update-*")):
+            time.sleep(0.05)
+        process.terminate()
+        try:
+            assert process.wait(60) == 128 + signal.SIGTERM, process.stderr.read()
+        finally:
+            process.kill()
+    assert not (tmp_path / "final.pt").exists()
+
+
+@pytest.mark.programs
 def test_a_second_signal_ends_the_program_at_once(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from pytorch_accel_lite import TrainerCallback\n"

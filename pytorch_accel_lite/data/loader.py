@@ -112,6 +112,7 @@ class ShardedLoader(ABC):
         self._epoch = 0
         self._left: int | None = None
         self._steps_done = 0
+        self._with_workers: WeakSet[Any] = WeakSet()  # iterators
 
     @property
     def device(self) -> torch.device:
@@ -163,15 +164,28 @@ class ShardedLoader(ABC):
         size = getattr(self.source, "batch_size", None)
         by_steps = self._ranks.world_size == 1 and size in (None, start / max(self._steps_done, 1))
         with keep_generators() if start else nullcontext():
-            batches = start_reading(self.source)
+            batches = self._start_reading(self.source)
             if by_steps and self._steps_done:
                 rest = _skip_batches(batches, self._steps_done, start, is_certain=size is not None)
             else:
                 rest = _skip_samples(batches, start)
         return chain(rest, batches) if rest else batches
 
-    def stop_workers(self) -> None:  # noqa: B027
-        """Let go of worker processes, if there are any; the next iteration starts them anew."""
+    def _start_reading(self, batches: Iterable[Any]) -> Iterator[Any]:
+        iterator = start_reading(batches)
+        if hasattr(iterator, "_shutdown_workers"):
+            self._with_workers.add(iterator)
+        return iterator
+
+    def stop_workers(self) -> None:
+        """Let go of worker processes, if there are any; the next iteration starts others.
+
+        Without this (torch has no public way) they would live on for as long as the traceback of an error does. Those
+        that leave signals to their parent would then keep it from ending.
+        """
+        for iterator in self._with_workers:
+            iterator._shutdown_workers()
+        self._with_workers.clear()
 
     def __len__(self) -> int:
         """The number of steps in an epoch, the same on every process.
@@ -323,7 +337,6 @@ class MapLoader(ShardedLoader):
             if self._memory is not None and not self._shares.own_batches:
                 self._shares.rows = len(source.dataset)  # type: ignore[arg-type]
         self._seed = seed
-        self._loaders: WeakSet[DataLoader[Any]] = WeakSet()
         self._idle: DataLoader[Any] | None = None  # and its workers, for the next iteration
 
     def _create_inner(self, source: DataLoader[Any]) -> DataLoader[Any]:
@@ -360,12 +373,11 @@ class MapLoader(ShardedLoader):
         """Read with a loader that nobody reads with: torch's has a single iterator when its workers persist."""
         loader = self._create_inner(self.source) if self._idle is None else self._idle
         self._idle = None
-        self._loaders.add(loader)
+        batches = self._start_reading(loader)
         try:
-            batches = start_reading(loader)
             yield from _with_failures(batches) if self.yields_failures else batches
         finally:
-            if loader in self._loaders:  # it was not stopped meanwhile
+            if not loader.num_workers or batches in self._with_workers:  # they were not stopped meanwhile
                 self._idle = loader
 
     def _read_memory(self, iteration: _Iteration) -> Iterator[list[torch.Tensor]]:
@@ -386,12 +398,7 @@ class MapLoader(ShardedLoader):
             yield [tensor.pin_memory() if tensor.is_cpu else tensor for tensor in batch] if pin else batch
 
     def stop_workers(self) -> None:  # noqa: D102
-        for loader in self._loaders:
-            iterator: Any = getattr(loader, "_iterator", None)
-            if hasattr(iterator, "_shutdown_workers"):
-                # Without this (torch has no public way) they live on for as long as the traceback of an error does.
-                iterator._shutdown_workers()
-        self._loaders.clear()
+        super().stop_workers()
         self._idle = None
 
     def _num_steps(self) -> int:
@@ -465,7 +472,7 @@ class OwnLoader(ShardedLoader):
         yield from steps
 
     def _steps_together(self) -> Iterator[LoadedBatch]:
-        batches = islice(start_reading(self.source), self.limit)
+        batches = islice(self._start_reading(self.source), self.limit)
         batch, ready = None, next(batches, None)
         while True:
             batch = batch if ready is None else ready
