@@ -12,6 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,17 @@ from tests.scripts.resumable import run_to_the_end
 
 
 def soak(
-    folder: Path, kills: int, processes: int = 1, workers: int = 0, asynchronous: bool = False
+    folder: Path,
+    kills: int,
+    processes: int = 1,
+    workers: int = 0,
+    asynchronous: bool = False,
+    run_whole: Callable[..., None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the killed run and the whole one ended with; fails unless there were so many kills."""
+    """Return what the killed run and the whole one ended with; fails unless there were so many kills.
+
+    :param run_whole: how to run it as a whole, where processes are there already
+    """
     options = {"workers": workers, "epochs": max(3, kills // 2), "asynchronous": asynchronous}
 
     def start(target: Path, delay: float) -> Fork | Job:
@@ -37,7 +46,10 @@ def soak(
     whole, killed = folder / "whole", folder / "killed"
     for target in (whole, killed):
         target.mkdir()
-    assert start(whole, 0.0).wait() == 0, (folder / "output").read_text()
+    if run_whole is None:
+        assert start(whole, 0.0).wait() == 0, (folder / "output").read_text()
+    else:
+        run_whole(whole, **options)
     generator = torch.Generator().manual_seed(0)
     done = 0
     while not (killed / "final.pt").exists():
