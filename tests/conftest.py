@@ -44,7 +44,7 @@ def _same_start() -> None:
 
 @pytest.fixture(scope="session")
 def job() -> Iterator[Callable[[int], RankPool]]:
-    """Give the job of so many processes; one that hung or died is replaced. All end in order."""
+    """Give the job with a number of processes; one that hung or died is replaced. All end in order."""
     jobs: dict[int, RankPool] = {}
 
     def of(world_size: int) -> RankPool:

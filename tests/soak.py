@@ -30,7 +30,7 @@ def soak(
     asynchronous: bool = False,
     run_whole: Callable[..., None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the killed run and the whole one ended with; fails unless there were so many kills.
+    """Return what the killed run and the whole one ended with; fails unless there were as many kills.
 
     :param run_whole: how to run it as a whole, where processes are there already
     """

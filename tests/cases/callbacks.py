@@ -60,7 +60,7 @@ def default_callbacks() -> Any:
 
 
 def wsd() -> Any:
-    """A run with a decay, one that goes on from before it, and the same in one go: 8, 4 + 8 and 12 updates."""
+    """A run with a decay, one resumed from before it, and the same without a break: 8, 4 + 8 and 12 updates."""
     with shared_folder() as folder:
 
         def run(name: str, epochs: int, ratio: float, initial: Path | None = None) -> Any:
