@@ -20,16 +20,17 @@ from tests.scripts import on_a_device
 from tests.shipped import SHIPPED
 from tests.tasks import equal
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="the simulated device is a backend in Python, which this torch does not have",
-)
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.xdist_group("device"),  # it is made once
+    pytest.mark.skipif(
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="the simulated device is a backend in Python, which this torch does not have",
+    ),
+]
 
 # What must know a number before the update, as documented.
 READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}
-
-
-pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("device")]  # it is made once
 
 
 @functools.cache
