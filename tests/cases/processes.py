@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,13 @@ def writers_side_by_side() -> Any:
             found.append([verify_state(path)["world_size"] for path in paths])
         trainer.barrier()
     return found
+
+
+def run_script(path: str, *arguments: str) -> None:
+    """As ``torchrun path arguments`` does."""
+    before = sys.argv
+    sys.argv = [path, *arguments]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = before

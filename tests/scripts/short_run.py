@@ -35,10 +35,7 @@ elif how == "two trainers":
     first.close()
     run(second)
     second.close()
+    second.close()
 else:
-    trainer = make()
-    run(trainer)
-    if how == "close":
-        trainer.close()
-        trainer.close()
+    run(make())
 assert dist.is_initialized()  # the job is left when the program ends
