@@ -34,7 +34,7 @@ demo: $(EXTRAS)-examples
 
 # Compiled files are kept: the tests start many interpreters.
 export PYTHONDONTWRITEBYTECODE :=
-RUN_TESTS := -m pytest -n auto --dist loadgroup
+RUN_TESTS := -m pytest -n auto --maxprocesses 8 --dist loadgroup
 PYTEST := $(BIN)/python $(RUN_TESTS)
 
 test: $(EXTRAS)-test
