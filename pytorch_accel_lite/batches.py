@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import nn
 
+BatchOutput = dict[str, Any]
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
@@ -141,7 +142,7 @@ def _signature(model: nn.Module) -> inspect.Signature:
         return inspect.signature(lambda *args, **kwargs: None)
 
 
-class ModelCaller:
+class BatchAdapter:
     """Feeds batches to a model in the ways that :meth:`Trainer.calculate_train_batch_loss` documents.
 
     ``model`` is given at each call, because it is wrapped while training; which keys its ``forward`` takes is
@@ -228,9 +229,6 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     :raises TypeError, ValueError: when it is no dict with a ``loss`` that is a scalar (or a dict of scalars) and,
         in training, requires gradients
     """
-    loss = output.get("loss") if type(output) is dict else None
-    if isinstance(loss, torch.Tensor) and loss.ndim == 0 and (loss.requires_grad or not training):
-        return  # the usual case, without a look at abstract types
     if not isinstance(output, Mapping):
         raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
     if "loss" not in output:
@@ -261,6 +259,27 @@ def check_batch_size(size: Any, method: str) -> None:
             raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
     elif not isinstance(size, (numbers.Real, torch.Tensor)):
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
+
+
+def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:
+    """Check what a step returned, and add what it left out.
+
+    :param data: what the step was given, and ``num_samples`` how many samples were collated into it, if that is known
+    :param method: the method that returned it, for errors
+    """
+    losses = output.get("loss") if type(output) is dict else None
+    if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
+        check_loss(output, method, training)  # the usual case is done without a look at abstract types
+        losses = output["loss"]
+    if "batch_size" not in output:
+        output["batch_size"] = batch_size_of(data, num_samples or None)
+    size = output["batch_size"]
+    if type(size) is not int or size < 1:
+        check_batch_size(size, method)
+    if not isinstance(losses, torch.Tensor):
+        output["loss"] = total_loss(losses)
+        if losses.keys() != {"loss"}:
+            output["losses"] = losses
 
 
 def total_loss(losses: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ def available_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def computes_on_its_own(device: torch.device) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
     """Whether a device goes on computing while Python does, and has events to tell how far it has come.
 
     That of Apple (``mps``) does too, but torch does not make its copies to host memory wait for it reliably.
@@ -32,12 +32,12 @@ def record_event(device: torch.device, **kwargs: Any) -> Any:
     return event
 
 
-def wide_float(device: torch.device) -> torch.dtype:
+def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return float64, in which sums are exact enough; float32 where a device has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def host_number(scalar: torch.Tensor) -> float:
+def to_float(scalar: torch.Tensor) -> float:
     """Read a tensor of one element; in host memory, past the operation that waits for a device."""
     if type(scalar) is not torch.Tensor:  # a part of one that is spread over processes, say
         return float(scalar)
@@ -45,7 +45,7 @@ def host_number(scalar: torch.Tensor) -> float:
     return float(number)
 
 
-class HostCopy:
+class AsyncCopy:
     """A copy of a tensor that is on its way to host memory, begun now and read later: nothing waits for the device.
 
     Where copies cannot be made so, it is made at once.
@@ -54,7 +54,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        is_late = computes_on_its_own(tensor.device)
+        is_late = is_asynchronous(tensor.device)
         self._copy = tensor.to("cpu", non_blocking=is_late)  # into pinned memory then
         self._arrival = record_event(tensor.device) if is_late else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from pytorch_accel_lite.utils import did_you_mean
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -91,16 +92,16 @@ class TrainerCallback:
     ``trainer.progress`` holds all counts. Accept ``**kwargs``
     in every event: arguments may be added.
 
-    A callback with ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
+    ``configure_run`` is called first of all: there a callback says what a run needs for it. A callback with
+    ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
     """
 
-    #: Whether the callback saves training states: the order of the data then follows from a seed, also when the
-    #: trainer was given none.
-    saves_training_states = False
-    #: Whether batches that fail in training are left out, with ``on_train_batch_skipped`` in place of what follows.
-    skips_failed_batches = False
-    #: Whether batches that do not fit into memory are split, as with ``train(auto_microbatch=True)``.
-    splits_batches = False
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        """Say what a run needs for this callback. Called once for each run, before its dataloaders are made.
+
+        :param request: what the run is asked to do; change what you need,
+            see :class:`~pytorch_accel_lite.run_config.RunRequest`
+        """
 
     def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The trainer has been constructed."""
@@ -225,10 +226,11 @@ class CallbackHandler:
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
         #: Who listens to each event, in order.
-        self.listeners: Mapping[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
+        self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
         #: Called with each callback that is about to take part in an event, and with the name of a phase that is about
         #: to begin (``"saving"``); returns a context in which that happens.
         self.timer: Timer | None = None
+        self._muted: set[tuple[int, str]] = set()
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> None:
@@ -248,17 +250,35 @@ class CallbackHandler:
             )
         _warn_about_misspelt_events(type(instance))
         self.callbacks.append(instance)
-        self.listeners = _Listeners(self._find_listeners)
+        self.listeners.clear()
 
     def clear_callbacks(self) -> None:
         """Remove all callbacks."""
         self.callbacks = []
-        self.listeners = _Listeners(self._find_listeners)
+        self.listeners.clear()
+
+    def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:
+        """Say whether a callback is called at events that it defines, which costs time at each step.
+
+        :param callback: one of those of this handler
+        """
+        muted = {(id(callback), event) for event in events}
+        self._muted = self._muted - muted if listens else self._muted | muted
+        for event in events:
+            self.listeners.pop(event, None)
 
     @property
     def callback_list(self) -> list[str]:
         """The class names of the callbacks, in order."""
         return [type(callback).__name__ for callback in self.callbacks]
+
+    def configure_run(self, trainer: Trainer, request: RunRequest) -> None:
+        """Let every callback say what a run needs for it."""
+        for callback in self.callbacks:
+            if type(callback).configure_run is TrainerCallback.configure_run:
+                _read_flags(callback, request)
+            else:
+                callback.configure_run(trainer, request)
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method named ``event`` of every callback that defines it, with the given arguments.
@@ -266,6 +286,10 @@ class CallbackHandler:
         Any name will do: an event of your own is fired like this and reaches the callbacks that define it. What is to
         end the run is raised when all have been called; the first of several, but a pause gives way to a stop.
         """
+        listeners = self.listeners[event]
+        if len(listeners) == 1 and self.timer is None:
+            listeners[0](*args, **kwargs)
+            return
         raised: list[Exception] = []
         self.call_each(event, raised.append, *args, **kwargs)
         if raised:
@@ -287,7 +311,7 @@ class CallbackHandler:
             except (StopTrainingError, NonFiniteLossError) as error:
                 ask(error)
 
-    def tell_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+    def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""
         errors = []
         for listener in self._find_listeners(event):
@@ -297,13 +321,15 @@ class CallbackHandler:
                 errors.append(error)
         return errors
 
+    tell_all = notify_all
+
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         default = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
             if not hasattr(type(callback), event) and event not in vars(callback):
                 continue
             method = getattr(callback, event)
-            if getattr(method, "__func__", method) is not default:
+            if getattr(method, "__func__", method) is not default and (id(callback), event) not in self._muted:
                 yield method
 
     def __iter__(self) -> Iterator[TrainerCallback]:
@@ -335,6 +361,20 @@ def timed(phase: str) -> Callable[[_Method], _Method]:
         return cast("_Method", call)
 
     return decorate
+
+
+def _read_flags(callback: TrainerCallback, request: RunRequest) -> None:
+    """Read what callbacks written for version 0.1 say in attributes."""
+    for flag, name in (
+        ("saves_training_states", "saves_training_states"),
+        ("skips_failed_batches", "skips_failed_batches"),
+        ("splits_batches", "auto_microbatch"),
+        ("save_on_signal", "ends_at_signals"),
+    ):
+        if getattr(callback, flag, False):
+            setattr(request, name, True)
+    if hasattr(callback, "find_latest"):
+        request.state_sources.append(callback)
 
 
 def _warn_about_misspelt_events(callback_class: type) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
-from pytorch_accel_lite.devices import wide_float
+from pytorch_accel_lite.devices import accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
 
+_NOTHING = nullcontext()
 Count = int | float | torch.Tensor
 _NO_GRADIENT, _DENSE = -1, 0  # a sparse gradient has at least one sparse dimension
 
@@ -22,12 +25,14 @@ class GradientWindow:
     gradients are multiplied by nominal/true size, which is 1 for all but ragged windows. That is exact for
     micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages.
 
+    :param device: where gradients are
     :param steps: micro-batches of each rank in a full window
     :param batch_size: samples in a nominal micro-batch of one rank
     """
 
-    def __init__(self, ranks: Ranks, steps: int, batch_size: int) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
         self._ranks = ranks
+        self._device = device
         self.steps = steps
         self._batch_size = batch_size
         self._nominal: Count = 0
@@ -74,13 +79,16 @@ class GradientWindow:
             self.items_per_batch = max(self._ranks.sum([float(items)])[0] / self._ranks.world_size, 1.0)
         return self.items_per_batch
 
-    def finish(self, optimizer: Any, device: torch.device) -> None:
+    def finish(self, optimizer: Any) -> None:
         """Correct the gradients when the window's true size differs from the nominal one, and begin the next."""
         nominal, true = self._nominal, self._true
         self.is_open = False
         self._nominal = self._true = 0
         if self.items_per_batch is not None and self._ranks.world_size > 1:
-            mine = torch.zeros((), dtype=wide_float(device), device=device)  # a number is not copied there: that waits
+            device = self._device
+            mine = torch.zeros(
+                (), dtype=accumulation_dtype(device), device=device
+            )  # a number is not copied there: that waits
             true = self._ranks.sum_on_device(mine + _as_weight(true))
         if not isinstance(true, torch.Tensor) and true == nominal:
             return
@@ -92,6 +100,14 @@ class GradientWindow:
         for gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient.mul_(factor)
+
+
+def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:
+    """Within a window, gradients stay on their rank; they are averaged once, at its end."""
+    accelerator.sync_gradients = ends_window
+    if ends_window or accelerator.num_processes == 1:
+        return _NOTHING
+    return accelerator.no_sync(model)  # type: ignore[no-any-return]
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
@@ -129,7 +145,7 @@ def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def parameters_outside(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
     """Return what an optimizer trains that is not the model's: parameters of the loss function, say."""
     own = {id(parameter) for parameter in model.parameters()}
     return [parameter for parameter in optimized_parameters(optimizer) if id(parameter) not in own]
@@ -140,6 +156,15 @@ def updated_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.
     optimized = list(optimized_parameters(optimizer))
     own = set(map(id, model.parameters()))
     return optimized if any(id(p) in own for p in optimized) else [*model.parameters(), *optimized]
+
+
+def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], norm: float) -> Any:
+    """Clip gradients by their total norm, and return what it was."""
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        # Accelerate compares them with the parameters of each model that it knows, which fails where it knows several.
+        accelerator.unscale_gradients()
+        return torch.nn.utils.clip_grad_norm_(parameters, norm)
+    return accelerator.clip_grad_norm_(parameters, norm)
 
 
 def clear_gradients(optimizer: Any) -> None:
@@ -154,4 +179,4 @@ def clear_gradients(optimizer: Any) -> None:
 
 def _as_weight(count: Count) -> Count:
     """Return a count as float64 where that exists: dividing whole numbers would give float32."""
-    return count.to(wide_float(count.device)) if isinstance(count, torch.Tensor) else count
+    return count.to(accumulation_dtype(count.device)) if isinstance(count, torch.Tensor) else count

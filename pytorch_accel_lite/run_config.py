@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Any
+import os
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from accelerate import Accelerator
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunRequest:
-    """The arguments of a run that do not depend on its data."""
+    """What a run is asked to do: by the arguments of ``train()``, and by callbacks in ``configure_run``.
 
+    What is not listed here is an argument of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and becomes a
+    part of the :class:`TrainerRunConfig`.
+
+    :param kind: whether the run trains, evaluates or predicts
+    :param saves_training_states: the order of the data follows from a seed, also when the trainer was given none
+    :param skips_failed_batches: training batches that fail are left out
+    :param ends_at_signals: SIGTERM, SIGUSR1 and SIGINT end the run after the current update
+    :param measures_waiting: the training dataloader measures, in ``seconds_waited``, how long an epoch has waited
+    :param max_batches: batches that each process reads in an epoch of training and in an evaluation
+    :param first_sample: a prediction begins after so many samples
+    :param state_sources: where ``resume_from="latest"`` looks: objects with ``find_latest(trainer)`` and ``save_dir``
+    """
+
+    kind: Literal["training", "evaluation", "prediction"] = "training"
     num_epochs: int | None = None
     max_num_train_steps: int | None = None
     gradient_accumulation_steps: int = 1
@@ -20,6 +35,32 @@ class RunRequest:
     gradient_clip_norm: float | None = None
     scheduler_interval: str = "update"
     scheduler_metric: str | None = None
+    eval_every_n_epochs: int = 1
+    auto_microbatch: bool = False
+    saves_training_states: bool = False
+    skips_failed_batches: bool = False
+    ends_at_signals: bool = False
+    measures_waiting: bool = False
+    max_batches: int | None = None
+    first_sample: int = 0
+    state_sources: list[Any] = field(default_factory=list)
+    _paths: dict[str, tuple[object, str]] = field(default_factory=dict)
+
+    def claim_path(self, owner: object, argument: str, path: str | os.PathLike[str] | None) -> None:
+        """Say that a callback writes to a path, to which no other callback may write.
+
+        :param owner: the callback
+        :param argument: the name of its argument with the path
+        :raises ValueError: when another callback writes there; names the argument, the path and both callbacks
+        """
+        if path is None:
+            return
+        other, _ = self._paths.setdefault(os.path.realpath(path), (owner, argument))
+        if other is not owner:
+            raise ValueError(
+                f"{argument}={os.fspath(path)!r} is that of two callbacks, {type(owner).__name__} and "
+                f"{type(other).__name__}, which would overwrite each other's files. Give each a path of its own."
+            )
 
 
 @dataclass(frozen=True)
@@ -48,6 +89,8 @@ class TrainerRunConfig:
     :param seed: the seed given to the trainer, ``None`` when there is none
     :param scheduler_interval: the scheduler is stepped after every ``"update"`` or every ``"epoch"``
     :param scheduler_metric: the metric whose latest value the scheduler is given, ``None``: it is given nothing
+    :param eval_every_n_epochs: epochs of training from one evaluation to the next
+    :param auto_microbatch: batches that do not fit into memory are split
     """
 
     num_epochs: int | None
@@ -71,6 +114,8 @@ class TrainerRunConfig:
     seed: int | None = None
     scheduler_interval: str = "update"
     scheduler_metric: str | None = None
+    eval_every_n_epochs: int = 1
+    auto_microbatch: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
@@ -80,7 +125,6 @@ class TrainerRunConfig:
 
 def resolve_run_config(
     request: RunRequest,
-    *,
     accelerator: Accelerator,
     train_dataloader: Any,
     train_dl_kwargs: dict[str, Any] | None,
@@ -99,8 +143,9 @@ def resolve_run_config(
     processes = accelerator.num_processes
     train_batch_size = (train_dl_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (eval_dl_kwargs or {}).get("batch_size") or batch_size
+    asked = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
     return TrainerRunConfig(
-        **vars(request),
+        **asked,
         train_per_device_batch_size=train_batch_size,
         train_dl_kwargs=train_dl_kwargs,
         eval_per_device_batch_size=eval_batch_size,

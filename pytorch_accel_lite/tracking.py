@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.devices import host_number, wide_float
+from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.utils import did_you_mean, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from pytorch_accel_lite.distributed import Ranks
 
 
 @dataclass
@@ -127,18 +129,18 @@ class InMemoryRunHistory(RunHistory):
         self._prefix = ""
         self.reset()
 
-    def reset(self) -> None:  # noqa: D102
+    def reset(self) -> None:
         self._current_epoch = 1
         self._metrics: dict[str, list[Any]] = {}
         self._epochs: dict[str, list[int]] = {}
 
-    def get_metric_names(self) -> list[str]:  # noqa: D102
+    def get_metric_names(self) -> list[str]:
         return list(self._metrics)
 
-    def get_metric_values(self, metric_name: str) -> list[Any]:  # noqa: D102
+    def get_metric_values(self, metric_name: str) -> list[Any]:
         return self._metrics.get(metric_name, [])
 
-    def get_latest_metric(self, metric_name: str) -> Any:  # noqa: D102
+    def get_latest_metric(self, metric_name: str) -> Any:
         values = self._metrics.get(metric_name)
         if not values:
             raise ValueError(
@@ -147,24 +149,24 @@ class InMemoryRunHistory(RunHistory):
             )
         return values[-1]
 
-    def update_metric(self, metric_name: str, metric_value: Any) -> None:  # noqa: D102
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
         name = f"{self._prefix}{metric_name}"
         self._metrics.setdefault(name, []).append(metric_value)
         self._epochs.setdefault(name, []).append(self._current_epoch)
 
-    def delete_metric(self, metric_name: str) -> None:  # noqa: D102
+    def delete_metric(self, metric_name: str) -> None:
         self.get_latest_metric(metric_name)
         del self._metrics[metric_name], self._epochs[metric_name]
 
-    def set_metric_name_prefix(self, prefix: str = "") -> None:  # noqa: D102
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
         self._prefix = prefix
 
     @property
-    def metric_name_prefix(self) -> str:  # noqa: D102
+    def metric_name_prefix(self) -> str:
         return self._prefix
 
     @property
-    def current_epoch(self) -> int:  # noqa: D102
+    def current_epoch(self) -> int:
         return self._current_epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,9 +262,9 @@ class LossTracker:
         """
         loss = loss_batch_value
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
-            batch_size = host_number(batch_size)
+            batch_size = to_float(batch_size)
         if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
-            loss = host_number(loss)
+            loss = to_float(loss)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             self._add_on_device(loss, batch_size)
@@ -273,7 +275,7 @@ class LossTracker:
 
     def _add_on_device(self, loss: torch.Tensor, batch_size: Any) -> None:
         if not isinstance(self.total_loss, torch.Tensor):
-            self.total_loss = torch.full((), self.total_loss, dtype=wide_float(loss.device), device=loss.device)
+            self.total_loss = torch.full((), self.total_loss, dtype=accumulation_dtype(loss.device), device=loss.device)
         if isinstance(batch_size, torch.Tensor):
             self.total_loss.add_(loss.to(self.total_loss.dtype) * batch_size)
         else:
@@ -295,3 +297,47 @@ class LossTracker:
         """The weighted mean so far, 0 before the first batch. Reads the device."""
         count = float(self.running_count)
         return float(self.total_loss) / count if count else 0.0
+
+
+class LossTrackers(dict[str, LossTracker]):
+    """The running losses of an epoch or evaluation: ``loss``, and its parts by name where a step returned several."""
+
+    def __init__(self) -> None:
+        super().__init__(loss=LossTracker())
+
+    def add(self, output: dict[str, Any]) -> None:
+        """Add the losses of a step, each a mean over its samples, or over its ``num_items_in_batch``."""
+        weight = output["num_items_in_batch"] if "num_items_in_batch" in output else output["batch_size"]
+        self["loss"].update(output["loss"], weight)
+        if "losses" in output:
+            for name, loss in output["losses"].items():
+                self.of(name).update(loss, weight)
+
+    def of(self, name: str) -> LossTracker:
+        """Return the tracker of a name, which may be new."""
+        return self.setdefault(name, LossTracker())
+
+    def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
+        """Return, by name, the sums of the losses so far and of their weights, over all ranks. Reads the device."""
+        mine = {key: (float(t.total_loss), float(t.running_count)) for key, t in self.items()}
+        summed: dict[str, tuple[float, float]] = {}
+        for sums in ranks.all_gather_object(mine):
+            for key, (total, count) in sums.items():
+                before = summed.get(key, (0.0, 0.0))
+                summed[key] = before[0] + total, before[1] + count
+        return summed
+
+    def means(self, ranks: Ranks, name: str) -> dict[str, float]:
+        """Return the means over all ranks, by names in which that of the loss is put.
+
+        :param name: ``"train_{}_epoch"`` for example
+        :raises ValueError: when nothing has been added on any rank
+        """
+        means = {}
+        for key, (total, count) in self.summed(ranks).items():
+            if not count and name.startswith("train"):
+                raise ValueError("Every batch of the epoch was skipped.")
+            if not count:
+                raise ValueError("eval_dataset gave no batch: it is empty, or exhausted.")
+            means[name.format(key)] = total / count
+        return means

@@ -1,63 +1,56 @@
-"""The trainer: its public methods, the steps that can be overridden, and the loop, in reading order."""
+"""The trainer: what users give it, call and override. Its loops are in ``loops``, what belongs to a run in ``run``."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import set_seed
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base import TrainerBase
-from pytorch_accel_lite.batches import batch_size_of, check_batch_size, check_loss, concatenate, to_cpu, total_loss
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, CallbackHandler, RunInterruptedError, StopTrainingError
-from pytorch_accel_lite.checkpoint.training_state import TrainingState
-from pytorch_accel_lite.data import LoadedBatch, NamedDatasets, ShardedLoader
-from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
-from pytorch_accel_lite.diagnosis import Diagnosis, diagnose
-from pytorch_accel_lite.finding import LearningRates, check_range_test, largest_batch, range_test
-from pytorch_accel_lite.gradients import (
-    GradientWindow,
-    average_gradients,
-    clear_gradients,
-    optimized_parameters,
-    parameters_outside,
-    updated_parameters,
-)
-from pytorch_accel_lite.guarding import StepGuard
+from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, batch_size_of
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
+from pytorch_accel_lite.checkpoint import saving
+from pytorch_accel_lite.control import ending_in_order, exit_for
+from pytorch_accel_lite.data import NamedDatasets
+from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs, processes_on_machine
+from pytorch_accel_lite.distributed import Ranks, collectives, prepared, shutdown
+from pytorch_accel_lite.distributed.launch import check_launch, die_with_launcher
+from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
+from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
+from pytorch_accel_lite.loops import evaluation, prediction
+from pytorch_accel_lite.loops.setup import begin_training, find_data, start_or_resume
+from pytorch_accel_lite.loops.training import train, train_epoch
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
     replace_trainer_placeholder_values,
 )
-from pytorch_accel_lite.preparation import evaluation_mode
-from pytorch_accel_lite.resuming import (
-    find_state,
-    generator_states,
-    restore,
-    restore_callbacks,
-    restore_own,
-    set_generator_states,
-)
-from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.signals import ending_in_order, exit_for
-from pytorch_accel_lite.tracking import LossTracker, Progress
-from pytorch_accel_lite.trials import unchanged
-from pytorch_accel_lite.utils import check_positive_int, check_range
+from pytorch_accel_lite.run import Run, entering
+from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
+from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
+from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
 from pytorch_accel_lite.validation import (
+    check_constructor,
     check_data,
+    check_model_options,
     check_scheduler,
     check_training,
-    has_no_batch,
-    takes,
-    warn_of_a_foreign_optimizer,
+    warn_if_optimizer_misses_model,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
+    from pytorch_accel_lite.gradients import GradientWindow
+    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
+    from pytorch_accel_lite.tools import diagnosis, tuning
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -68,22 +61,19 @@ __all__ = [
     "replace_trainer_placeholder_values",
 ]
 
-BatchOutput = dict[str, Any]
-# What evaluate() and predict() set up, and put back when they are called within a training run.
-_OF_A_RUN = (
-    "run_config", "eval_dataset", "collate_fn", "_train_dataloader", "_train_dl_kwargs", "_eval_dataloader",
-    "_eval_loaders", "_eval_dl_kwargs", "loss_trackers", "_update_limit",
-)  # fmt: skip
-# What run_evaluation() replaces for a while.
-_OF_AN_EPOCH = (
-    "loss_trackers", "recorded_losses", "model", "_trained_model", "_eval_dataloader", "callback_handler", "_loaded",
-)  # fmt: skip
-
 StrPath = str | os.PathLike[str]
-_NOTHING = nullcontext()
 
 
-class Trainer(TrainerBase):
+def _of_the_run(name: str, doc: str | None = None) -> Any:
+    """Return a property for an attribute of the current or last run."""
+
+    def write(trainer: Trainer, value: Any) -> None:
+        setattr(trainer.current_run, name, value)
+
+    return property(attrgetter(f"current_run.{name}"), write, doc=doc)
+
+
+class Trainer:
     """Trains, evaluates and applies a model on whatever hardware there is.
 
     Behaviour is changed by overriding a step method, or by callbacks; the loop with all its events is in the
@@ -113,7 +103,80 @@ class Trainer(TrainerBase):
         on the device, which are read only by those who show them every so often
     """
 
-    # ------------------------------------------------------------------------------------------ training
+    # ------------------------------------------------------------------------- the current or last run
+
+    progress: Progress = _of_the_run("progress")
+    run_config: TrainerRunConfig | None = _of_the_run("config")
+    recorded_losses: dict[str, float] = _of_the_run("recorded_losses")
+    loss_trackers: LossTrackers = _of_the_run("loss_trackers")
+    step_metrics: dict[str, Any] = _of_the_run("step_metrics")
+    stop_reason: str | None = _of_the_run("stop_reason")
+    interruption: RunPausedError | None = _of_the_run("interruption")
+    gradient_window: GradientWindow = _of_the_run("window")
+    num_microbatches: int = _of_the_run("num_microbatches")
+    data_seed: int | None = _of_the_run("data_seed")
+    train_dataset: Any = _of_the_run("train_dataset")
+    eval_dataset: Any = _of_the_run("eval_dataset")
+    collate_fn: Callable[[Any], Any] | None = _of_the_run("collate_fn")
+    train_dataloader: Any = _of_the_run("train_loader", "This process's training batches.")
+    eval_dataloader: Any = _of_the_run("eval_loader", "This process's evaluation batches.")
+    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders", "Those of every dataset, when a dict was given.")
+    _train_dataloader: Any = train_dataloader  # the names that the ancestor's users know
+    _eval_dataloader: Any = eval_dataloader
+    is_running: bool = _of_the_run("is_active", "Whether a run of training, evaluation or prediction is under way.")
+    is_finished: bool = _of_the_run("is_finished", "Whether all epochs or updates that were asked for are made.")
+    evaluation_is_due: bool = _of_the_run(
+        "evaluation_is_due", "Whether the current epoch is followed by an evaluation."
+    )
+    batch_indices: list[Any] | None = _of_the_run(
+        "batch_indices",
+        """The indices in the dataset of the samples in the current batch of this process.
+
+        For callbacks and steps. ``None`` when they are not known: of streams, and of loaders that are no
+        ``DataLoader``; empty for a batch that only keeps this process in step with the others, which counts nothing.
+        """,
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_func: Callable[..., Any] | None,
+        optimizer: torch.optim.Optimizer | None,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = DEFAULT_CALLBACKS,
+        run_history: RunHistory | None = None,
+        *,
+        accelerator: Accelerator | None = None,
+        seed: int | None = None,
+        compile_model: bool | dict[str, Any] = False,
+        channels_last: bool = False,
+    ) -> None:
+        die_with_launcher()
+        check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
+        check_model_options(compile_model, channels_last)
+        self.model = model
+        self.loss_func = loss_func
+        self.optimizer: Any = optimizer
+        self.callback_handler = self._create_callback_handler(callbacks)
+        self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
+        self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
+        self._accelerator = self.accelerator  # the name that the ancestor's users know
+        check_launch(self.accelerator)
+        self.seed = None if seed is None else int(seed)  # generators refuse numpy's integers
+        self.compile_model = compile_model
+        self.channels_last = channels_last
+        self.ranks = Ranks(self.accelerator)
+        self.scheduler: Any = None
+        self.create_scheduler_fn: Callable[..., Any] | None = None
+        self.registered_objects: dict[str, Any] = {}
+        self.prepared_model: prepared.PreparedModel | None = None
+        self.current_run = Run(self.ranks)
+        self.current_run.data_seed = self.seed
+        self._adapter = BatchAdapter(model)
+        self._latest_eval_dataset: Any = None
+        shutdown.register(self, self.accelerator)
+        self.callback_handler.call_event("on_init_end", self)
+
+    # ------------------------------------------------------------------- training, evaluation, prediction
 
     def train(
         self,
@@ -171,6 +234,7 @@ class Trainer(TrainerBase):
             that is infinite or NaN
         """
         request = RunRequest(
+            "training",
             num_epochs,
             max_num_train_steps,
             gradient_accumulation_steps,
@@ -178,6 +242,8 @@ class Trainer(TrainerBase):
             gradient_clip_norm,
             scheduler_interval,
             scheduler_metric,
+            eval_every_n_epochs,
+            auto_microbatch,
         )
         if self.is_running:
             raise RuntimeError(
@@ -185,81 +251,77 @@ class Trainer(TrainerBase):
                 "first: raise StopTrainingError, or close the iterator."
             )
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        warn_of_a_foreign_optimizer(self)
-        self._eval_every_n_epochs = check_positive_int("eval_every_n_epochs", eval_every_n_epochs)
-        builds_loader = type(self).create_train_dataloader is not Trainer.create_train_dataloader
-        check_data(
-            "train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn, builds_loader
-        )
+        warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
+        batch_size, last = per_device_batch_size, self.progress
+        self._check_data("train_dataset", train_dataset, batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
-            self._check_eval_data(
-                "eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn
-            )
-        per_device_batch_size = int(per_device_batch_size)  # of numpy's integers, too
-        if isinstance(train_dataset, dict):
-            train_dataset = NamedDatasets(train_dataset)
-        self.train_dataset, self.collate_fn, self._latest_eval_dataset = train_dataset, collate_fn, eval_dataset
-        self.create_scheduler_fn = create_scheduler_fn
-        state = find_state(self, resume_from)
-        if self.seed is not None:
-            set_seed(self.seed, device_specific=True)
-        self.data_seed = self._choose_data_seed(state)
-        self._train_dataloader = self._shard(
-            self.create_train_dataloader(per_device_batch_size, train_dataloader_kwargs), training=True
-        )
-        self._create_eval_loaders(eval_dataset, per_device_batch_size, eval_dataloader_kwargs)
-        self._apply_model_options()  # now, so that a callback's copy of the model has them too
-        self._call_event("on_dataloaders_created")
-        with self._prepared(training=True):
-            self.run_config = self._create_run_config(per_device_batch_size, request)
-            self.gradient_window = GradientWindow(
-                self.ranks, gradient_accumulation_steps, self.run_config.train_per_device_batch_size
-            )
+            self._check_data("eval_dataset", eval_dataset, batch_size, eval_dataloader_kwargs, collate_fn)
+        run = Run(self.ranks, request)
+        run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+        run.eval_dataset, run.collate_fn = eval_dataset, collate_fn
+        self._latest_eval_dataset, self.create_scheduler_fn = eval_dataset, create_scheduler_fn
+        with entering(self, run, keep=True):
+            find_data(self, run, int(batch_size), train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            begin_training(self, run, int(batch_size))  # of numpy's integers, too
             self.scheduler = self.create_scheduler()
             self._check_scheduler(request)
-            self._parameters_outside = [] if self.is_sharded else parameters_outside(self.model, self.optimizer)
-            self.ranks.copy_from_first(self._parameters_outside)
-            clear_gradients(self.optimizer)  # what a run that failed within a window may have left
-            self.accelerator.sync_gradients = True
-            was_mid_epoch, self.progress = self.progress.is_mid_epoch, Progress()
-            self.step_metrics.clear()
-            self._guard, self.num_microbatches = self._create_guard(auto_microbatch), 1
-            if reset_run_history:
-                self.run_history.reset()
-            elif was_mid_epoch:
-                self.run_history._increment_epoch()  # past the one in which the run before was stopped
-            if state is not None:
-                restore(self, state)
-            is_ddp = isinstance(self.model, DistributedDataParallel)
-            self._must_rehearse = (
-                is_ddp and self._guard is None and self.ranks.world_size > 2 and self.progress.update > 0
-            )
+            start_or_resume(self, run, reset_run_history, last)
             try:
-                with ending_in_order(self._stop_vote.ask, self._ends_at_signals()):
-                    self._run_training(state)
+                with ending_in_order(run.control.request, request.ends_at_signals):
+                    self._run_training(run.resumed)
             finally:
-                for loader in (self._train_dataloader, *self.eval_dataloaders):
-                    if isinstance(loader, ShardedLoader):
-                        loader.stop_workers()
-        if isinstance(self.interruption, RunInterruptedError):
-            exit_for(self.interruption)
+                run.stop_workers()
+        exit_for(run.interruption)
 
-    def _create_guard(self, auto_microbatch: bool) -> StepGuard | None:
-        """Return what runs the steps when they may fail; ``None`` when a failure is to end the run."""
-        splits = auto_microbatch or any(callback.splits_batches for callback in self.callback_handler)
-        skips = any(callback.skips_failed_batches for callback in self.callback_handler)
-        return StepGuard(self, splits, skips) if splits or skips else None
+    evaluate = evaluation.evaluate
+    run_evaluation = evaluation.run_evaluation
+    predict = prediction.predict
+    predict_iter = prediction.predict_iter
 
-    def _ends_at_signals(self) -> bool:
-        return any(getattr(callback, "save_on_signal", False) for callback in self.callback_handler)
+    if TYPE_CHECKING:
+        find_lr = tuning.find_lr
+        find_batch_size = tuning.find_batch_size
+        diagnose = diagnosis.diagnose
+    else:  # loaded when they are needed
+        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning")
+        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning")
+        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis")
 
-    def _choose_data_seed(self, state: TrainingState | None) -> int | None:
-        """Return what the order of the data follows from: ``None`` leaves it to torch's generator."""
-        if state is not None:
-            return state.metadata["data_seed"]  # type: ignore[no-any-return]
-        if self.seed is not None or not any(callback.saves_training_states for callback in self.callback_handler):
-            return self.seed
-        return self.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    save_checkpoint = saving.save_checkpoint
+    load_checkpoint = saving.load_checkpoint
+    save_model = saving.save_model
+    check_weights = saving.check_weights
+    register_for_checkpointing = saving.register_for_checkpointing
+    save_training_state = saving.save_training_state
+    load_training_state = saving.load_training_state
+
+    def _run_training(self, resumed: TrainingState | None = None) -> None:
+        train(self, self.current_run)
+
+    def _run_train_epoch(self) -> None:
+        train_epoch(self, self.current_run)
+
+    def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
+        evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
+
+    # ---------------------------------------------------------------- what a run is made of, to override
+
+    def _create_callback_handler(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> CallbackHandler:
+        handler = CallbackHandler(callbacks)
+        if LIMIT_BATCHES_VARIABLE in os.environ:
+            from pytorch_accel_lite.callbacks.limits import limit_from_environment
+
+            handler.add_callbacks(limit_from_environment())
+        return handler
+
+    def _create_accelerator(self) -> Accelerator:
+        """Make the ``Accelerator``, once, when none was given. Gradients are reduced where they lie, not in copies."""
+        return Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+
+    def _create_run_config(self, batch_size: int, request: RunRequest) -> TrainerRunConfig:
+        run = self.current_run
+        kwargs = run.train_loader_kwargs, run.eval_loader_kwargs
+        return resolve_run_config(request, self.accelerator, run.train_loader, *kwargs, batch_size, self.seed)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches; override it to build your own.
@@ -270,25 +332,25 @@ class Trainer(TrainerBase):
         :param batch_size: samples in a batch of one process
         :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
         """
-        self._train_dl_kwargs = merge_loader_kwargs(
-            self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs
-        )
-        return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | self._train_dl_kwargs))
+        defaults = self.get_default_train_dl_kwargs(batch_size)
+        kwargs = merge_loader_kwargs(self.train_dataset, defaults, train_dl_kwargs)
+        self.current_run.train_loader_kwargs = kwargs
+        return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
-        self._eval_dl_kwargs = merge_loader_kwargs(
-            self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs
-        )
-        return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | self._eval_dl_kwargs))
+        defaults = self.get_default_eval_dl_kwargs(batch_size)
+        kwargs = merge_loader_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
+        self.current_run.eval_loader_kwargs = kwargs
+        return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the training dataloader: shuffled, workers where they pay."""
-        return default_loader_kwargs(self.train_dataset, batch_size, True, self._local_world_size)
+        return default_loader_kwargs(self.train_dataset, batch_size, True, processes_on_machine(self.accelerator))
 
     def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the evaluation dataloader: in order, workers where they pay."""
-        return default_loader_kwargs(self.eval_dataset, batch_size, False, self._local_world_size)
+        return default_loader_kwargs(self.eval_dataset, batch_size, False, processes_on_machine(self.accelerator))
 
     def create_scheduler(self) -> Any:
         """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""
@@ -300,7 +362,12 @@ class Trainer(TrainerBase):
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
         check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
 
-    # -------------------------------------------------------------------- training: steps to override
+    def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
+        method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
+        builds_loader = getattr(type(self), method) is not getattr(Trainer, method)
+        check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
+
+    # -------------------------------------------------------------------------------- steps to override
 
     def training_run_start(self) -> None:
         """Called when a training run starts."""
@@ -325,22 +392,22 @@ class Trainer(TrainerBase):
 
     def backward_step(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss, which has been weighted by its share of the accumulation window."""
-        if self._preparation is not None and self._preparation.is_plain:
+        if self.prepared_model is not None and self.prepared_model.is_plain:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self.accelerator.backward(loss)
 
     def clip_gradients(self) -> None:
         """Clip the gradients as the run config says. Called once an update, on unscaled gradients."""
-        value, norm = self._config.gradient_clip_value, self._config.gradient_clip_norm
+        config = self.current_run.settings
+        value, norm = config.gradient_clip_value, config.gradient_clip_norm
         if value is None and norm is None:
             return
-        # Accelerate recognises sharded models by their parameters.
         clipped = list(self.model.parameters()) if self.is_sharded else updated_parameters(self.model, self.optimizer)
         if value is not None:
             self.accelerator.clip_grad_value_(clipped, value)
         if norm is not None:
-            self._gradient_norm = self.accelerator.clip_grad_norm_(clipped, norm)
+            self.current_run.gradient_norm = clip_norm(self.accelerator, clipped, norm)
 
     def optimizer_step(self) -> None:
         """Update the weights."""
@@ -350,7 +417,7 @@ class Trainer(TrainerBase):
         """Step the scheduler. Called once an update, unless a gradient scaler skipped it, or once an epoch."""
         if self.scheduler is None:
             return
-        metric = self._config.scheduler_metric
+        metric = self.current_run.settings.scheduler_metric
         if metric is None:
             self.scheduler.step()
             return
@@ -385,323 +452,57 @@ class Trainer(TrainerBase):
     def training_run_epoch_end(self) -> None:
         """Called when an epoch ends, after its evaluation."""
 
-    # ------------------------------------------------------------------------------ training: the loop
+    def training_run_end(self) -> None:
+        """Called when a training run ends."""
 
-    def _run_training(self, resumed: TrainingState | None = None) -> None:
-        ended = False
-        self.stop_reason, self.interruption = None, None
-        self._resumed = resumed
-        self._stop_vote.restart()
-        try:
-            try:
-                self.training_run_start()
-                self._call_event("on_training_run_start")
-                over = self._is_over(resumed)
-                if over or not self.progress.is_mid_epoch:
-                    self._finish_resuming()
-                while not over and (self.progress.is_mid_epoch or not self.is_finished):
-                    self._run_epoch()
-            except StopTrainingError as stop:
-                self._end_early(stop)
-            ended = True
-            self.training_run_end()
-            self._call_ending_event("on_training_run_end")
-        except BaseException as error:
-            self._close_failed_run(error, ended)
-            raise
+    def evaluation_run_start(self) -> None:
+        """Called when ``evaluate`` starts."""
 
-    def _run_epoch(self) -> None:
-        if not self.progress.is_mid_epoch:
-            self.progress.start_epoch()
-        self._run_train_epoch()
-        if self.evaluation_is_due:
-            self._run_evaluations()
-        self._step_scheduler_after_epoch()
-        self.training_run_epoch_end()
-        self._call_event("on_training_run_epoch_end")
-        self._stop_vote.settle(now=True)
-        self.progress.epochs_completed = self.progress.epoch
-        self.run_history._increment_epoch()
-        self._call_event("on_epoch_checkpoint")
-        self._stop_vote.settle(now=True, can_save=True)
+    def evaluation_run_end(self) -> None:
+        """Called when ``evaluate`` ends."""
 
-    def _step_scheduler_after_epoch(self) -> None:
-        """Step a scheduler that is stepped by epochs; one that follows a metric, only when that was to be measured."""
-        if self.scheduler is None or self._config.scheduler_interval != "epoch":
-            return
-        is_measured = self.evaluation_is_due or not self.eval_dataloaders
-        if self._config.scheduler_metric is None or is_measured:
-            self.scheduler_step()
+    def calculate_predict_batch_output(self, batch: Any) -> Any:
+        """Return the model's outputs for a batch in ``predict``; override it to post-process them.
 
-    def _run_train_epoch(self) -> None:
-        self.train_epoch_start()
-        self._reset_losses()
-        self._call_event("on_train_epoch_start")
-        self._finish_resuming()
-        loader = self._train_dataloader = self._shard(self._train_dataloader, training=True)
-        limit = math.inf if self._update_limit is None else self._update_limit
-        steps = loader.steps(self.progress.epoch, self.progress.samples_in_epoch, self.progress.step)
-        while self.progress.update < limit and (loaded := next(steps, None)) is not None:
-            if self._must_rehearse:
-                self._rehearse(loaded.batch)
-            self._run_train_step(loaded)
-        if not self.progress.step:
-            raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
-        self._stop_vote.settle(now=True)
-        self._sync_buffers()
-        self.train_epoch_end()
-        self._record_losses("train_{}_epoch")
-        self._call_event("on_train_epoch_end")
-
-    def _rehearse(self, batch: Any) -> None:
-        """Go forward and back once, and leave no trace but one.
-
-        ``DistributedDataParallel`` arranges gradients anew after its first backward pass. With three processes or more
-        the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
+        By default the first element of a tuple or list, or the keys of a dict that ``forward`` takes and that are
+        no targets, are given to the model.
         """
-        self._must_rehearse = False
-        generators, buffers = generator_states(), [buffer.clone() for buffer in self.model.buffers()]
-        self.backward_step(total_loss(self.calculate_train_batch_loss(batch)["loss"]))
-        clear_gradients(self.optimizer)
-        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-        set_generator_states(generators)
-
-    def _run_train_step(self, loaded: LoadedBatch) -> None:
-        batch, step, self._loaded = loaded.batch, self.progress.step, loaded
-        window = self.gradient_window
-        assert window is not None
-        ends_window = loaded.is_last or (step + 1) % window.steps == 0
-        self._call_event("on_train_step_start")
-        go_forward_and_back = self._go_forward_and_back if self._guard is None else self._guard.run
-        if window.steps == 1:
-            output = go_forward_and_back(loaded)
-        else:
-            with self._gradient_sync(ends_window):
-                output = go_forward_and_back(loaded)
-        updates = ends_window and window.is_open  # it is not when all its batches were skipped
-        if updates:
-            self._run_update()
-        self.progress.step += 1
-        if output is not None:
-            self._call_event("on_train_step_end", batch=batch, batch_output=output, step=step)
-        if updates:
-            self._call_event("on_update_end", step=step)
-            self._call_event("on_train_step_checkpoint", step=step)
-            self._stop_vote.settle(can_save=True)
-
-    def _go_forward_and_back(self, loaded: LoadedBatch) -> BatchOutput:
-        batch, step = loaded.batch, self.progress.step
-        output = self.calculate_train_batch_loss(batch)
-        loss = self._weigh_loss(output, loaded)
-        self._call_event("on_backward_start", batch=batch, batch_output=output, step=step)
-        self.backward_step(loss)
-        self._call_event("on_backward_end", batch=batch, batch_output=output, step=step)
-        return output
-
-    def _run_update(self) -> None:
-        assert self.gradient_window is not None
-        if self._guard is not None:
-            self._guard.finish_window()
-        elif self._parameters_outside and self.ranks.world_size > 1:
-            average_gradients(self._parameters_outside, self.ranks)
-        self.gradient_window.finish(self.optimizer, self.accelerator.device)
-        self._gradient_norm, self._skips_update = None, False
-        self.clip_gradients()
-        self._call_event("on_optimizer_step_start")
-        if not self._skips_update:
-            self.optimizer_step()
-        self.progress.update += 1
-        each_update = self.scheduler is not None and self._config.scheduler_interval == "update"
-        if each_update and not self.update_was_skipped:
-            self.scheduler_step()
-        self.optimizer_zero_grad()
-        self._call_event("on_optimizer_step_end")
-
-    def _run_evaluations(self, is_training: bool = True, is_intermediate: bool = False) -> dict[str, float]:
-        """Evaluate what there is to evaluate; of several datasets, the metrics are prefixed with their names."""
-        if not self._eval_loaders and self._eval_dataloader is not None:
-            self._run_eval_epoch(self._eval_dataloader, is_training, is_intermediate)
-            return self.recorded_losses
-        prefix, losses = self.run_history.metric_name_prefix, dict[str, float]()
-        for name, loader in self._eval_loaders.items():
-            self._eval_dataloader = loader
-            self.run_history.set_metric_name_prefix(f"{prefix}{name}_")
-            try:
-                self._run_eval_epoch(loader, is_training, is_intermediate)
-            finally:
-                self.run_history.set_metric_name_prefix(prefix)
-            losses |= {f"{name}_{metric}": loss for metric, loss in self.recorded_losses.items()}
-        return losses
-
-    def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
-        self.eval_epoch_start()
-        self._reset_losses()
-        self._call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
-        with self._unwrapped_model(), torch.no_grad():
-            for loaded in self._shard(valid_dl, training=False).steps(self.progress.epoch):
-                self._loaded = loaded
-                self._call_event("on_eval_step_start")
-                output = self.calculate_eval_batch_loss(loaded.batch)
-                self._complete_output(output, loaded.batch, "calculate_eval_batch_loss", training=False)
-                self._track_losses(output, loaded)
-                self._call_event("on_eval_step_end", batch=loaded.batch, batch_output=output)
-        self.eval_epoch_end()
-        self._record_losses(
-            "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
-        )
-        self._call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
-        self._stop_vote.settle(now=True)
-
-    def run_evaluation(
-        self,
-        model: nn.Module | None = None,
-        prefix: str = "",
-        is_intermediate: bool = True,
-        callbacks: CallbackHandler | None = None,
-    ) -> dict[str, float]:
-        """Evaluate on the run's ``eval_dataset`` within a training run, of which nothing is changed.
-
-        To be called in a callback, on every process. Weights that are trained later are those that they would have
-        been without it: modes, running losses and generators are put back.
-
-        :param model: a module to evaluate in place of the trainer's model, averaged weights say. What is saved
-            meanwhile is still the trainer's own.
-        :param prefix: put before the names of the metrics in the run history
-        :param is_intermediate: passed on to the evaluation's events; losses are recorded as ``intermediate_eval_loss``,
-            otherwise as ``eval_loss_epoch``
-        :param callbacks: called instead of the trainer's callbacks
-        :return: the mean losses by metric name
-        :raises RuntimeError: outside of a training run, or in one without an eval_dataset
-        """
-        if self._preparation is None or self.train_dataloader is None or not self.eval_dataloaders:
-            raise RuntimeError(
-                "run_evaluation() evaluates within a training run that was given an eval_dataset. Pass one to train(), "
-                "or call evaluate(dataset)."
-            )
-        before, generators = {name: getattr(self, name) for name in _OF_AN_EPOCH}, generator_states()
-        prefix_before = self.run_history.metric_name_prefix
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.run_history.set_metric_name_prefix(f"{prefix_before}{prefix}")
-        if callbacks is not None:
-            self.callback_handler = callbacks
-        if model is not None:
-            self.sync_buffers(model)
-            self._trained_model, self.model = self.model, model
-        try:
-            with nullcontext() if model is None else self.accelerator.autocast():
-                return self._run_evaluations(is_intermediate=is_intermediate)
-        finally:
-            vars(self).update(before)
-            self.run_history.set_metric_name_prefix(prefix_before)
-            set_generator_states(generators)
-            for module, mode in modes:
-                module.training = mode
-
-    def _is_over(self, resumed: TrainingState | None) -> bool:
-        """Whether there is nothing left to do for a resumed run; says so."""
-        if resumed is None:
-            return False
-        reason = resumed.metadata["stop_reason"]
-        if reason is not None and not resumed.metadata["interrupted"]:
-            self.stop_reason = reason
-            self.print(f"Nothing more to do: the run was stopped. {reason}")
-            return True
-        ends_its_epoch = self.progress.is_mid_epoch and self.progress.update == self._update_limit
-        if self.is_finished and not ends_its_epoch:
-            self.print("Nothing more to do: the run had finished. Ask for more epochs to go on from its end.")
-            return True
-        return False
-
-    def _finish_resuming(self) -> None:
-        """Put back what must be put back last: what the starting events may have reset, and the generators."""
-        if self._resumed is not None:
-            state, self._resumed = self._resumed, None
-            restore_callbacks(self, state)
-            restore_own(self, state)
-
-    @property
-    def evaluation_is_due(self) -> bool:
-        """Whether the current epoch is followed by an evaluation: every n-th epoch and the last, if there are data."""
-        epoch = self.progress.epoch
-        is_last = self.is_finished or (self._update_limit is None and epoch == self._config.num_epochs)
-        return bool(self.eval_dataloaders) and (is_last or epoch % self._eval_every_n_epochs == 0)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run has made all the epochs or updates it was asked for."""
-        if self._update_limit is not None:  # how many epochs these take is an estimate: batches may be skipped
-            return self.progress.update >= self._update_limit
-        num_epochs = self._config.num_epochs
-        return num_epochs is not None and self.progress.epochs_completed >= num_epochs
-
-    # ------------------------------------------------------------------------------- losses and gradients
+        return self._adapter.predict(self.model, batch)
 
     def _calculate_loss(self, batch: Any) -> BatchOutput:
-        outputs, targets = self._caller.call(self.model, batch)
-        loss = self._caller.loss(self.loss_func, outputs, targets, batch)
-        return {"loss": loss, "model_outputs": outputs, "batch_size": self._batch_size(batch)}
+        outputs, targets = self._adapter.call(self.model, batch)
+        loss = self._adapter.loss(self.loss_func, outputs, targets, batch)
+        read = self.current_run.batch
+        known = read.num_samples if read is not None and batch is read.data else None
+        return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(batch, known or None)}
 
-    def _batch_size(self, batch: Any) -> int:
-        """Return how many samples a batch holds, or a part of one."""
-        loaded = self._loaded
-        known = loaded.num_samples if loaded is not None and batch is loaded.batch else None
-        return batch_size_of(batch, known or None)
+    # --------------------------------------------------------------------- for steps and callbacks to use
 
-    def _weigh_loss(self, output: BatchOutput, loaded: LoadedBatch) -> torch.Tensor:
-        """Track the losses of a step and return the one to minimise, weighted by its share of the window."""
-        self._complete_output(output, loaded.batch, "calculate_train_batch_loss", training=True)
-        size, total = self._track_step(output, loaded)
-        assert self.gradient_window is not None
-        return self.gradient_window.scale(output["loss"], size, total, output.get("num_items_in_batch"))
+    gather = collectives.gather
+    barrier = collectives.barrier
+    broadcast_object = collectives.broadcast_object
+    all_gather_object = collectives.all_gather_object
+    tensor_to_numeric = collectives.tensor_to_numeric
+    get_model = prepared.get_model
+    rewrap_model = prepared.rewrap_model
 
-    def _track_step(self, output: BatchOutput, loaded: LoadedBatch) -> tuple[int, int]:
-        """Add a training step to the running means and the progress; return its samples, here and in the whole job."""
-        size = self._track_losses(output, loaded)
-        total = size if loaded.total_samples is None else loaded.total_samples
-        self.progress.add_samples(total)
-        return size, total
+    def call_event(self, event: str, **kwargs: Any) -> None:
+        """Fire an event, of your own too. To be called on every process.
 
-    def _complete_output(self, output: BatchOutput, batch: Any, method: str, training: bool) -> None:
-        """Check what a step returned, and add what it left out."""
-        check_loss(output, method, training)
-        if "batch_size" not in output:
-            output["batch_size"] = self._batch_size(batch)
-        size = output["batch_size"]
-        if type(size) is not int or size < 1:
-            check_batch_size(size, method)
-        if not isinstance(output["loss"], torch.Tensor):
-            losses = output["loss"]
-            output["loss"] = total_loss(losses)
-            if losses.keys() != {"loss"}:
-                output["losses"] = losses
-
-    def _track_losses(self, output: BatchOutput, loaded: LoadedBatch) -> int:
-        """Add the losses of a step to the running means, return the samples of this process."""
-        if loaded.num_samples == 0:  # a batch that only keeps this process in step with the others
-            output["batch_size"] = 0
-            return 0
-        weight = output.get("num_items_in_batch", output["batch_size"])
-        self.loss_trackers["loss"].update(output["loss"], weight)
-        for name, loss in output["losses"].items() if "losses" in output else ():
-            self.loss_trackers.setdefault(name, LossTracker()).update(loss, weight)
-        return int(output["batch_size"]) if loaded.num_samples is None else loaded.num_samples
-
-    def _reset_losses(self) -> None:
-        self.loss_trackers = {"loss": LossTracker()}
-
-    def _record_losses(self, name: str) -> None:
-        """Record the epoch's mean losses over all ranks under ``name``, in which the loss's own name is put."""
-        recorded = {}
-        for key, (total, count) in self._summed_losses().items():
-            if not count and name.startswith("train"):
-                raise ValueError("Every batch of the epoch was skipped.")
-            if not count:
-                raise ValueError("eval_dataset gave no batch: it is empty, or exhausted.")
-            recorded[name.format(key)] = total / count
-        for metric, value in recorded.items():
-            self.run_history.update_metric(metric, value)
-        self.recorded_losses = recorded
+        What ends the run is raised after it on one process, and put to the vote on several. A pause waits for the
+        next moment from which the run can be resumed exactly.
+        """
+        handler = self.callback_handler
+        if not handler.listeners[event]:
+            return
+        control = self.current_run.control
+        if self.ranks.world_size > 1:
+            handler.call_each(event, control.request, self, **kwargs)
+            return
+        try:
+            handler.call_event(event, self, **kwargs)
+        except RunPausedError as pause:
+            control.request(pause)
 
     @property
     def _loss_tracker(self) -> LossTracker:
@@ -712,25 +513,18 @@ class Trainer(TrainerBase):
         """The mean loss of the epoch so far, on this process. Reads the device: not for every step."""
         return self._loss_tracker.average
 
-    def _gradient_sync(self, ends_window: bool) -> AbstractContextManager[Any]:
-        """Within a window, gradients stay on their rank; they are averaged once, at its end."""
-        self.accelerator.sync_gradients = ends_window
-        if ends_window or self.ranks.world_size == 1:
-            return _NOTHING
-        return self.accelerator.no_sync(self.model)  # type: ignore[no-any-return]
-
     @property
     def update_was_skipped(self) -> bool:
         """Whether the last update was left out: by :meth:`skip_update`, or by a gradient scaler that met infinities."""
-        assert self._preparation is not None
-        return self._skips_update or (not self._preparation.is_plain and self.accelerator.optimizer_step_was_skipped)
+        is_plain = self.prepared_model is None or self.prepared_model.is_plain
+        return self.current_run.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 
     def skip_update(self) -> None:
         """Leave out the update that is about to happen: weights, optimizer and scheduler stay as they are.
 
         To be called in ``on_optimizer_step_start``, on every process. ``progress.update`` counts it all the same.
         """
-        self._skips_update = True
+        self.current_run.skips_update = True
         scaler = self.accelerator.scaler
         if scaler is not None:  # it would complain of gradients that are unscaled twice
             scaler.update(scaler.get_scale())
@@ -741,364 +535,66 @@ class Trainer(TrainerBase):
 
         For ``on_optimizer_step_start``. The same on all processes; computed when first asked for.
         """
-        if self._gradient_norm is None:
-            if self.accelerator.scaler is not None and self._config.gradient_clip_value is None:
+        run = self.current_run
+        if run.gradient_norm is None:
+            if self.accelerator.scaler is not None and run.settings.gradient_clip_value is None:
                 self.accelerator.unscale_gradients(self.optimizer)
             gradients = [
                 parameter.grad for parameter in optimized_parameters(self.optimizer) if parameter.grad is not None
             ]
-            self._gradient_norm = nn.utils.get_total_norm(gradients)
-        return self._gradient_norm
-
-    def diagnose(
-        self,
-        train_dataset: Any,
-        per_device_batch_size: int = 8,
-        num_steps: int = 200,
-        train_dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-    ) -> Diagnosis:
-        """Find out what limits the speed of training, and say what to change.
-
-        Reads data without training, goes forward without going back, and trains, for so many steps each, without
-        callbacks. The model, the optimizer and the generators are put back afterwards. To be called on every process.
-
-        :param num_steps: steps of each kind
-        :return: the measurements and the advice, which are also printed
-        """
-        check_positive_int("num_steps", num_steps)
-        request = RunRequest(num_epochs=1)
-        with self._trial(
-            "diagnose", train_dataset, per_device_batch_size, request, train_dataloader_kwargs, collate_fn
-        ):
-            found = diagnose(self, num_steps)
-        self.print(found)
-        return found
-
-    def find_lr(
-        self,
-        train_dataset: Any,
-        per_device_batch_size: int = 8,
-        min_lr: float = 1e-6,
-        max_lr: float = 10.0,
-        num_steps: int = 100,
-        gradient_accumulation_steps: int = 1,
-        gradient_clip_value: float | None = None,
-        train_dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-        *,
-        gradient_clip_norm: float | None = None,
-        diverged: float = 4.0,
-    ) -> LearningRates:
-        """Try learning rates from small to large, one an update, and suggest one (a learning rate range test).
-
-        Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). Everything is put back afterwards: the
-        model, the optimizer, the generators; the history and the callbacks see nothing of it. To be called on every
-        process. Other arguments are those of :meth:`train`.
-
-        :param min_lr: the first learning rate; of the parameter group with the largest, to which others stay in
-            proportion
-        :param max_lr: the last
-        :param num_steps: updates, at least 10
-        :param diverged: stop when the smoothed loss is so many times its smallest value
-        :return: the rates, the losses, a ``suggestion`` and ``plot()``; what it says is also printed
-        """
-        check_range_test(min_lr, max_lr, num_steps)
-        check_range("diverged", diverged, above=1)
-        request = RunRequest(1, None, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm)
-        with self._trial("find_lr", train_dataset, per_device_batch_size, request, train_dataloader_kwargs, collate_fn):
-            found = range_test(self, min_lr, max_lr, num_steps, diverged)
-        self.print(found)
-        return found
-
-    def find_batch_size(
-        self,
-        train_dataset: Any,
-        start: int = 2,
-        max_batch_size: int | None = None,
-        num_steps: int = 2,
-        train_dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-    ) -> int:
-        """Find the largest batch size of a process with which training fits into memory.
-
-        Sizes are doubled until one does not fit, and then halved between; all processes agree. Everything is put back
-        afterwards, as with :meth:`find_lr`. The largest that fits just fits: a little less is safer where samples
-        differ in size.
-
-        :param start: the first size to try
-        :param max_batch_size: do not try larger ones; by default the share of the dataset that a process gets
-        :param num_steps: updates to be made with each size
-        :raises RuntimeError: when not even one sample fits
-        """
-        check_positive_int("start", start)
-        check_positive_int("num_steps", num_steps)
-        fixed = {"batch_size", "batch_sampler"} & set(train_dataloader_kwargs or {})
-        if fixed:
-            raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}: find_batch_size() tries sizes of its own.")
-        data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-        if not hasattr(data, "__len__"):
-            raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
-        most = len(data) // self.ranks.world_size
-        if max_batch_size is not None:
-            most = min(most, check_positive_int("max_batch_size", max_batch_size))
-        if most < 1:
-            raise ValueError(f"train_dataset has {len(data)} samples: too few for a batch on every process.")
-
-        def load(size: int) -> Any:
-            loader = self._shard(self.create_train_dataloader(size, train_dataloader_kwargs), training=True)
-            try:
-                return next(iter(loader.steps(1))).batch
-            finally:
-                loader.stop_workers()
-
-        request = RunRequest(num_epochs=1)
-        with self._trial("find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn):
-            self.train_epoch_start()
-            found = largest_batch(self, load, start, most, num_steps)
-        if not found:
-            raise RuntimeError("Not even a batch of one sample fits into memory.")
-        self.print(f"The largest batch size that fits is {found}{' (the most there is)' if found == most else ''}.")
-        return found
-
-    @contextmanager
-    def _trial(
-        self, name: str, train_dataset: Any, batch_size: int, request: RunRequest, loader_kwargs: Any, collate_fn: Any
-    ) -> Iterator[None]:
-        """Set the trainer up for training outside of a run, and put everything back."""
-        check_training(self.optimizer, self.accelerator, request, None)
-        if self._preparation is not None:
-            raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
-        check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
-        names = (*_OF_A_RUN, "train_dataset", "data_seed", "gradient_window", "_gradient_norm")
-        before = {name: getattr(self, name) for name in names}
-        self.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-        self.collate_fn, self.data_seed = collate_fn, self.seed or 0
-        try:
-            loader = self.create_train_dataloader(batch_size, loader_kwargs)
-            self._train_dataloader = self._shard(loader, training=True)
-            with self._prepared(training=True), unchanged(self):
-                self.run_config = self._create_run_config(batch_size, request)
-                self.gradient_window = GradientWindow(self.ranks, request.gradient_accumulation_steps, batch_size)
-                yield
-        finally:
-            if isinstance(self._train_dataloader, ShardedLoader):
-                self._train_dataloader.stop_workers()
-            vars(self).update(before)
-
-    # ---------------------------------------------------------------------------- evaluation, prediction
-
-    def evaluate(
-        self,
-        dataset: Any = None,
-        per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-    ) -> dict[str, Any]:
-        """Evaluate the model. Every sample counts once, on any number of processes.
-
-        :param dataset: by default the ``eval_dataset`` of the last training run; a dict of datasets is evaluated
-            one by one, with their names as prefixes of the metrics
-        :param per_device_batch_size: samples in a batch of one process
-        :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
-        :param collate_fn: makes a batch of a list of samples
-        :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
-            run history too, which keeps what it held.
-        """
-        dataset = self._latest_eval_dataset if dataset is None else dataset
-        self._check_eval_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-        known = {name: len(self.run_history.get_metric_values(name)) for name in self.run_history.get_metric_names()}
-        within_a_run, stopped = self.is_running, None
-        run = self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=True)
-        with self._in_last_epoch(), run:
-            try:
-                if not within_a_run:
-                    self.stop_reason = None
-                    self._stop_vote.forget()
-                try:
-                    self._call_event("on_dataloaders_created")
-                    self.evaluation_run_start()
-                    self._call_event("on_evaluation_run_start")
-                    self._run_evaluations(is_training=False)
-                except StopTrainingError as stop:
-                    stopped = stop
-                    if not within_a_run:
-                        self._end_early(stop)
-                self.evaluation_run_end()
-                self._call_ending_event("on_evaluation_run_end")
-            except BaseException as error:
-                self._close_failed_run(error, ended=True)
-                raise
-        if stopped is not None and within_a_run:
-            raise stopped  # it ends that run
-        return {
-            name: self.run_history.get_latest_metric(name)
-            for name in self.run_history.get_metric_names()
-            if len(self.run_history.get_metric_values(name)) > known.get(name, 0)
-        }
-
-    @contextmanager
-    def _in_last_epoch(self) -> Iterator[None]:
-        """After a run, record metrics with its last epoch, not with one that has not been trained."""
-        epoch = self.run_history.current_epoch
-        if self._preparation is None and self.progress.epochs_completed and not self.progress.is_mid_epoch:
-            self.run_history._set_epoch(epoch - 1)
-        try:
-            yield
-        finally:
-            self.run_history._set_epoch(epoch)
-
-    def evaluation_run_start(self) -> None:
-        """Called when ``evaluate`` starts."""
-
-    def evaluation_run_end(self) -> None:
-        """Called when ``evaluate`` ends."""
-
-    def predict(
-        self,
-        dataset: Any,
-        per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-    ) -> Any:
-        """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
-
-        :param dataset: a dataset whose samples may or may not hold targets, which are not used
-        :param per_device_batch_size: samples in a batch of one process
-        :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
-        :param collate_fn: makes a batch of a list of samples
-        :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
-            ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
-        """
-        parts = list(self.predict_iter(dataset, per_device_batch_size, dataloader_kwargs, collate_fn))
-        if not parts:
-            raise ValueError(
-                f"dataset gave no batch: {type(dataset).__name__} is empty, or exhausted; or all has been predicted "
-                "already, and written by a PredictionWriterCallback: read it with read_predictions()."
-            )
-        return concatenate(parts)
-
-    def predict_iter(
-        self,
-        dataset: Any,
-        per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-    ) -> Iterator[Any]:
-        """Yield what :meth:`predict` returns in parts, in the order of the dataset, the same on every process.
-
-        Only a few batches are in memory at any time. To be iterated to its end on every process; meanwhile the
-        model is in evaluation mode.
-        """
-        self._check_eval_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-        if isinstance(dataset, dict):
-            raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
-        run = self._eval_run(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, keep=False)
-        with run, evaluation_mode(self.model):
-            try:
-                self._call_event("on_predict_run_start")
-                outputs = self._predict_batches()
-                while parts := [p for p in self.ranks.all_gather_object(next(outputs, None)) if p is not None]:
-                    yield concatenate(parts)
-                self._call_event("on_predict_run_end")
-            except GeneratorExit:  # who iterates has seen enough
-                self._call_event("on_predict_run_end")
-                raise
-            except BaseException as error:
-                self._close_failed_run(error, ended=True)
-                raise
-
-    def _predict_batches(self) -> Iterator[Any]:
-        for loaded in self._eval_dataloader.steps(self.progress.epoch, self._eval_dataloader.start):
-            self._loaded = loaded
-            with self._unwrapped_model(), torch.no_grad():
-                output = self.calculate_predict_batch_output(loaded.batch)
-            self._call_event("on_predict_step_end", batch=loaded.batch, batch_output=output)
-            if loaded.num_samples != 0:
-                yield to_cpu(output, batch_size_of(loaded.batch, loaded.num_samples) if type(output) is list else None)
-
-    def calculate_predict_batch_output(self, batch: Any) -> Any:
-        """Return the model's outputs for a batch in ``predict``; override it to post-process them.
-
-        By default the first element of a tuple or list, or the keys of a dict that ``forward`` takes and that are
-        no targets, are given to the model.
-        """
-        return self._caller.predict(self.model, batch)
-
-    @contextmanager
-    def _eval_run(
-        self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None, collate_fn: Any, keep: bool
-    ) -> Iterator[None]:
-        """Set the trainer up to evaluate a dataset.
-
-        :param keep: keep what was set up, as that of the latest run; never within a training run, whose own is put back
-        """
-        running = self._preparation is not None
-        before = {name: getattr(self, name) for name in _OF_A_RUN}
-        self.eval_dataset, self.collate_fn, batch_size = dataset, collate_fn, int(batch_size)
-        try:
-            self._create_eval_loaders(dataset, batch_size, loader_kwargs)
-            modes = evaluation_mode(self.model) if running else nullcontext()
-            with modes, self._prepared(training=False):
-                if not running:
-                    self._train_dataloader = self._train_dl_kwargs = None
-                    self.run_config = self._create_run_config(batch_size, RunRequest(num_epochs=1))
-                yield
-        finally:
-            for loader in self.eval_dataloaders:
-                loader.stop_workers()
-            if running or not keep:
-                vars(self).update(before)
-
-    def _check_eval_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
-        builds_loader = type(self).create_eval_dataloader is not Trainer.create_eval_dataloader
-        check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
-
-    def _create_eval_loaders(self, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
-        self._eval_dataloader, self._eval_loaders = None, {}
-        for name, self.eval_dataset in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
-            if self.eval_dataset is None:
-                return
-            self._eval_dataloader = self._shard(self.create_eval_dataloader(batch_size, loader_kwargs), training=False)
-            if has_no_batch(self._eval_dataloader):
-                raise ValueError(
-                    "eval_dataset makes no batch: with drop_last=True it needs at least a batch for every process."
-                )
-            if name:
-                self._eval_loaders[name] = self._eval_dataloader
-        self.eval_dataset = dataset
-
-
-class TrainerWithTimmScheduler(Trainer):
-    """A :class:`Trainer` for timm's schedulers, stepped as timm's own training script does (extra ``timm``).
-
-    ``step_update(num_updates)`` is called after every update, and ``step(epoch, metric)`` after every epoch, with the
-    number of finished epochs and the latest loss. The scheduler's own ``t_in_epochs`` says which takes effect.
-    """
+            run.gradient_norm = nn.utils.get_total_norm(gradients)
+        return run.gradient_norm
 
     @property
-    def num_updates(self) -> int:
-        """The number of updates made in this run."""
-        return self.progress.update
+    def is_sharded(self) -> bool:
+        """Whether the weights of the model are spread over the processes (FSDP, DeepSpeed, ``fully_shard``)."""
+        if self.prepared_model is not None:
+            return self.prepared_model.is_sharded
+        return prepared.is_sharded(self.accelerator, self.model)
 
-    def scheduler_step(self) -> None:  # noqa: D102
-        if self.scheduler is not None:
-            self.scheduler.step_update(num_updates=self.num_updates)
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.accelerator.device  # type: ignore[no-any-return]
 
-    def training_run_epoch_end(self) -> None:  # noqa: D102
-        if self.scheduler is not None:
-            self.scheduler.step(self.progress.epoch, next(iter(self.recorded_losses.values())))
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once on every machine."""
+        self.accelerator.print(*args, **kwargs)
 
-    def _check_scheduler(self, request: RunRequest) -> None:
-        super()._check_scheduler(request)
-        if request.scheduler_interval != "update":
-            raise ValueError(
-                f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
-                "after updates and epochs, as they need it. Leave scheduler_interval and scheduler_metric out."
-            )
-        scheduler = self.scheduler
-        if scheduler is not None and not (hasattr(scheduler, "step_update") and takes(scheduler.step, 1, 0.0)):
-            raise TypeError(
-                f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped as timm's schedulers "
-                "are: step_update(num_updates), step(epoch, metric). Use Trainer for it."
-            )
+    def close(self) -> None:
+        """Free what the trainer holds; afterwards it cannot be used.
+
+        Happens by itself at the end of the program, when the job of several processes is left in order, too. ``with
+        Trainer(...) as trainer:`` does the same at the end of the block.
+        """
+        if shutdown.unregister(self):
+            self.current_run = Run(self.ranks)
+            self.accelerator.free_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def can_rewrap_model(self) -> bool:
+        """Whether :meth:`rewrap_model` works: not with sharded weights, nor when Accelerate compiled the wrapper."""
+        return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Give all processes the first one's buffers of a module. To be called on every process."""
+        self.ranks.copy_from_first(module.buffers())
+
+    @property
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every process (as of their last talk)."""
+        return self.current_run.control.clock
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TrainerWithTimmScheduler":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
+
+    return TrainerWithTimmScheduler

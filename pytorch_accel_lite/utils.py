@@ -53,7 +53,7 @@ class LimitBatches:
             os.environ[LIMIT_BATCHES_VARIABLE] = self._before
 
 
-class Pace:
+class TimeBudget:
     """Keeps to a share of the time what is done again and again, drawing a plot after each epoch say.
 
     :param share: of the time, above 0 and at most 1
@@ -233,3 +233,21 @@ def check_range(
         limits += f" and at most {most}" if math.isfinite(most) else ""
         raise ValueError(f"{name}={value!r} must be {limits}.")
     return number
+
+
+class LazyMethod:
+    """A method that is defined in a module of its own, which is loaded when the method is first named.
+
+    :param module: has a function of the method's name
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        function = getattr(importlib.import_module(self._module), self._name)
+        setattr(self._owner, self._name, function)
+        return getattr(owner if instance is None else instance, self._name)

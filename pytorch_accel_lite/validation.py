@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate import Accelerator
@@ -31,6 +31,7 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
     check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
+    check_positive_int("eval_every_n_epochs", request.eval_every_n_epochs)
     for name in ("num_epochs", "max_num_train_steps"):
         if getattr(request, name) is not None:
             check_positive_int(name, getattr(request, name))
@@ -50,11 +51,14 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         )
 
 
-def warn_of_a_foreign_optimizer(trainer: Any) -> None:
-    """Warn when an optimizer has no parameter of any module that the trainer knows: training may change nothing."""
-    modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
+def warn_if_optimizer_misses_model(optimizer: Any, attributes: Iterable[Any]) -> None:
+    """Warn when an optimizer has no parameter of any module that the trainer knows: training may change nothing.
+
+    :param attributes: the values of the trainer's attributes
+    """
+    modules = [value for value in attributes if isinstance(value, nn.Module)]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
-    optimized = list(optimized_parameters(trainer.optimizer))
+    optimized = list(optimized_parameters(optimizer))
     if optimized and not any(id(parameter) in known for parameter in optimized):
         warnings.warn(
             f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
@@ -94,7 +98,7 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
     if steps_itself:
         return
     kind = type(scheduler).__name__
-    if metric is None and hasattr(scheduler, "step_update") and not takes(scheduler.step):
+    if metric is None and hasattr(scheduler, "step_update") and not accepts(scheduler.step):
         raise TypeError(
             f"create_scheduler_fn returned {kind}, which is stepped as timm's schedulers are, with the number of the "
             "epoch. Use TrainerWithTimmScheduler in place of Trainer, or override scheduler_step."
@@ -110,7 +114,7 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         )
 
 
-def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     """Whether a function can be called with these positional arguments."""
     try:
         inspect.signature(function).bind(*arguments)

@@ -1,38 +1,17 @@
-"""Callbacks: what listens to a run. The events are in the docstring of :class:`TrainerCallback`."""
+"""Callbacks: what listens to a run. The events are in the docstring of :class:`TrainerCallback`.
+
+Those that a trainer has by default are loaded with the package, the others when they are first named.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
-from pytorch_accel_lite.callbacks.batch_norm import ConvertSyncBatchNormCallback
-from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.ema import ModelEmaCallback
-from pytorch_accel_lite.callbacks.evaluation import StepBasedEvaluationCallback
-from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback, SkipFailedBatchesCallback
-from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
-from pytorch_accel_lite.callbacks.metrics import MetricsCallback
-from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
-from pytorch_accel_lite.callbacks.monitoring import (
-    DeviceMemoryCallback,
-    GradientNormCallback,
-    LearningRateMonitorCallback,
-    LossScaleCallback,
-    ModelSummaryCallback,
-    ThroughputCallback,
-)
-from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback, replay
-from pytorch_accel_lite.callbacks.pictures import PlotMetricsCallback, SnapshotCallback
-from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback, read_predictions
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
-from pytorch_accel_lite.callbacks.run_log import RunLogCallback
-from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback, TimeLimitCallback
-from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
-from pytorch_accel_lite.callbacks.trackers import TrackerCallback
-from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
-from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
-from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.events import (
     CallbackHandler,
     NonFiniteLossError,
@@ -41,6 +20,36 @@ from pytorch_accel_lite.events import (
     StopTrainingError,
     TrainerCallback,
 )
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.callbacks.batch_norm import ConvertSyncBatchNormCallback
+    from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
+    from pytorch_accel_lite.callbacks.ema import ModelEmaCallback
+    from pytorch_accel_lite.callbacks.evaluation import StepBasedEvaluationCallback
+    from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback, SkipFailedBatchesCallback
+    from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
+    from pytorch_accel_lite.callbacks.metrics import MetricsCallback
+    from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
+    from pytorch_accel_lite.callbacks.monitoring import (
+        DeviceMemoryCallback,
+        GradientNormCallback,
+        LearningRateMonitorCallback,
+        LossScaleCallback,
+        ModelSummaryCallback,
+        ThroughputCallback,
+    )
+    from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback
+    from pytorch_accel_lite.callbacks.plots import PlotMetricsCallback, SnapshotCallback
+    from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback, read_predictions
+    from pytorch_accel_lite.callbacks.run_log import RunLogCallback
+    from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
+    from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
+    from pytorch_accel_lite.callbacks.trackers import TrackerCallback
+    from pytorch_accel_lite.callbacks.training_states import KeepBest, SaveTrainingStateCallback
+    from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
+    from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
+    from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
+    from pytorch_accel_lite.tools.replay import replay
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -92,6 +101,52 @@ __all__ = [
     "read_predictions",
     "replay",
 ]
+
+
+_LOADED_WHEN_NAMED = {
+    "batch_norm": ("ConvertSyncBatchNormCallback",),
+    "best_model": ("SaveBestModelCallback",),
+    "ema": ("ModelEmaCallback",),
+    "evaluation": ("StepBasedEvaluationCallback",),
+    "failures": ("OutOfMemoryCallback", "SkipFailedBatchesCallback"),
+    "limits": ("LimitBatchesCallback", "LimitEvalStepsCallback"),
+    "metrics": ("MetricsCallback",),
+    "metrics_file": ("MetricsFileCallback",),
+    "monitoring": (
+        "DeviceMemoryCallback",
+        "GradientNormCallback",
+        "LearningRateMonitorCallback",
+        "LossScaleCallback",
+        "ModelSummaryCallback",
+        "ThroughputCallback",
+    ),
+    "nan_report": ("NaNReportCallback",),
+    "plots": ("PlotMetricsCallback", "SnapshotCallback"),
+    "prediction_writer": ("PredictionWriterCallback", "read_predictions"),
+    "run_log": ("RunLogCallback",),
+    "spikes": ("GradientSpikeCallback",),
+    "timing": ("ProfilerCallback", "TimingCallback"),
+    "trackers": ("TrackerCallback",),
+    "training_states": ("KeepBest", "SaveTrainingStateCallback"),
+    "unfreezing": ("GradualUnfreezingCallback",),
+    "worst_samples": ("WorstSamplesCallback",),
+    "wsd": ("WSDCheckpointCallback",),
+    "..tools.replay": ("replay",),
+}
+_MODULES = {name: module for module, names in _LOADED_WHEN_NAMED.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _MODULES[name]
+    value = getattr(importlib.import_module(module if module.startswith(".") else f".{module}", __name__), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:

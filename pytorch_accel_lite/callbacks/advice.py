@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.devices import host_number
-from pytorch_accel_lite.diagnosis import faster_data
+from pytorch_accel_lite.devices import to_float
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_range
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
+
+
+_STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
 
 
 class AdviceCallback(TrainerCallback):
@@ -39,12 +42,14 @@ class AdviceCallback(TrainerCallback):
         self._watches = False
         self._advice: list[str] = []
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._watches, self._advice = True, []
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.measures_waiting = True
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if hasattr(trainer.train_dataloader, "measures_waiting"):
-            trainer.train_dataloader.measures_waiting = self._watches
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._watches, self._advice = True, []
+        trainer.callback_handler.set_listening(self, True, *_STEP_EVENTS)
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._watches:
             return
         self._start = time.perf_counter()
@@ -54,29 +59,27 @@ class AdviceCallback(TrainerCallback):
         self._rate = self._highest = 0.0
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if not self._watches:
-            return
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._updates += 1
         if self._limit is not None:
             norm: Any = trainer.gradient_norm.detach()
-            norm = host_number(norm) if norm.is_cpu else norm
+            norm = to_float(norm) if norm.is_cpu else norm
             self._clipped = (norm > self._limit) + self._clipped
             self._norms = norm + self._norms
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if self._watches:
-            self._skipped += trainer.update_was_skipped
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._skipped += trainer.update_was_skipped
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._watches and self._updates:
             self._watches = False
+            trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._advice:  # after the metrics of the epoch
             trainer.print(
                 "\n".join([f"Advice after epoch {trainer.progress.epoch}:", *(f"- {text}" for text in self._advice)])
@@ -88,7 +91,7 @@ class AdviceCallback(TrainerCallback):
         if waited >= max(0.2 * epoch, self.min_seconds):
             yield (
                 f"The model waited for data for {waited:.3g} of {epoch:.3g} seconds ({waited / epoch:.0%}). "
-                f"{faster_data(trainer)}"
+                f"{faster_data(trainer.train_dataloader)}"
             )
         clipped = float(self._clipped) / self._updates
         if clipped >= 0.5:
@@ -128,7 +131,7 @@ def _learning_rate(trainer: Trainer) -> float:
     groups = trainer.optimizer.param_groups
     rate = groups[0].get("lr") if groups else None
     if isinstance(rate, torch.Tensor):
-        return host_number(rate) if rate.is_cpu else math.nan
+        return to_float(rate) if rate.is_cpu else math.nan
     return float(rate) if isinstance(rate, numbers.Real) else math.nan
 
 
@@ -138,4 +141,18 @@ def _why_skipped(trainer: Trainer) -> str:
     return (
         ": in fp16 their gradients were infinite. Where the device has bf16, use "
         "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate, or look for layers with large outputs."
+    )
+
+
+def faster_data(loader: Any) -> str:
+    """Return what to do when a model waits for data."""
+    workers = getattr(loader, "num_workers", 0)
+    more = (
+        f"Use more than the {workers} workers"
+        if workers
+        else ("Read with workers: train_dataloader_kwargs={'num_workers': 4}")
+    )
+    return (
+        f"{more}, or do in advance what the dataset does for each sample; data that fit in memory as a TensorDataset "
+        "are read a batch at a time."
     )

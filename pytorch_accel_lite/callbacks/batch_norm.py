@@ -24,7 +24,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
     :raises ValueError: at the start of the run, for a class derived from batch norm with a forward pass of its own
     """
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.accelerator.num_processes == 1 or trainer.train_dataloader is None:  # None: evaluate()
             return
         if trainer.device.type in ("cpu", "mps"):

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -32,8 +32,6 @@ class SaveBestModelCallback(TrainerCallback):
         epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best. Of two runs' epochs of
         one number the better is kept, or, with ``reset_on_train``, the files of the run before are removed.
     """
-
-    path_argument = "save_path"
 
     def __init__(
         self,
@@ -61,14 +59,17 @@ class SaveBestModelCallback(TrainerCallback):
         self._written: set[int] = set()  # epochs of which there are files, those of an earlier run included
         self._watched = WatchedMetric(watch_metric, greater_is_better)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        refuse_shared_path(trainer, self)
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "save_path", self.save_path)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._watched.start(trainer.run_history)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
             self._kept = []
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         metric = self._watched.new_value(trainer)
         if metric is None:
             return
@@ -107,7 +108,7 @@ class SaveBestModelCallback(TrainerCallback):
         path = Path(self.save_path)
         return path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}")
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
         trainer.print(

@@ -23,11 +23,11 @@ class MoveModulesToDeviceCallback(TrainerCallback):
             if isinstance(value, nn.Module) and name != "model":
                 value.to(trainer.device)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._move(trainer)
 
-    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._move(trainer)
 
-    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._move(trainer)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.ema import ModelEma
@@ -15,6 +14,7 @@ from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.utils import check_choice
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -39,8 +39,6 @@ class ModelEmaCallback(TrainerCallback):
     :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run; ``ema_model`` is the same
     :raises ValueError: at the start of a run that has nothing to evaluate on, by which to find the best to save
     """
-
-    path_argument = "save_path"
 
     def __init__(
         self,
@@ -81,8 +79,12 @@ class ModelEmaCallback(TrainerCallback):
         """The average of the current or last run."""
         return self.ema
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if trainer.train_dataloader is None or trainer.is_running:  # of an evaluation
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "save_path", self.save_path)
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.train_dataloader is None or trainer.run_config is not None:  # of an evaluation, alone or in a run
             return
         # Before Accelerate wraps the model's forward: the copy is to have its own.
         model = trainer.get_model(keep_torch_compile=False)
@@ -90,8 +92,7 @@ class ModelEmaCallback(TrainerCallback):
         self.best_metric = None
         self._handler.call_event("on_dataloaders_created", trainer)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        refuse_shared_path(trainer, self)
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.evaluate_during_training:
             self._check_evaluation(trainer)
         if trainer.is_sharded:
@@ -120,15 +121,15 @@ class ModelEmaCallback(TrainerCallback):
         assert self.ema is not None
         return self.ema
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.update_every == "update" and not trainer.update_was_skipped:
             self._average.update(trainer.get_model(keep_torch_compile=False))
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.update_every == "epoch":
             self._average.update(trainer.get_model(keep_torch_compile=False))
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self.evaluate_during_training:
             self._save(trainer, {})
             return

@@ -23,10 +23,10 @@ class StepBasedEvaluationCallback(TrainerCallback):
     def __init__(self, eval_every_n_steps: int) -> None:
         self.eval_every_n_steps = check_positive_int("eval_every_n_steps", eval_every_n_steps)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not trainer.eval_dataloaders:
             raise ValueError("StepBasedEvaluationCallback needs data to evaluate on. Pass eval_dataset to train().")
 
-    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.update % self.eval_every_n_steps == 0:
             trainer.run_evaluation()

@@ -8,6 +8,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -25,16 +26,17 @@ class SkipFailedBatchesCallback(TrainerCallback):
         the dataset (``None`` when not known) and the ``error``
     """
 
-    skips_failed_batches = True
-
     def __init__(self, max_failures: int = 10) -> None:
         self.max_failures = check_positive_int("max_failures", max_failures)
         self.failures: list[dict[str, Any]] = []
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.skips_failed_batches = True
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.failures = []
 
-    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:
         for failure in kwargs["failures"]:
             place = {"epoch": trainer.progress.epoch, "step": kwargs["step"]}
             self.failures.append(place | failure._asdict())
@@ -60,4 +62,5 @@ class SkipFailedBatchesCallback(TrainerCallback):
 class OutOfMemoryCallback(TrainerCallback):
     """Splits batches that do not fit into memory: the same as ``train(auto_microbatch=True)``."""
 
-    splits_batches = True
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.auto_microbatch = True

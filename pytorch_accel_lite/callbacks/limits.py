@@ -9,6 +9,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -24,10 +25,8 @@ class LimitBatchesCallback(TrainerCallback):
     def __init__(self, num_batches: int) -> None:
         self.num_batches = check_positive_int("num_batches", num_batches)
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        for loader in (trainer.train_dataloader, *trainer.eval_dataloaders):
-            if loader is not None:
-                loader.limit = self.num_batches
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.max_batches = self.num_batches
 
 
 def limit_from_environment() -> list[TrainerCallback]:
@@ -60,17 +59,13 @@ class LimitEvalStepsCallback(TrainerCallback):
         return is_intermediate or not self.limit_intermediate_only
 
     # The argument may be given by its position, too, as subclasses written for the ancestor do.
-    def on_eval_epoch_start(  # noqa: D102
-        self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any
-    ) -> None:
+    def on_eval_epoch_start(self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any) -> None:
         loader = trainer.eval_dataloader
         if self._applies(is_intermediate):
             self._limit_before = loader.limit
             loader.limit = self.num_eval_steps if loader.limit is None else min(loader.limit, self.num_eval_steps)
 
-    def on_eval_epoch_end(  # noqa: D102
-        self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any
-    ) -> None:
+    def on_eval_epoch_end(self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any) -> None:
         loader, before = trainer.eval_dataloader, self._limit_before
         if self._applies(is_intermediate):  # of several such callbacks the first found the largest limit, or none
             loader.limit = None if before is None or loader.limit is None else max(before, loader.limit)

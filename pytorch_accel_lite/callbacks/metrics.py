@@ -56,28 +56,28 @@ class MetricsCallback(TrainerCallback):
         self.transform = transform or default_transform
         self._ranks: Ranks | None = None
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._ranks = trainer.ranks
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.train_metrics is not None:
             self.train_metrics.to(trainer.device).reset()
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.train_metrics is not None:
             self._update(self.train_metrics, kwargs["batch"], kwargs["batch_output"])
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.train_metrics is not None:
             self._record(trainer, self.train_metrics, "train_")
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.metrics.to(trainer.device).reset()
 
-    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._update(self.metrics, kwargs["batch"], kwargs["batch_output"])
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
 
     def _update(self, metrics: MetricCollection, batch: Any, batch_output: Any) -> None:

@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks.paths import refuse_shared_path
-from pytorch_accel_lite.callbacks.step_rows import StepRows
-from pytorch_accel_lite.checkpoint.portable import replacing
+from pytorch_accel_lite.callbacks.step_logging import StepLogger
+from pytorch_accel_lite.checkpoint.weights import replacing
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 Row = dict[str, Any]
 
 
-class MetricsFileCallback(StepRows):
+class MetricsFileCallback(StepLogger):
     """Writes the metrics of the run history to a file, a row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
     The file is replaced as a whole after each epoch, so a crash never leaves half a file, and a resumed run has every
@@ -37,8 +37,6 @@ class MetricsFileCallback(StepRows):
     :raises OSError: at the start of a run, when the file cannot be written
     """
 
-    path_argument = "path"
-
     def __init__(self, path: str | os.PathLike[str] = "metrics.jsonl", every_n_updates: int | None = None) -> None:
         super().__init__(every_n_updates)
         self.path = Path(path)
@@ -48,9 +46,12 @@ class MetricsFileCallback(StepRows):
         self._columns: list[str] = []
         self._trained = False
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "path", self.path)
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
-        refuse_shared_path(trainer, self)
         if not hasattr(trainer.run_history, "rows"):
             raise TypeError(
                 f"MetricsFileCallback needs a run history with rows(), which {type(trainer.run_history).__name__} has "
@@ -70,7 +71,7 @@ class MetricsFileCallback(StepRows):
     def _write_epochs(self, trainer: Trainer) -> None:
         _replace(self.path, trainer.run_history.rows())  # type: ignore[attr-defined]
 
-    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:  # noqa: D102
+    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         row = {"update": update, "epoch": epoch, **values}
         if self.path.suffix == ".csv" and not row.keys() <= set(self._columns):
             self._columns = list(dict.fromkeys([*self._columns, *row]))
@@ -79,14 +80,14 @@ class MetricsFileCallback(StepRows):
         with self.updates_path.open("a") as file:
             file.write(_as_text([row], self.path.suffix, self._columns, header=False))
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._update(trainer)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         super().on_training_run_end(trainer)
         self._update(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._trained:  # otherwise the file, if there is one, is that of another program's run
             self._update(trainer)
 

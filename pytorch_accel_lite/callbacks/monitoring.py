@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.devices import host_number, module_of, wide_float
+from pytorch_accel_lite.devices import accumulation_dtype, module_of, to_float
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
@@ -35,7 +35,7 @@ class LearningRateMonitorCallback(TrainerCallback):
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {}
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         groups = trainer.optimizer.param_groups
         if len(groups) == 1:
             self._latest = {"lr": groups[0]["lr"]}
@@ -43,7 +43,7 @@ class LearningRateMonitorCallback(TrainerCallback):
             self._latest = {f"lr_{number}": group["lr"] for number, group in enumerate(groups)}
         trainer.step_metrics.update(self._latest)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         for name, value in self._latest.items():
             trainer.run_history.update_metric(name, float(value))
 
@@ -72,24 +72,24 @@ class GradientNormCallback(TrainerCallback):
         self._clipped: Any = 0.0
         self._count = 0
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._clear()
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         norm: Any = trainer.gradient_norm.detach()
         if norm.is_cpu:
-            norm = host_number(norm)
+            norm = to_float(norm)
             self._max = norm if norm > self._max or math.isnan(norm) else self._max
         else:
             self._max = torch.clamp(norm, min=self._max) if self._count else norm
         trainer.step_metrics["gradient_norm"] = norm
-        self._sum = (norm.to(wide_float(norm.device)) if isinstance(norm, torch.Tensor) else norm) + self._sum
+        self._sum = (norm.to(accumulation_dtype(norm.device)) if isinstance(norm, torch.Tensor) else norm) + self._sum
         self._count += 1
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
         if limit is not None:
             self._clipped = (norm > limit) + self._clipped
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._count:
             return
         trainer.run_history.update_metric("gradient_norm_mean", float(self._sum) / self._count)
@@ -125,23 +125,23 @@ class ThroughputCallback(TrainerCallback):
         self._first = samples
         self._start = time.perf_counter()
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         # The part of an epoch that was trained before a resume has taken no time now.
         self._restart(trainer.progress.samples_in_epoch)
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         items = kwargs["batch_output"].get("num_items_in_batch")
         if items is not None:
             items = items.detach() if isinstance(items, torch.Tensor) else items
             self._items = items if self._items is None else self._items + items
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         now, samples = time.perf_counter(), trainer.progress.samples_in_epoch
         since, before = self._recent[0] if self._recent else (self._start, self._first)
         self._recent.append((now, samples))
         trainer.step_metrics["samples_per_second"] = (samples - before) / (now - since)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         mine = time.perf_counter() - self._start, None if self._items is None else float(self._items)
         everyone = trainer.all_gather_object(mine)
         seconds = max(taken for taken, _ in everyone)
@@ -161,13 +161,13 @@ class LossScaleCallback(TrainerCallback):
     def __init__(self) -> None:
         self._skipped = 0
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._skipped = 0
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._skipped += trainer.update_was_skipped
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             trainer.run_history.update_metric("loss_scale", scaler.get_scale())
@@ -189,12 +189,12 @@ class DeviceMemoryCallback(TrainerCallback):
     largest size of a process since it was started.
     """
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         memory = module_of(trainer.device)
         if hasattr(memory, "reset_peak_memory_stats"):
             memory.reset_peak_memory_stats(trainer.device)
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         memory = module_of(trainer.device)
         if hasattr(memory, "reset_peak_memory_stats"):
             used = {
@@ -219,7 +219,7 @@ class ModelSummaryCallback(TrainerCallback):
     def __init__(self, depth: int = 1) -> None:
         self.depth = check_positive_int("depth", depth)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print(summarise(trainer.get_model(keep_torch_compile=False), self.depth))
 
 

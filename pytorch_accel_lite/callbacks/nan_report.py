@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate.utils import recursively_apply
 from torch import nn
 
 from pytorch_accel_lite.batches import total_loss
-from pytorch_accel_lite.checkpoint import fit_model_state, model_state, read_checkpoint, write_checkpoint
-from pytorch_accel_lite.devices import host_number
+from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
+from pytorch_accel_lite.devices import to_float
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.resuming import generator_states, set_generator_states
-from pytorch_accel_lite.trials import unchanged
+from pytorch_accel_lite.randomness import capture_generators, restore_generators
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -52,21 +51,9 @@ class NonFinite:
 
 
 @dataclass
-class Replay:
-    """What :func:`replay` saw.
+class RecordedStep:
+    """A batch of the accumulation window, as it was before its step."""
 
-    :param losses: the loss of each batch of the accumulation window
-    :param origin: where numbers stopped being finite, in the first batch where they did
-    :param gradients: the names of the parameters whose gradients are not finite
-    """
-
-    losses: list[float]
-    origin: NonFinite
-    gradients: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Step:
     generators: dict[str, Any]
     batch: Any = None
     indices: list[Any] | None = None
@@ -95,53 +82,53 @@ class NaNReportCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self.report: Path | None = None
-        self._window: list[_Step] = []
+        self._window: list[RecordedStep] = []
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._clear()
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._window:
             self._buffers = {name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()}
-        self._window.append(_Step(generator_states()))
+        self._window.append(RecordedStep(capture_generators()))
 
-    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
         step = self._window[-1]
         step.batch, step.indices = kwargs["batch"], trainer.batch_indices
         loss = kwargs["batch_output"]["loss"].detach()
-        if self.report is None and not math.isfinite(host_number(loss)):
+        if self.report is None and not math.isfinite(to_float(loss)):
             self._write(trainer, "loss")
 
-    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.num_microbatches > 1:  # another part of the batch may follow
-            self._window.append(_Step(generator_states()))
+            self._window.append(RecordedStep(capture_generators()))
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.check_gradients and trainer.accelerator.scaler is None:
             norm = trainer.gradient_norm.detach()
-            is_finite = math.isfinite(host_number(norm))
+            is_finite = math.isfinite(to_float(norm))
             # The norm is the same on all processes; of one of them the loss may have been the cause.
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._window = []
 
-    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:
         self._window = self._window[:-1]
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._window, self._buffers = [], {}
 
     def _write(self, trainer: Trainer, what: str) -> None:
         progress, rank, model = trainer.progress, trainer.ranks.rank, trainer.get_model()
         window = [step for step in self._window if step.batch is not None]
-        gradients = _non_finite_gradients(model) if what == "gradient" else []
+        gradients = non_finite_gradients(model) if what == "gradient" else []
         origin = NonFinite()
         for step in window if not trainer.is_sharded else ():
             if origin.layer is None:
-                origin = _forward(trainer, step)[1]
+                origin = find_non_finite(trainer, step)[1]
         # Sharded weights are gathered by all processes together, which are not all here.
         weights = {} if trainer.is_sharded else model_state(trainer.get_model(keep_torch_compile=False), keep=True)
         weights |= {name.replace("_orig_mod.", ""): buffer for name, buffer in self._buffers.items() if name in weights}
@@ -167,41 +154,10 @@ class NaNReportCallback(TrainerCallback):
         )
 
 
-def replay(path: str | os.PathLike[str], trainer: Trainer) -> Replay:
-    """Run the step of a report again, forward and backward, as it was; the trainer is put back afterwards.
-
-    Set a breakpoint in the model, or wrap the call in ``torch.autograd.detect_anomaly()``, to look closer.
-
-    :param path: a report written by :class:`NaNReportCallback`
-    :param trainer: made as in the run that failed, outside of a run
-    :raises ValueError: when the file is no report, or does not fit the trainer's model
-    """
-    report = read_checkpoint(path)
-    if "steps" not in report:
-        raise ValueError(f"The file {os.fspath(path)!r} is no report of NaNReportCallback: it has no 'steps'.")
-    if trainer.is_running:
-        raise RuntimeError("replay() cannot be called within a run.")
-    with trainer._prepared(training=True), unchanged(trainer):
-        model = trainer.get_model()
-        model.load_state_dict(fit_model_state(model, report["model_state_dict"], path))
-        for name, module in model.named_modules():
-            module.training = report["modes"].get(name, module.training)
-        seen = Replay([], NonFinite())
-        for step in report["steps"]:
-            batch = send_to_device(step["batch"], trainer.device)
-            loss, origin = _forward(trainer, _Step(step["generators"], batch), keep_buffers=False)
-            seen.losses.append(float(loss.detach()))
-            trainer.backward_step(loss / len(report["steps"]))
-            if seen.origin.layer is None:
-                seen.origin = origin
-        seen.gradients = _non_finite_gradients(model)
-    return seen
-
-
-def _forward(trainer: Trainer, step: _Step, keep_buffers: bool = True) -> tuple[torch.Tensor, NonFinite]:
+def find_non_finite(trainer: Trainer, step: RecordedStep, keep_buffers: bool = True) -> tuple[torch.Tensor, NonFinite]:
     """Go forward with a batch as the step did, on this process alone, and find where numbers stop being finite."""
     wrapped, model = trainer.model, trainer.get_model()
-    before, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, generator_states()
+    before, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, capture_generators()
     found = NonFinite()
     names = {module: name for name, module in model.named_modules()}
 
@@ -214,7 +170,7 @@ def _forward(trainer: Trainer, step: _Step, keep_buffers: bool = True) -> tuple[
     hooks = [module.register_forward_hook(look) for module in names]
     trainer.model = model
     try:
-        set_generator_states(step.generators)
+        restore_generators(step.generators)
         with torch.compiler.set_stance("force_eager"):  # hooks are not called in compiled code
             loss = total_loss(trainer.calculate_train_batch_loss(step.batch)["loss"])
     finally:
@@ -222,7 +178,7 @@ def _forward(trainer: Trainer, step: _Step, keep_buffers: bool = True) -> tuple[
         for hook in hooks:
             hook.remove()
         if keep_buffers:
-            set_generator_states(generators)
+            restore_generators(generators)
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
     return loss, found
@@ -241,5 +197,6 @@ def _is_finite(value: Any) -> bool:
     return finite
 
 
-def _non_finite_gradients(model: nn.Module) -> list[str]:
+def non_finite_gradients(model: nn.Module) -> list[str]:
+    """Return the names of the parameters whose gradients are not finite."""
     return [name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]

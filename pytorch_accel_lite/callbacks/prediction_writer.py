@@ -12,11 +12,12 @@ import torch
 
 from pytorch_accel_lite.batches import concatenate, to_cpu
 from pytorch_accel_lite.checkpoint.files import load_plain
-from pytorch_accel_lite.checkpoint.portable import write_checkpoint
+from pytorch_accel_lite.checkpoint.weights import write_checkpoint
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 _ABOUT = "predictions.json"
@@ -51,15 +52,16 @@ class PredictionWriterCallback(TrainerCallback):
         self._indices: list[int] = []
         self._outputs: list[Any] = []
 
-    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind != "prediction":
+            return
         self._clear()
-        loader = trainer.eval_dataloader
         try:
-            length = len(loader.dataset)
-        except (TypeError, AttributeError) as error:
+            length = len(trainer.eval_dataset)
+        except TypeError as error:
             raise TypeError("PredictionWriterCallback needs a dataset with a length.") from error
         (start,) = trainer.ranks.run_together(lambda: self._begin(length), only_first=True)
-        loader.start = start
+        request.first_sample = start
         if start:
             trainer.print(f"{start} of {length} samples have been predicted already; going on with the rest.")
 
@@ -79,7 +81,7 @@ class PredictionWriterCallback(TrainerCallback):
         written = {index for path in self.directory.glob("shard-*.pt") for index in load_plain(path)["indices"]}
         return next((index for index in range(length) if index not in written), length)
 
-    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         indices = trainer.batch_indices
         if indices is None:
             raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, and no stream.")
@@ -90,7 +92,7 @@ class PredictionWriterCallback(TrainerCallback):
         if len(self._indices) >= self.shard_size:
             self._write(trainer)
 
-    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._write(trainer)
         trainer.barrier()
 

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 class PrintProgressCallback(TrainerCallback):
     """Prints when a run and each of its epochs start, and when the run ends."""
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print("Starting training run")
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print(f"Starting {_epoch_of(trainer).lower()}")
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print("Finishing training run")
 
-    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print("Starting evaluation run")
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print("Finishing evaluation run")
 
 
@@ -77,7 +77,7 @@ class ProgressBarCallback(TrainerCallback):
     def _start(self, trainer: Trainer, loader: Any, description: str) -> Any:
         return self._bars.start(description, _length(loader), "batch", disable=not self._shows_bars(trainer))
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._run_start, self._updates_before = time.monotonic(), trainer.progress.update
         # Where there are no bars, the next line; on processes that show nothing, never.
         self._interval, self._next_refresh = self.refresh_seconds, 0.0
@@ -89,7 +89,7 @@ class ProgressBarCallback(TrainerCallback):
     def _shows_bars(self, trainer: Trainer) -> bool:
         return bool(trainer.accelerator.is_local_main_process and (self.show_always or _is_watched()))
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.pbar = self._start(trainer, trainer.train_dataloader, _epoch_of(trainer))
         self._since = time.monotonic()
         if not self.pbar.disable:
@@ -99,7 +99,7 @@ class ProgressBarCallback(TrainerCallback):
         if self._steps_shown:
             self.pbar.update(self._steps_shown)
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         now = time.monotonic()
         if now < self._next_refresh:
             return
@@ -135,32 +135,32 @@ class ProgressBarCallback(TrainerCallback):
         self.pbar.update(trainer.progress.step - self._steps_shown)
         self._steps_shown = trainer.progress.step
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self.pbar.disable:
             self._show(trainer, time.monotonic())
         self._bars.finish(self.pbar)
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Evaluating")
 
-    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self.eval_pbar.n:  # a later callback may have limited the evaluation
             self.eval_pbar.total = _length(trainer.eval_dataloader)
         self.eval_pbar.update(1)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._bars.finish(self.eval_pbar)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._end(trainer)
 
-    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Predicting")
 
-    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self.eval_pbar.update(1)
 
-    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._bars.finish(self.eval_pbar)
         self._end(trainer)
 
@@ -174,13 +174,13 @@ class ProgressBarCallback(TrainerCallback):
                 bar.close()
         self._bars.close()
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._close()
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         self._close()
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         self._close()
 
 
@@ -211,34 +211,32 @@ class LogMetricsCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._logged: dict[str, int] = {}
-        self._evaluated = False
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._skip_earlier(trainer)
 
-    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._skip_earlier(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        self._evaluated = True
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.callback_handler.set_listening(self, True, "on_train_step_checkpoint")
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
-        if self._evaluated:  # in the middle of the epoch
-            self._log_new(trainer)
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._log_new(trainer)  # of an evaluation in the middle of the epoch
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)
 
     def _counts(self, trainer: Trainer) -> dict[str, int]:
@@ -246,12 +244,14 @@ class LogMetricsCallback(TrainerCallback):
         return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
 
     def _skip_earlier(self, trainer: Trainer) -> None:
-        self._logged, self._evaluated = self._counts(trainer), False
+        self._logged = self._counts(trainer)
+        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
 
     def _log_new(self, trainer: Trainer) -> None:
         counts = self._counts(trainer)
         new = [name for name, count in counts.items() if count > self._logged.get(name, 0)]
-        self._logged, self._evaluated = counts, False
+        self._logged = counts
+        trainer.callback_handler.set_listening(self, False, "on_train_step_checkpoint")
         if new:
             self.log_metrics(trainer, {name: trainer.run_history.get_latest_metric(name) for name in new})
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.metrics_file import plain
-from pytorch_accel_lite.checkpoint.portable import replacing
+from pytorch_accel_lite.checkpoint.weights import replacing
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import Pace, install_command
+from pytorch_accel_lite.utils import TimeBudget, install_command
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -47,13 +47,13 @@ class RunLogCallback(TrainerCallback):
         self.directory = Path(directory)
         self.config = dict(config or {})
         self._record: dict[str, Any] = {}
-        self._picture, self._drawn, self._pace = "", 0, Pace(1 / 50)
+        self._picture, self._drawn, self._pace = "", 0, TimeBudget(1 / 50)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def _begin(self, trainer: Trainer) -> None:
-        self._picture, self._drawn, self._pace = "", 0, Pace(1 / 50)
+        self._picture, self._drawn, self._pace = "", 0, TimeBudget(1 / 50)
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
         self._record = {
@@ -81,20 +81,20 @@ class RunLogCallback(TrainerCallback):
                 attempt["outcome"] = "killed"
         return attempts
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.accelerator.is_main_process:
             self._write(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._record and trainer.accelerator.is_main_process:
             self._write(trainer)
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         error = kwargs["exception"]
         outcome, *_ = f"failed: {type(error).__name__}: {error}".splitlines()
         self._end(trainer, outcome[:200], "".join(traceback.format_exception(error)))
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._end(trainer, "finished" if trainer.stop_reason is None else f"stopped: {trainer.stop_reason}")
 
     def _end(self, trainer: Trainer, outcome: str, trace: str | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.devices import host_number, wide_float
+from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
 from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_range
@@ -56,16 +56,16 @@ class GradientSpikeCallback(TrainerCallback):
         self._count = 0
         self._average: Any = 0.0  # a tensor on the device when action="clip"
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._clear()
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         gradients = [p.grad for p in optimized_parameters(trainer.optimizer) if p.grad is not None]
         norm = trainer.gradient_norm.detach()
         if self.action == "clip":
             self._clip(trainer, gradients, norm)
         else:
-            self._skip(trainer, host_number(norm))
+            self._skip(trainer, to_float(norm))
 
     def _skip(self, trainer: Trainer, norm: float) -> None:
         usual, is_known = self._usual(), trainer.progress.update >= self.warm_up_updates and self._count
@@ -92,7 +92,7 @@ class GradientSpikeCallback(TrainerCallback):
             largest = self.factor * self._usual()
             now = torch.nn.utils.get_total_norm(gradients)  # they may have been clipped
             torch._foreach_mul_(gradients, (largest / now).clamp(max=1.0).to(gradients[0].dtype))
-        norm = norm.to(wide_float(norm.device))
+        norm = norm.to(accumulation_dtype(norm.device))
         self._add(torch.where(torch.isfinite(norm) & (norm <= largest), norm, self._usual()))
 
     def _usual(self) -> Any:

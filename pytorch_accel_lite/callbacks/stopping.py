@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
-from pytorch_accel_lite.devices import HostCopy, computes_on_its_own, host_number
+from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
 
@@ -36,13 +36,13 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self._recent: deque[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = deque(maxlen=2 * self.LOOK_EVERY)
-        self._copy: HostCopy | None = None
+        self._copy: AsyncCopy | None = None
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.triggered = False
         self._clear()
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         latest = trainer.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # it lies in host memory, and was read there already
@@ -58,22 +58,22 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def _look_late(self, trainer: Trainer, loss: torch.Tensor) -> None:
         """Read the copy that was begun some steps ago, if it has arrived, and begin another."""
-        if not computes_on_its_own(loss.device):
+        if not is_asynchronous(loss.device):
             return  # the end of the epoch will tell
         if self._copy is not None:
             if not self._copy.has_arrived:
                 return
-            if not math.isfinite(host_number(self._copy.read())):
+            if not math.isfinite(to_float(self._copy.read())):
                 self._search(trainer)
         # A sum over the latest steps: one number that is not finite makes it so.
-        self._copy = HostCopy(torch.stack([recent for _, recent, _ in self._recent]).float().sum())
+        self._copy = AsyncCopy(torch.stack([recent for _, recent, _ in self._recent]).float().sum())
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._search(trainer)
         self._clear()
         self._check_recorded(trainer, "training")
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if "evaluation_loss" not in trainer.recorded_losses:  # evaluate() returns what it finds
             self._check_recorded(trainer, "evaluation")
 
@@ -152,21 +152,21 @@ class EarlyStoppingCallback(TrainerCallback):
         self._watched = WatchedMetric(watch_metric, greater_is_better)
         self._evaluated = False
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._watched.start(trainer.run_history)
         self._evaluated = False
         if self.reset_on_train:
             self.best_metric = self.baseline
             self.early_stopping_patience_counter = 0
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._evaluated = True
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._evaluated and self.patience_in == "evaluations":
             self._look(trainer, mid_epoch=True)
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._look(trainer, mid_epoch=False)
 
     def _look(self, trainer: Trainer, mid_epoch: bool) -> None:
@@ -225,10 +225,10 @@ class TimeLimitCallback(TrainerCallback):
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
         self.seconds = check_positive_number("limit", seconds)
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.clock >= self.seconds:
             raise RunPausedError(f"Stopping: the limit of {timedelta(seconds=self.seconds)} is reached.")
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if not trainer.is_finished:
             self.on_train_step_checkpoint(trainer)

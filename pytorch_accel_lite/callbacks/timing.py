@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.devices import computes_on_its_own, record_event
+from pytorch_accel_lite.devices import is_asynchronous, record_event
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int, check_range
 
@@ -59,7 +59,7 @@ class TimingCallback(TrainerCallback):
         self._mark = self._mark_counted = self._epoch_start = 0.0
         self._callbacks_before = 0.0
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         _refuse_second(trainer, self, "One measures all callbacks")
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
@@ -68,7 +68,7 @@ class TimingCallback(TrainerCallback):
             number = sum(known == name or known.startswith(f"{name} (") for known in self._names.values()) + 1
             self._names[id(callback)] = name if number == 1 else f"{name} ({number})"
         self._device, self._is_running = trainer.device, True
-        self._on_gpu = computes_on_its_own(trainer.device)
+        self._on_gpu = is_asynchronous(trainer.device)
         self._epoch_start = time.perf_counter()
         trainer.callback_handler.timer = self._time
 
@@ -104,25 +104,25 @@ class TimingCallback(TrainerCallback):
         self._of_step.append((phase, record_event(self._device, enable_timing=True)))
         self._lap(None)
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap(None)
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap("data")
         self._of_step = []
         if self._on_gpu:
             self._lap_of_device("start")
 
-    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap_of_device("forward")
 
-    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap_of_device("backward")
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap_of_device("optimizer")
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._on_gpu:
             self._events.append(self._of_step)
             while len(self._events) > _STEPS_BEHIND and self._events[0][-1][1].query():
@@ -134,13 +134,13 @@ class TimingCallback(TrainerCallback):
         for (_, before), (phase, event) in pairwise(self._events.popleft()):
             self._phases[phase] += before.elapsed_time(event) / 1e3
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap(None)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap("evaluation")
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         for name, seconds in self._count(trainer).items():
             trainer.run_history.update_metric(f"time_{name}", seconds)
 
@@ -162,7 +162,7 @@ class TimingCallback(TrainerCallback):
         self._phases.clear()
         return measured | {"callbacks": in_callbacks, "epoch": passed}
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._is_running:  # an error ended the run before it began
             return
         self._is_running = False
@@ -172,7 +172,7 @@ class TimingCallback(TrainerCallback):
         if self.show:
             trainer.print(self)
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.callback_handler.timer = None
 
     def __str__(self) -> str:
@@ -228,7 +228,7 @@ class ProfilerCallback(TrainerCallback):
         self._profiler: torch.profiler.profile | None = None
         self._traces: Counter[int] = Counter()  # of each update
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         _refuse_second(trainer, self, "torch.profiler cannot run twice at a time")
         self._traces.clear()
         trainer.ranks.run_together(lambda: self.output_dir.mkdir(parents=True, exist_ok=True), only_first=True)
@@ -243,14 +243,14 @@ class ProfilerCallback(TrainerCallback):
         self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
         self._profiler.start()
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._stop()
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         self._stop()
 
     def _stop(self) -> None:

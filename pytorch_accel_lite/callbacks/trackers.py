@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from pytorch_accel_lite.callbacks.step_rows import StepRows
+from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.utils import did_you_mean, install_command
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
-class TrackerCallback(StepRows):
+class TrackerCallback(StepLogger):
     """Logs a run to a tracker: its configuration, numbers every n updates, every evaluation and epoch, and pictures.
 
     The step of everything is the number of updates made. A resumed run goes on in the same curves: TensorBoard forgets
@@ -72,7 +72,7 @@ class TrackerCallback(StepRows):
         self._known: dict[str, set[int]] = {}
         self._first_update = 0
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
         self._trainer, self._started, self._known = trainer, None, {}
         self._first_update, self._is_over = trainer.progress.update, False
@@ -135,20 +135,20 @@ class TrackerCallback(StepRows):
                 history = self._client.get_metric_history(self.run_id, name)
                 self._known[name] = {metric.step for metric in history}
 
-    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:  # noqa: D102
+    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         self._log({"epoch": epoch, **values}, update)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._evaluated = True
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._evaluated:  # in the middle of the epoch
             self._log_new(trainer)
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._is_over:
             self._log_new(trainer)
 
@@ -206,7 +206,7 @@ class TrackerCallback(StepRows):
             elif hasattr(self._started, "log_images"):
                 self._started.log_images({name: [picture]}, step=step)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._is_over:
             return
         try:
@@ -215,7 +215,7 @@ class TrackerCallback(StepRows):
         finally:
             self._finish(trainer)
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._is_over:
             return
         try:

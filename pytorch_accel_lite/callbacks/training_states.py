@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks.paths import refuse_shared_path
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.resuming import check_states_are_possible
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -56,9 +56,6 @@ class SaveTrainingStateCallback(TrainerCallback):
         run. The states that are there stay whole in either case.
     :param keep_best: save the states of the best epochs, and keep them besides the newest ones
     """
-
-    saves_training_states = True
-    path_argument = "save_dir"
 
     def __init__(
         self,
@@ -103,6 +100,13 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved: dict[str, Any] | None = None
         self._saved_clock = 0.0
 
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.saves_training_states = True
+            request.ends_at_signals = request.ends_at_signals or self.save_on_signal
+            request.state_sources.append(self)
+            request.claim_path(self, "save_dir", self.save_dir)
+
     def find_latest(self, trainer: Trainer) -> TrainingState | None:
         """Return the newest whole state of ``save_dir``, or ``None`` when there is none."""
         self._lock(trainer)
@@ -116,19 +120,18 @@ class SaveTrainingStateCallback(TrainerCallback):
     def _lock(self, trainer: Trainer) -> None:
         trainer.ranks.run_together(self._store.lock, only_first=True)
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.train_dataloader is not None:
             self._lock(trainer)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         check_states_are_possible(trainer.accelerator)
-        refuse_shared_path(trainer, self)
         self._watched.start(trainer.run_history)
         self._saved, self._saved_clock, self._best, self._value = None, 0.0, {}, math.nan
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         every, minutes = self.save_every_n_steps, self.save_every_n_minutes
         due = every is not None and trainer.progress.update % every == 0
         if minutes is not None and trainer.clock - self._saved_clock >= 60 * minutes:
@@ -136,17 +139,17 @@ class SaveTrainingStateCallback(TrainerCallback):
         if due:
             self._save(trainer)
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         every = self.save_every_n_epochs
         due = every is not None and trainer.progress.epochs_completed % every == 0
         is_best = self._look_at_metric(trainer)
         if due or is_best or (self.save_at_end and trainer.is_finished):
             self._save(trainer)
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self.save_at_end and trainer.interruption is None:
             return
-        if trainer.gradient_window is not None and trainer.gradient_window.is_open:
+        if trainer.gradient_window.is_open:
             trainer.print(
                 f"No training state is saved: the run was stopped within an accumulation window, after update "
                 f"{trainer.progress.update}. Raise StopTrainingError in on_train_step_checkpoint to stop after one."
@@ -154,7 +157,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         self._save(trainer)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         try:
             if self._writer is not None:
                 self._attempt(trainer, self._writer.wait)
@@ -162,7 +165,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._writer = None
             self._store.unlock()
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: do not wait for them
             self._attempt(trainer, self._writer.wait)
         self._store.unlock()

@@ -38,14 +38,14 @@ class GradualUnfreezingCallback(TrainerCallback):
         self.freeze_batch_norms = freeze_batch_norms
         self._is_running = False
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.train_dataloader is None or self._is_running:  # of an evaluation
             return
         model = trainer.get_model(keep_torch_compile=False)
         self._add_to_optimizer(trainer.optimizer, [group for group in parameters_by_group(model) if group])
         self._unfreeze(model, 1)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._is_running = True
         if not trainer.can_rewrap_model:
             raise RuntimeError(
@@ -54,13 +54,13 @@ class GradualUnfreezingCallback(TrainerCallback):
                 "Freeze before the run with ModelFreezer, or compile the model yourself with torch.compile."
             )
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._is_running = False
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         self._is_running = False
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         # A function of the epoch alone, so a resumed run needs no state to be where it was.
         wanted = 1 + (trainer.progress.epoch - 1) // self.every_n_epochs
         if self._unfreeze(trainer.get_model(keep_torch_compile=False), wanted):

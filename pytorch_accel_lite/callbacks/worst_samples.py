@@ -71,17 +71,17 @@ class WorstSamplesCallback(TrainerCallback):
         self._kept: dict[str, Any] | None = None
         self._gathered: list[WorstSample] = []
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.eval_dataloader is not None:
             self._loss = self.loss or _without_reduction(trainer.loss_func)
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._kept = None
         self._name = trainer.run_history.metric_name_prefix.removesuffix("_")
         if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
             self._gathered = []
 
-    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         indices = trainer.batch_indices
         if indices == []:  # a batch that only keeps this process in step
             return
@@ -96,7 +96,7 @@ class WorstSamplesCallback(TrainerCallback):
         best = ranking.topk(min(self.k, len(ranking))).indices
         self._kept = {key: value[best] for key, value in both.items()}
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         mine: list[WorstSample] = []
         if self._kept is not None:
             columns = {key: value.cpu() for key, value in self._kept.items()}

@@ -45,7 +45,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
         self._kinds: set[tuple[int, str]] = set()  # the counts of updates at which something is saved
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not hasattr(trainer.scheduler, "get_decay_info"):
             raise ValueError(
                 f"WSDCheckpointCallback needs a WSDLrScheduler, not {trainer.scheduler!r}: pass "
@@ -73,7 +73,7 @@ class WSDCheckpointCallback(TrainerCallback):
         trainer.scheduler.continue_from(checkpoint.get("scheduler_state_dict"))
         trainer.print(f"Beginning with the weights of {os.fspath(path)!r}")
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._save_due(trainer)
 
     def _save_due(self, trainer: Trainer) -> None:
@@ -82,11 +82,11 @@ class WSDCheckpointCallback(TrainerCallback):
             if (num_updates, kind) in self._kinds:
                 self._save(trainer, kind)
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.is_finished:
             self._save_last(trainer)
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.interruption is None:  # a run that is paused goes on
             self._save_last(trainer)
 

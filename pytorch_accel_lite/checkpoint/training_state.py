@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pytorch_accel_lite.checkpoint.files import checksum, durable_file, load_plain, storable, sync_directory
-from pytorch_accel_lite.checkpoint.portable import untie, write_tensors
+from pytorch_accel_lite.checkpoint.weights import untie, write_tensors
 from pytorch_accel_lite.distributed import Ranks
 
 FORMAT_VERSION = 1

@@ -1,6 +1,18 @@
 """Samplers and loaders: order, position, sharding, batched fetch."""
 
-from pytorch_accel_lite.data.loader import FailedRead, LoadedBatch, OwnShard, ShardedLoader, shard
+from pytorch_accel_lite.data.loader import Batch, FailedRead, LoadedBatch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
+from pytorch_accel_lite.data.presharded import OwnShard
+from pytorch_accel_lite.data.sharding import shard
 
-__all__ = ["FailedRead", "LoadedBatch", "NamedDatasets", "NamedSampler", "OwnShard", "ShardedLoader", "shard"]
+__all__ = [
+    "Batch",
+    "FailedRead",
+    "LoadedBatch",
+    "LoaderOptions",
+    "NamedDatasets",
+    "NamedSampler",
+    "OwnShard",
+    "ShardedLoader",
+    "shard",
+]

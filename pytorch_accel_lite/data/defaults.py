@@ -7,9 +7,10 @@ import os
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.utils.data import IterableDataset, TensorDataset
 
-from pytorch_accel_lite.data.loader import tensors_in_memory
+from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.order import inner_datasets, reads_batches
 
@@ -30,6 +31,11 @@ def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     per_process = cores // max(processes_on_machine, 1)
     return min(per_process, 8) if per_process > 1 else 0
+
+
+def processes_on_machine(accelerator: Accelerator) -> int:
+    """Return how many processes of the job run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
 
 
 def _is_in_memory(dataset: Any) -> bool:

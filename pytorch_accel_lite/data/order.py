@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -24,49 +21,16 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.randomness import (
+    capture_generators,
+    mix,
+    preserving_generators,
+    restore_generators,
+    seed_generators,
+)
 
-_MASK = (1 << 64) - 1
 #: What is drawn at a time of a sampler without a length.
 _PIECE = 1024
-
-
-def mix(*numbers: int) -> int:
-    """Combine whole numbers into one well-spread 64-bit seed (the finaliser of SplitMix64, Steele et al. 2014)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the CPU generators of torch, numpy and python, as augmentation uses them."""
-    # torch.manual_seed also visits every device, which costs a hundred times as much.
-    torch.default_generator.manual_seed(seed >> 1)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
-
-
-def _get_states() -> tuple[Any, Any, Any]:
-    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-
-
-def _set_states(states: tuple[Any, Any, Any]) -> None:
-    torch.default_generator.set_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
-
-
-@contextmanager
-def keep_generators() -> Iterator[None]:
-    """Put back the states of the CPU generators after a block of code."""
-    states = _get_states()
-    try:
-        yield
-    finally:
-        _set_states(states)
 
 
 def inner_datasets(dataset: Any) -> list[Any]:
@@ -89,10 +53,10 @@ def reads_batches(dataset: Any) -> bool:
 class BatchReader(Dataset[Any]):
     """Reads and collates whole batches, with randomness that is a function of (seed, epoch, position).
 
-    Every sample is read with generators seeded from its place in the epoch's order, and the batch is collated with
-    generators seeded from that of its first sample; a dataset that reads many samples at once (``__getitems__``)
-    has one seed for them. So neither workers, nor processes, nor an interruption change what is read. Without
-    workers, the generators of the training process are put back afterwards.
+    Every sample is read with generators seeded from its place in the epoch's order; a dataset that reads many samples
+    at once (``__getitems__``) has one seed for them, and what collates a batch goes on from there. So neither workers,
+    nor processes, nor an interruption change what is read. Without workers, torch's generator is put back afterwards;
+    python's and numpy's are seeded by the loader.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int) -> None:
@@ -104,20 +68,22 @@ class BatchReader(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int, Any]]) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
             return self._read(keys)
-        with keep_generators():
+        state = torch.default_generator.get_state()
+        try:
             return self._read(keys)
+        finally:
+            torch.default_generator.set_state(state)
 
     def _read(self, keys: list[tuple[int, int, Any]]) -> Any:
         epoch, first, _ = keys[0]
+        place = mix(self.seed, epoch)
         if self._reads_batches:
-            seed_generators(mix(self.seed, epoch, first))
-            samples = self.dataset.__getitems__([index for _, _, index in keys])
-        else:
-            samples = []
-            for _, position, index in keys:
-                seed_generators(mix(self.seed, epoch, position))
-                samples.append(self.dataset[index])
-        seed_generators(mix(self.seed, epoch, first, 1))
+            seed_generators(mix(first, after=place))
+            return self.collate_fn(self.dataset.__getitems__([index for _, _, index in keys]))
+        samples = []
+        for _, position, index in keys:
+            seed_generators(mix(position, after=place))
+            samples.append(self.dataset[index])
         return self.collate_fn(samples)
 
 
@@ -179,7 +145,7 @@ class EpochOrder:
             generator.manual_seed(seed >> 1)
         if find_length(sampler) is None:
             return _draw_pieces(sampler, seed)
-        with keep_generators():
+        with preserving_generators():
             seed_generators(seed)
             return _shuffled(sampler) if is_shuffle else list(sampler)
 
@@ -200,13 +166,13 @@ def find_length(sampler: Any) -> int | None:
 
 def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
     """Yield what a sampler draws from generators of its own, which go on from piece to piece."""
-    with keep_generators():
+    with preserving_generators():
         seed_generators(seed)
-        drawn, states = iter(sampler), _get_states()
+        drawn, states = iter(sampler), capture_generators()
     while True:
-        with keep_generators():
-            _set_states(states)
-            piece, states = list(islice(drawn, _PIECE)), _get_states()
+        with preserving_generators():
+            restore_generators(states)
+            piece, states = list(islice(drawn, _PIECE)), capture_generators()
         if not piece:
             return
         yield from piece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
@@ -36,5 +37,13 @@ def _begin(worker_init_fn: Callable[[int], object] | None, collects: bool, worke
     gc.freeze()
     if collects:
         gc.enable()
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
+
+
+def ignore_in_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    """Start a dataloader's worker that leaves signals to its parent: launchers send them to the whole group."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     if worker_init_fn is not None:
         worker_init_fn(worker_id)

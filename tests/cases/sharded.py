@@ -5,16 +5,20 @@ On machines without GPUs Accelerate ignores its FSDP plugin, so it is told that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.scripts.resumable import CopyStates
 from tests.tasks import equal, regression_data
@@ -59,3 +63,72 @@ def on_two_processes(folder: Path) -> Any:
         assert equal(whole(again.model.state_dict()), expected), copy
         assert again.run_history.to_dict() == losses
     return expected, losses
+
+
+class UsesIt(TrainerCallback):
+    """Calls a sharded model's trainer within its run."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_train_step_end(self, trainer, **kwargs):
+        self.calls += 1
+        assert trainer.is_running
+        assert trainer.is_sharded
+        with pytest.raises(RuntimeError, match="cannot be called within a run"):
+            trainer.train(regression_data(8), 1)
+        with pytest.raises(RuntimeError, match="cannot be called within a run"):
+            trainer.find_lr(regression_data(8))
+        indices = trainer.batch_indices
+        trainer.evaluate(regression_data(5), 2)
+        trainer.predict(regression_data(5), 2)
+        assert trainer.batch_indices == indices
+
+
+def _used_again(make_trainer: Callable[[list[Any]], Trainer]) -> dict[str, torch.Tensor]:
+    """The final weights, the same with and without use within the run and between two runs."""
+    found = []
+    for uses in (False, True):
+        callback = UsesIt()
+        trainer = make_trainer([callback] if uses else [])
+        assert not trainer.is_running
+        trainer.train(
+            regression_data(22), 1, regression_data(9), 3, gradient_accumulation_steps=2, gradient_clip_norm=1
+        )
+        assert callback.calls == (4 if uses else 0)
+        assert not trainer.is_running
+        if uses:
+            before = whole(trainer.get_model().state_dict())
+            metrics = trainer.evaluate(regression_data(9), 3)
+            assert metrics["evaluation_loss"] == trainer.run_history.get_latest_metric("eval_loss_epoch")
+            assert trainer.predict(regression_data(9), 3).shape == (9, 1)
+            tried = trainer.find_lr(regression_data(22), 3, num_steps=12)
+            assert len(tried.lrs) > 3
+            assert not trainer.is_running
+            assert equal(whole(trainer.get_model().state_dict()), before)
+        trainer.train(regression_data(22), 1, regression_data(9), 3, gradient_accumulation_steps=2)
+        found.append(whole(trainer.get_model().state_dict()))
+    assert equal(*found)
+    return found[0]
+
+
+def by_accelerate_is_used_again(folder: Path) -> Any:
+    accelerator = sharding_accelerator()
+
+    def make_trainer(callbacks: list[Any]) -> Trainer:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=3)
+
+    return _used_again(make_trainer)
+
+
+def by_the_user_is_used_again(folder: Path) -> Any:
+    def make_trainer(callbacks: list[Any]) -> Trainer:
+        model = make_model()
+        for layer in (model[0], model[3], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=Accelerator(cpu=True), seed=3)
+
+    return _used_again(make_trainer)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.checkpoint.portable import replacing
+from pytorch_accel_lite.checkpoint.weights import replacing
+from pytorch_accel_lite.distributed.prepared import evaluation_mode
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.preparation import evaluation_mode
-from pytorch_accel_lite.resuming import generator_states, set_generator_states
-from pytorch_accel_lite.utils import Pace, check_positive_int, import_extra, in_notebook
+from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.utils import TimeBudget, check_positive_int, import_extra, in_notebook
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -41,17 +41,17 @@ class PlotMetricsCallback(TrainerCallback):
 
     def _restart(self) -> None:
         self._display, self._is_behind = None, False
-        self._pace = Pace(1 / 10 if in_notebook() else 1 / 50)
+        self._pace = TimeBudget(1 / 10 if in_notebook() else 1 / 50)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._restart()
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._is_behind = trainer.accelerator.is_main_process
         if self._pace.is_due:
             self._draw(trainer)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
@@ -114,11 +114,11 @@ class SnapshotCallback(TrainerCallback):
         self.directory = Path(directory)
         self._failed = False
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._failed = False
         trainer.ranks.run_together(lambda: self.directory.mkdir(parents=True, exist_ok=True), only_first=True)
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch % self.every_n_epochs or not trainer.accelerator.is_main_process:
             return
         try:
@@ -137,12 +137,9 @@ class SnapshotCallback(TrainerCallback):
 
     def _draw(self, trainer: Trainer) -> dict[str, np.ndarray[Any, Any]]:
         samples = self.samples.to(trainer.device) if isinstance(self.samples, torch.Tensor) else self.samples
-        model, generators = trainer.get_model(), generator_states()
-        try:
-            with evaluation_mode(model), torch.no_grad():
-                drawn = self.fn(model, samples)
-        finally:
-            set_generator_states(generators)
+        model = trainer.get_model()
+        with preserving_generators(), evaluation_mode(model), torch.no_grad():
+            drawn = self.fn(model, samples)
         named = drawn if isinstance(drawn, Mapping) else {"snapshot": drawn}
         return {name: _as_bytes(picture) for name, picture in named.items()}
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-
-from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
 
 T = TypeVar("T")
 
@@ -146,114 +140,3 @@ def _flatten(data: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
     return leaves, lambda gathered: torch.utils._pytree.tree_unflatten(gathered, spec)
-
-
-class StopVote:
-    """Lets any rank ask for an end, and makes all ranks learn of it at the same update.
-
-    Ranks talk at most every ``seconds``: after each talk they agree on the number of updates until the next, from
-    the slowest rank's time for an update. With one process nothing is needed: errors are raised where they occur.
-    """
-
-    def __init__(self, ranks: Ranks, seconds: float = 0.2) -> None:
-        self._ranks = ranks
-        self._seconds = seconds
-        self._request: tuple[int, Exception] | None = None
-        self._pause: RunPausedError | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was asked for, and begin to count anew."""
-        self.forget()
-        self._calls = 0
-        self._updates = 0
-        self._interval = 1
-        self._start = self._since = time.monotonic()
-        self._clock = 0.0
-
-    @property
-    def clock(self) -> float:
-        """Seconds since the start of the run, the same on every rank: as of their last talk."""
-        return time.monotonic() - self._start if self._ranks.world_size == 1 else self._clock
-
-    def ask(self, error: Exception) -> None:
-        """Ask for an end with this error; the first one asked for is kept. Safe to call in a signal handler."""
-        if isinstance(error, RunPausedError):
-            self._pause = self._pause or error
-        else:
-            self._request = self._request or (self._calls, error)
-
-    def forget(self) -> None:
-        """Forget what was asked for."""
-        self._request = self._pause = None
-
-    def settle(self, now: bool = False, can_save: bool = False) -> None:
-        """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
-
-        :param now: talk in any case, as at the end of an epoch
-        :param can_save: the run could go on from here exactly; only then is a :class:`RunPausedError` raised
-        """
-        self._calls += 1
-        if self._ranks.world_size == 1 and self._request is None and self._pause is None:
-            return
-        self._updates += 1
-        paused = 0.0 if self._pause is None else float(getattr(self._pause, "signum", 0.5))
-        asked = float(self._request is not None)
-        if self._ranks.world_size > 1:
-            if not now and self._updates < self._interval:
-                return
-            time_now = time.monotonic()
-            pace = (time_now - self._since) / self._updates
-            asked, paused, pace, self._clock = self._ranks.max([asked, paused, pace, time_now - self._start])
-            self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
-            self._updates, self._since = 0, time.monotonic()
-        if asked:
-            self._raise_first()
-        if paused and can_save:
-            message = None if self._pause is None else str(self._pause)
-            self._pause = None
-            if paused >= 1:
-                raise RunInterruptedError(int(paused))
-            raise RunPausedError(next(filter(None, self._ranks.all_gather_object(message))))
-
-    def _raise_first(self) -> None:
-        """Raise the error that was asked for first. On other ranks it is made anew: errors may not be picklable."""
-        mine, request = None, self._request
-        self._request = None  # it is answered: a later run or evaluation starts without it
-        if request is not None:
-            calls, error = request
-            mine = calls, self._ranks.rank, isinstance(error, NonFiniteLossError), str(error)
-        _, rank, is_loss, message = min(filter(None, self._ranks.all_gather_object(mine)))
-        if request is not None and rank == self._ranks.rank:
-            raise request[1]
-        raise NonFiniteLossError(message) if is_loss else StopTrainingError(message)
-
-
-def check_launch(accelerator: Accelerator) -> None:
-    """Raise an error when a launcher started several processes that the accelerator does not see.
-
-    :raises RuntimeError: each rank would be a world of its own, all writing the same files; or a plugin for
-        sharded training would be silently ignored
-    """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise RuntimeError(
-            f"The launcher started WORLD_SIZE={launched} processes, but Accelerate sees "
-            f"{accelerator.num_processes}: each rank would train on its own. On machines without a GPU set the "
-            "environment variable ACCELERATE_USE_CPU=true, or pass accelerator=Accelerator(cpu=True) to the Trainer."
-        )
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and accelerator.is_main_process:
-        warnings.warn(
-            f"torchrun may restart this job {restarts} time(s), but lets all attempts share one store, where restarted "
-            "processes find the addresses of dead ones and fail or hang. Start it with the environment variable "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.",
-            stacklevel=4,
-        )
-    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
-    if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
-        raise RuntimeError(
-            f"An FSDP plugin was configured, but Accelerate runs {accelerator.distributed_type.value} on "
-            f"{accelerator.num_processes} {accelerator.device.type} process(es) and would ignore it. Start several "
-            "processes with accelerate launch on a machine with GPUs, or leave the plugin out."
-        )

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from pytorch_accel_lite.checkpoint.portable import canonical_state, fit_state
+from pytorch_accel_lite.checkpoint.weights import canonical_state, fit_state
 
 
-def gathered(state: Any, keep: bool) -> Any:
+def full_state_dict(state: Any, keep: bool) -> Any:
     """Return a state with every sharded tensor made whole, in host memory.
 
     :param keep: ``False`` on processes that will not write it: there, sharded tensors become ``None``
@@ -32,9 +32,12 @@ def gathered(state: Any, keep: bool) -> Any:
     return tree_map_only(torch.Tensor, whole, state)
 
 
+gathered = full_state_dict
+
+
 def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
     """Return the whole state of a model by name."""
-    return dict(gathered(dict(canonical_state(model)), keep))
+    return dict(full_state_dict(dict(canonical_state(model)), keep))
 
 
 def fit_model_state(

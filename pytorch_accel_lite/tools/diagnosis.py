@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.batches import find_batch_size, total_loss
+from pytorch_accel_lite.callbacks.advice import faster_data
 from pytorch_accel_lite.devices import module_of
+from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.tools.trial import trial
+from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -58,10 +62,33 @@ class Diagnosis:
         return "\n".join([*lines, *(f"- {text}" for text in self.advice or ["Nothing stands out."])])
 
 
-def diagnose(trainer: Trainer, num_steps: int) -> Diagnosis:
-    """Measure the trainer's steps, with the training dataloader that it has; see :meth:`Trainer.diagnose`."""
-    loader = trainer.train_dataloader
-    held = list(itertools.islice((loaded.batch for loaded in loader.steps(1)), 8))
+def diagnose(
+    self: Trainer,
+    train_dataset: Any,
+    per_device_batch_size: int = 8,
+    num_steps: int = 200,
+    train_dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> Diagnosis:
+    """Find out what limits the speed of training, and say what to change.
+
+    Reads data without training, goes forward without going back, and trains, for so many steps each, without
+    callbacks. The model, the optimizer and the generators are put back afterwards. To be called on every process.
+
+    :param num_steps: steps of each kind
+    :return: the measurements and the advice, which are also printed
+    """
+    check_positive_int("num_steps", num_steps)
+    batch_size, loader_kwargs, request = per_device_batch_size, train_dataloader_kwargs, RunRequest(num_epochs=1)
+    with trial(self, "diagnose", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
+        found = _measure(self, run.train_loader, num_steps)
+    self.print(found)
+    return found
+
+
+def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
+    """Measure the trainer's steps."""
+    held = list(itertools.islice((batch.data for batch in loader.steps(1)), 8))
     if not held:
         raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
     again = itertools.islice(itertools.cycle(held), num_steps)
@@ -86,7 +113,7 @@ def diagnose(trainer: Trainer, num_steps: int) -> Diagnosis:
 
 def _read(loader: Any, num_steps: int) -> Iterable[Any]:
     """Read so many batches, from further epochs when one has fewer."""
-    epochs = (loaded.batch for epoch in itertools.count(1) for loaded in loader.steps(epoch))
+    epochs = (batch.data for epoch in itertools.count(1) for batch in loader.steps(epoch))
     return itertools.islice(epochs, num_steps)
 
 
@@ -126,7 +153,8 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
     on_gpu = trainer.device.type == "cuda"
     compute = found.forward + found.backward + found.update
     if found.waiting > 0.1:
-        yield f"The model waits for data in {100 * found.waiting:.0f} % of a step. {faster_data(trainer)}"
+        advice = faster_data(trainer.train_dataloader)
+        yield f"The model waits for data in {100 * found.waiting:.0f} % of a step. {advice}"
     options = [group.get("fused") for group in trainer.optimizer.param_groups]
     if found.update > 0.1 * compute and "fused" in trainer.optimizer.defaults and not any(options):
         yield (
@@ -144,17 +172,3 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
         )
     if not on_gpu and trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
         yield "Torch computes with one thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, uses more cores."
-
-
-def faster_data(trainer: Trainer) -> str:
-    """Return what to do when a model waits for data."""
-    workers = getattr(trainer.train_dataloader, "num_workers", 0)
-    more = (
-        f"Use more than the {workers} workers"
-        if workers
-        else ("Read with workers: train_dataloader_kwargs={'num_workers': 4}")
-    )
-    return (
-        f"{more}, or do in advance what the dataset does for each sample; data that fit in memory as a TensorDataset "
-        "are read a batch at a time."
-    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.devices import HostCopy, wide_float
+from pytorch_accel_lite.devices import AsyncCopy, accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
@@ -30,7 +30,7 @@ _PATIENCE = 5.0
 _COLUMNS = ("update", "epoch", "loss")
 
 
-class InBackground:
+class BackgroundWorker:
     """Does one job after the other, in a thread of its own. A job must not talk to other processes."""
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ class _Row(NamedTuple):
     epoch: int
     names: list[str]  # of the step metrics
     numbers: list[float | None]  # the sums of losses and weights, then the metrics; None: to be found in ``copied``
-    copied: HostCopy | None
+    copied: AsyncCopy | None
 
 
-class StepRows(TrainerCallback):
+class StepLogger(TrainerCallback):
     """Base class of callbacks that log every n updates: the mean loss since the last row, and ``trainer.step_metrics``.
 
     A row is made at the end of the step, before any training state is saved. Numbers on a device are copied while it
@@ -105,7 +105,7 @@ class StepRows(TrainerCallback):
         self.every_n_updates = every_n_updates
         self._ranks: Ranks | None = None
         self._pending: deque[_Row] = deque()
-        self._background: InBackground | None = None
+        self._background: BackgroundWorker | None = None
         #: The epoch's sums of losses and weights in the last row, by which the next row's mean is found.
         self._sums = (0, 0.0, 0.0)
         self._last_row: dict[str, Any] = {}
@@ -117,15 +117,15 @@ class StepRows(TrainerCallback):
     def in_background(self, job: Callable[[], None]) -> None:
         """Do something in the background, after the rows so far."""
         if self._background is None:
-            self._background = InBackground()
+            self._background = BackgroundWorker()
         self._background.do(job)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._ranks, self._background = trainer.ranks, None
         self._pending.clear()
         self._sums, self._last_row = (0, 0.0, 0.0), {}
 
-    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
             return
         self._pending.append(self._begin(trainer))
@@ -139,8 +139,8 @@ class StepRows(TrainerCallback):
         there = [value for value, number in zip(values, numbers, strict=True) if number is None]
         copied = None
         if there:
-            dtype = wide_float(trainer.device)
-            copied = HostCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in there]))
+            dtype = accumulation_dtype(trainer.device)
+            copied = AsyncCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in there]))
         return _Row(trainer.progress.update, trainer.progress.epoch, list(metrics), numbers, copied)
 
     def _average(self, keep: int) -> None:
@@ -166,14 +166,14 @@ class StepRows(TrainerCallback):
         if self._ranks.rank == 0:
             self.in_background(lambda: self.write_row(row.update, row.epoch, values))
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._average(keep=0)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._average(keep=0)
         self._end_background()
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:  # noqa: D102
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.ranks.world_size == 1 or isinstance(kwargs["exception"], NonFiniteLossError):
             self._average(keep=0)
             self._end_background()

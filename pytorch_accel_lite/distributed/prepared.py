@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.distributed.ranks import Ranks
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
 
 # Where Accelerate adds nothing to an optimizer but bookkeeping, the user's own is stepped directly.
 _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
@@ -31,14 +36,26 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
             return model
 
 
-class Preparation:
-    """A model and an optimizer while Accelerate has them.
+def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether the weights of a model are, or will be, spread over the processes: by Accelerate, or by the user."""
+    return accelerator.distributed_type not in _PLAIN or _has_sharded_weights(model)
+
+
+def _has_sharded_weights(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+class PreparedModel:
+    """A model and an optimizer as they are trained: placed on the device, wrapped, in mixed precision.
+
+    A model that the user has sharded (``fully_shard``) stays as it is.
 
     :param training: prepare for training; otherwise only place the model and apply mixed precision
     :ivar model: the prepared model
     :ivar optimizer: the optimizer to step: the user's own where Accelerate adds nothing, else the prepared one
     :ivar is_plain: whether Accelerate adds nothing to backward pass and optimizer
-    :ivar can_unwrap: whether the module inside the wrapper works alone (not with sharded weights)
+    :ivar is_sharded: whether the weights are spread over the processes, so that no process can compute alone
+    :ivar outlives_runs: whether it stays as it is at the end of a run: its weights exist in no other form
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
@@ -48,9 +65,14 @@ class Preparation:
         # Its lists of what was prepared. free_memory() would empty them of what others prepared too, and collect
         # garbage, which takes longer than many a run.
         self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
-        self.can_unwrap = accelerator.distributed_type in _PLAIN
-        self.is_plain = self.can_unwrap and accelerator.scaler is None
-        if training or not self.can_unwrap:
+        by_accelerate = accelerator.distributed_type not in _PLAIN
+        by_the_user = not by_accelerate and _has_sharded_weights(model)
+        self.is_sharded = by_accelerate or by_the_user
+        self.outlives_runs = by_accelerate
+        self.is_plain = not by_accelerate and accelerator.scaler is None
+        if by_the_user:
+            self.model, self.optimizer = model, optimizer
+        elif training or by_accelerate:
             self.model, self.optimizer = accelerator.prepare(model, optimizer)
         else:
             self.model, self.optimizer = accelerator.prepare_model(model, evaluation_mode=True), optimizer
@@ -60,7 +82,7 @@ class Preparation:
     def can_rewrap(self, model: nn.Module) -> bool:
         """Whether :meth:`rewrap` can be used on the prepared model: not with sharded weights, nor once compiled."""
         inner = getattr(model, "_orig_mod", None)
-        return self.can_unwrap and not isinstance(inner, DistributedDataParallel)
+        return not self.is_sharded and not isinstance(inner, DistributedDataParallel)
 
     def rewrap(self, model: nn.Module) -> nn.Module:
         """Return the model in a new ``DistributedDataParallel``, if it is in one.
@@ -88,12 +110,7 @@ class Preparation:
         return wrapped
 
     def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
-        """Return the model, which a callback may have replaced, and the optimizer as the user knows them.
-
-        Sharded engines (FSDP, DeepSpeed) stay as they are: their weights exist in no other form.
-        """
-        if not self.can_unwrap:
-            return model, self.optimizer
+        """Return the model, which a callback may have replaced, and the optimizer as the user knows them."""
         given, optimizer = self._given
         for module in (given, unwrap(given, keep_torch_compile=False)):
             for mark in _MARKS:
@@ -111,12 +128,71 @@ class Preparation:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode, and each of its modules back to its own mode afterwards."""
+def preserving_modes(model: nn.Module) -> Iterator[None]:
+    """Set each module of a model back to its own mode, training or evaluation, after a block."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode for a block."""
+    with preserving_modes(model):
+        model.eval()
+        yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Let each process hold its own shards alone again: without a backward pass FSDP2 keeps the last ones it gathered.
+
+    ``model.parameters()`` would be those then, and not the ones that the optimizer knows.
+    """
+    for module in model.modules():
+        if callable(getattr(module, "reshard", None)):
+            module.reshard()
+
+
+def sync_ddp_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Give all ranks rank 0's buffers, as ``DistributedDataParallel`` does before its next forward pass.
+
+    Until then, running statistics (of batch norm, say) are those of each rank's own last batch.
+    """
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        ranks.copy_from_first(model.buffers())
+
+
+def get_model(self: Trainer, keep_torch_compile: bool = True) -> nn.Module:
+    """Return the model without what it is wrapped in for distributed training.
+
+    :param keep_torch_compile: ``False`` also takes it out of ``torch.compile``'s wrapper
+    """
+    trained = self.current_run.trained_model
+    model = self.model if trained is None else trained
+    if self.prepared_model is not None and self.prepared_model.outlives_runs:
+        return self.accelerator.unwrap_model(  # type: ignore[no-any-return]
+            model, keep_torch_compile=keep_torch_compile
+        )
+    return unwrap(model, keep_torch_compile)
+
+
+def rewrap_model(self: Trainer) -> None:
+    """Tell ``DistributedDataParallel`` that other parameters are trained now. To be called on every process.
+
+    Call it after freezing or unfreezing in the middle of a run, between updates, as in ``on_train_epoch_start``:
+    otherwise gradients of unfrozen parameters would not be averaged. With one process it does nothing.
+
+    :raises RuntimeError: when the weights are sharded, or Accelerate has compiled the wrapper
+    """
+    if self.prepared_model is None:
+        return
+    if not self.can_rewrap_model:
+        raise RuntimeError(
+            "The parameters that are trained cannot change in the middle of this run: the model is sharded "
+            f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
+            "Freeze before the run, or compile the model yourself with torch.compile."
+        )
+    self.model = self.prepared_model.rewrap(self.model)

@@ -13,8 +13,16 @@ import numpy as np
 from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.batches import total_loss
-from pytorch_accel_lite.guarding import is_out_of_memory
+from pytorch_accel_lite.data import Batch, NamedDatasets
+from pytorch_accel_lite.loops.evaluation import unwrapped_model
+from pytorch_accel_lite.loops.guarded import is_out_of_memory
+from pytorch_accel_lite.loops.setup import create_train_loader
+from pytorch_accel_lite.loops.training import train_step
 from pytorch_accel_lite.plotting import plot_range_test
+from pytorch_accel_lite.run import Run
+from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.tools.trial import trial
+from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import check_positive_int, check_range
 
 if TYPE_CHECKING:
@@ -55,7 +63,50 @@ class LearningRates:
         return f"{tried} The loss falls fastest at {self.suggestion:.3g}."
 
 
-def check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:
+def find_lr(
+    self: Trainer,
+    train_dataset: Any,
+    per_device_batch_size: int = 8,
+    min_lr: float = 1e-6,
+    max_lr: float = 10.0,
+    num_steps: int = 100,
+    gradient_accumulation_steps: int = 1,
+    gradient_clip_value: float | None = None,
+    train_dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    gradient_clip_norm: float | None = None,
+    diverged: float = 4.0,
+) -> LearningRates:
+    """Try learning rates from small to large, one an update, and suggest one (a learning rate range test).
+
+    Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). Everything is put back afterwards: the
+    model, the optimizer, the generators; the history and the callbacks see nothing of it. To be called on every
+    process. Other arguments are those of :meth:`train`.
+
+    :param min_lr: the first learning rate; of the parameter group with the largest, to which others stay in
+        proportion
+    :param max_lr: the last
+    :param num_steps: updates, at least 10
+    :param diverged: stop when the smoothed loss is so many times its smallest value
+    :return: the rates, the losses, a ``suggestion`` and ``plot()``; what it says is also printed
+    """
+    _check_range_test(min_lr, max_lr, num_steps)
+    check_range("diverged", diverged, above=1)
+    request = RunRequest(
+        num_epochs=1,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_clip_value=gradient_clip_value,
+        gradient_clip_norm=gradient_clip_norm,
+    )
+    batch_size, loader_kwargs = per_device_batch_size, train_dataloader_kwargs
+    with trial(self, "find_lr", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
+        found = _range_test(self, run, min_lr, max_lr, num_steps, diverged)
+    self.print(found)
+    return found
+
+
+def _check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:
     """Check the arguments of a range test."""
     check_range("min_lr", min_lr, above=0)
     check_range("max_lr", max_lr, above=0)
@@ -65,19 +116,21 @@ def check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:
         raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer make no curve.")
 
 
-def range_test(trainer: Trainer, min_lr: float, max_lr: float, num_steps: int, diverged: float) -> LearningRates:
+def _range_test(
+    trainer: Trainer, run: Run, min_lr: float, max_lr: float, num_steps: int, diverged: float
+) -> LearningRates:
     """Train with a learning rate that rises from update to update, until the loss explodes."""
     groups = trainer.optimizer.param_groups
     largest = max(float(group["lr"]) for group in groups)
     shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
     lrs, losses = list[float](), list[float]()
-    mean, lowest, batches = 0.0, math.inf, _batches(trainer)
+    mean, lowest, batches = 0.0, math.inf, _batches(run)
     trainer.train_epoch_start()
     for number in range(num_steps):
         lr = min_lr * (max_lr / min_lr) ** (number / (num_steps - 1))
         for group, share in zip(groups, shares, strict=True):
             group["lr"] = lr * share
-        loss = _update(trainer, batches)
+        loss = _update(trainer, run, batches)
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
         if not math.isfinite(mean):
             break
@@ -114,42 +167,83 @@ def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
     return lrs[int(slopes[:lowest].argmin())]
 
 
-def _batches(trainer: Trainer) -> Iterator[Any]:
+def _batches(run: Run) -> Iterator[Batch]:
     """Yield batches without end, from one epoch after the other."""
     for epoch in itertools.count(1):
         empty = True
-        for loaded in trainer.train_dataloader.steps(epoch):
+        for batch in run.train_loader.steps(epoch):
             empty = False
-            yield loaded
+            yield batch
         if empty:
             raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
 
 
-def _update(trainer: Trainer, batches: Iterator[Any]) -> float:
+def _update(trainer: Trainer, run: Run, batches: Iterator[Batch]) -> float:
     """Make an update, and return its mean loss over all processes."""
-    window = trainer.gradient_window
-    assert window is not None
-    total = count = 0.0
-    for step in range(window.steps):
-        loaded = next(batches)
-        with trainer._gradient_sync(ends_window=step == window.steps - 1):
-            output = trainer.calculate_train_batch_loss(loaded.batch)
-            trainer._complete_output(output, loaded.batch, "calculate_train_batch_loss", training=True)
-            own = output["batch_size"] if loaded.num_samples is None else loaded.num_samples
-            together = own if loaded.total_samples is None else loaded.total_samples
-            items = output.get("num_items_in_batch")
-            trainer.backward_step(window.scale(output["loss"], own, together, items))
-        weight = float(own if items is None or not own else items)
-        total, count = total + float(output["loss"].detach()) * weight, count + weight
-    window.finish(trainer.optimizer, trainer.device)
-    trainer.clip_gradients()
-    trainer.optimizer_step()
-    trainer.optimizer_zero_grad()
-    total, count = trainer.ranks.sum([total, count])
-    return total / count
+    done, run.loss_trackers = run.progress.update, LossTrackers()
+    while run.progress.update == done:
+        train_step(trainer, run, next(batches))
+    return run.loss_trackers.means(trainer.ranks, "{}")["loss"]
 
 
-def largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, most: int, num_steps: int) -> int:
+def find_batch_size(
+    self: Trainer,
+    train_dataset: Any,
+    start: int = 2,
+    max_batch_size: int | None = None,
+    num_steps: int = 2,
+    train_dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> int:
+    """Find the largest batch size of a process with which training fits into memory.
+
+    Sizes are doubled until one does not fit, and then halved between; all processes agree. Everything is put back
+    afterwards, as with :meth:`find_lr`. The largest that fits just fits: a little less is safer where samples
+    differ in size.
+
+    :param start: the first size to try
+    :param max_batch_size: do not try larger ones; by default the share of the dataset that a process gets
+    :param num_steps: updates to be made with each size
+    :raises RuntimeError: when not even one sample fits
+    """
+    check_positive_int("start", start)
+    check_positive_int("num_steps", num_steps)
+    most = _most_samples(train_dataset, self.ranks.world_size, train_dataloader_kwargs, max_batch_size)
+    request = RunRequest(num_epochs=1)
+    with trial(self, "find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn) as run:
+
+        def load(size: int) -> Any:
+            create_train_loader(self, run, size, train_dataloader_kwargs)
+            try:
+                return next(iter(run.train_loader.steps(1))).data
+            finally:
+                run.train_loader.stop_workers()
+
+        self.train_epoch_start()
+        found = _largest_batch(self, load, start, most, num_steps)
+    if not found:
+        raise RuntimeError("Not even a batch of one sample fits into memory.")
+    self.print(f"The largest batch size that fits is {found}{' (the most there is)' if found == most else ''}.")
+    return found
+
+
+def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_batch_size: int | None) -> int:
+    """Return the largest batch size that can be tried."""
+    fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
+    if fixed:
+        raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}: find_batch_size() tries sizes of its own.")
+    data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+    if not hasattr(data, "__len__"):
+        raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
+    most = len(data) // world_size
+    if max_batch_size is not None:
+        most = min(most, check_positive_int("max_batch_size", max_batch_size))
+    if most < 1:
+        raise ValueError(f"train_dataset has {len(data)} samples: too few for a batch on every process.")
+    return most
+
+
+def _largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, most: int, num_steps: int) -> int:
     """Return the largest batch size with which a few updates fit into memory, the same on every process.
 
     :param load: returns a batch of so many samples
@@ -168,7 +262,7 @@ def largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, most
 def _fits(trainer: Trainer, batch: Any, num_steps: int) -> bool:
     """Make a few updates with a batch, without the other processes: one that fails must not leave them waiting."""
     failed = False
-    with trainer._unwrapped_model():
+    with unwrapped_model(trainer):
         try:
             for _ in range(num_steps):
                 trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch)["loss"]))

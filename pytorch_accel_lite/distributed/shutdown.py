@@ -8,32 +8,35 @@ import sys
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch.distributed as dist
 from accelerate import Accelerator
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.base import TrainerBase
 
-_open: weakref.WeakSet[TrainerBase] = weakref.WeakSet()
+class Closable(Protocol):
+    """What is closed at the end of the program."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _job: list[Accelerator] = []  # what leads out of the job: it outlives trainers that were dropped without being closed
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
-def register(trainer: TrainerBase) -> None:
-    """Remember a trainer, so that its job is left in order at the end of the program."""
-    _open.add(trainer)
-    _job[:] = [trainer.accelerator]
+def register(owner: Closable, accelerator: Accelerator) -> None:
+    """Have something closed, and the job left in order, at the end of the program. It cannot be entered again."""
+    _open.add(owner)
+    _job[:] = [accelerator]
 
 
-def close(trainer: TrainerBase) -> None:
-    """Free what a trainer holds. The job is left at the end of the program only: it cannot be entered again."""
-    if trainer not in _open:
-        return
-    _open.discard(trainer)
-    trainer._train_dataloader = trainer._eval_dataloader = None
-    trainer.accelerator.free_memory()
+def unregister(owner: Closable) -> bool:
+    """Return whether something is still to be closed; it is taken to be closed then."""
+    is_open = owner in _open
+    _open.discard(owner)
+    return is_open
 
 
 def _leave(wait: bool) -> None:
@@ -50,7 +53,7 @@ def _leave(wait: bool) -> None:
 @atexit.register
 def _close_all() -> None:
     failed = hasattr(sys, "last_type")  # set when the interpreter has printed an uncaught error
-    for trainer in list(_open):
-        close(trainer)
+    for owner in list(_open):
+        owner.close()
     if _job:
         _leave(wait=not failed)

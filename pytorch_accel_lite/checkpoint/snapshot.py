@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from pytorch_accel_lite.checkpoint import fit_model_state, gathered, load_optimizer_state, model_state
+from pytorch_accel_lite.checkpoint import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.checkpoint.training_state import (
     Snapshot,
     TrainingState,
@@ -25,22 +23,20 @@ from pytorch_accel_lite.checkpoint.training_state import (
     read_weights,
     take_snapshot,
 )
-from pytorch_accel_lite.data.order import mix, seed_generators
-from pytorch_accel_lite.devices import available_accelerator, module_of
-from pytorch_accel_lite.tracking import LossTracker
+from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.base import TrainerBase
+    from pytorch_accel_lite.trainer import Trainer
 
 _ENGINES = {
     DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP
 }  # fmt: skip
 
 
-def named_callbacks(trainer: TrainerBase) -> Iterator[tuple[str, Any]]:
+def named_callbacks(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the callbacks under names that tell two of a kind apart: ``Class``, ``Class#2`` ..."""
     seen: Counter[str] = Counter()
-    for callback in trainer.callback_handler:
+    for callback in callbacks:
         kind = type(callback).__name__
         seen[kind] += 1
         yield kind if seen[kind] == 1 else f"{kind}#{seen[kind]}", callback
@@ -56,7 +52,7 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
         )
 
 
-def collect(trainer: TrainerBase, extra: dict[str, Any]) -> Snapshot:
+def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
     """Return all that a training state holds of a trainer; to be called on every process."""
     shared = _collect_shared(trainer) | {"extra": extra}
     keep = trainer.accelerator.is_main_process
@@ -65,29 +61,29 @@ def collect(trainer: TrainerBase, extra: dict[str, Any]) -> Snapshot:
     return take_snapshot(rank, model if keep else {}, shared, _collect_own(trainer), _collect_metadata(trainer))
 
 
-def _collect_shared(trainer: TrainerBase) -> dict[str, Any]:
+def _collect_shared(trainer: Trainer) -> dict[str, Any]:
     """Return what is the same on all ranks."""
     scaler, optimizer = trainer.accelerator.scaler, trainer.optimizer
     keep = trainer.accelerator.is_main_process
     return {
-        "optimizer": None if optimizer is None else gathered(optimizer.state_dict(), keep),
+        "optimizer": None if optimizer is None else full_state_dict(optimizer.state_dict(), keep),
         "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "loss_func": _loss_state(trainer),
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
         "callbacks": {
             name: callback.state_dict()
-            for name, callback in named_callbacks(trainer)
+            for name, callback in named_callbacks(trainer.callback_handler)
             if hasattr(callback, "state_dict")
         },
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
-        "losses": trainer._summed_losses(),
+        "losses": trainer.loss_trackers.summed(trainer.ranks),
         "microbatches": trainer.num_microbatches,
-        "items_per_batch": None if trainer.gradient_window is None else trainer.gradient_window.items_per_batch,
+        "items_per_batch": trainer.gradient_window.items_per_batch,
     }
 
 
-def _loss_state(trainer: TrainerBase) -> dict[str, Any]:
+def _loss_state(trainer: Trainer) -> dict[str, Any]:
     """Return what a loss function has learned: its parameters that are trained, and its buffers; not the model's."""
     if not isinstance(trainer.loss_func, nn.Module):
         return {}
@@ -102,38 +98,13 @@ def _loss_state(trainer: TrainerBase) -> dict[str, Any]:
     }
 
 
-def _collect_own(trainer: TrainerBase) -> dict[str, Any]:
+def _collect_own(trainer: Trainer) -> dict[str, Any]:
     """Return what is this rank's own: its generators, and its part of the running losses."""
     own = {"losses": {name: tracker.state_dict() for name, tracker in trainer.loss_trackers.items()}}
-    return own | {"generators": generator_states()}
+    return own | {"generators": capture_generators()}
 
 
-def generator_states() -> dict[str, Any]:
-    """Return the states of the generators of python, numpy, torch and this process's GPU or other accelerator."""
-    kind, keys, *rest = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    accelerator = available_accelerator()
-    if accelerator is not None:
-        states[accelerator.type] = module_of(accelerator).get_rng_state()
-    return states
-
-
-def set_generator_states(states: dict[str, Any]) -> None:
-    """Put back states returned by :func:`generator_states`."""
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    accelerator = available_accelerator()
-    if accelerator is not None and accelerator.type in states:
-        module_of(accelerator).set_rng_state(states[accelerator.type])
-
-
-def restore(trainer: TrainerBase, state: TrainingState) -> None:
+def restore(trainer: Trainer, state: TrainingState) -> None:
     """Put back the weights, the optimizer, the scheduler, the counts and the history."""
     shared = state.shared
     model = trainer.get_model(keep_torch_compile=False)
@@ -162,11 +133,10 @@ def restore(trainer: TrainerBase, state: TrainingState) -> None:
     trainer.progress.load_state_dict(state.metadata["progress"])
     restore_objects(trainer, shared["objects"])
     trainer.num_microbatches = shared.get("microbatches", 1)
-    if trainer.gradient_window is not None:
-        trainer.gradient_window.items_per_batch = shared["items_per_batch"]
+    trainer.gradient_window.items_per_batch = shared["items_per_batch"]
 
 
-def restore_objects(trainer: TrainerBase, states: dict[str, Any]) -> None:
+def restore_objects(trainer: Trainer, states: dict[str, Any]) -> None:
     """Put back the objects that the user registered."""
     for name, obj in trainer.registered_objects.items():
         if name in states:
@@ -177,10 +147,10 @@ def restore_objects(trainer: TrainerBase, states: dict[str, Any]) -> None:
         warnings.warn(f"The training state holds an object {name!r} that is not registered any more.", stacklevel=2)
 
 
-def restore_callbacks(trainer: TrainerBase, state: TrainingState) -> None:
+def restore_callbacks(callbacks: Iterable[Any], state: TrainingState) -> None:
     """Put back the states of the callbacks; warn of those that have none, and of states without a callback."""
     states = dict(state.shared["callbacks"])
-    for name, callback in named_callbacks(trainer):
+    for name, callback in named_callbacks(callbacks):
         if hasattr(callback, "load_state_dict"):
             if name in states:
                 callback.load_state_dict(states.pop(name))
@@ -190,14 +160,14 @@ def restore_callbacks(trainer: TrainerBase, state: TrainingState) -> None:
         warnings.warn(f"The training state holds the state of a callback {name} that is gone.", stacklevel=2)
 
 
-def restore_own(trainer: TrainerBase, state: TrainingState) -> None:
+def restore_per_rank(trainer: Trainer, state: TrainingState) -> None:
     """Put back the running losses and, last before training goes on, the generators of this rank.
 
     With another number of processes, generators are seeded anew, and rank 0 goes on from the sums of all ranks' losses.
     """
     if state.own is None:
         for name, (total, count) in state.shared["losses"].items() if trainer.ranks.rank == 0 else ():
-            trainer.loss_trackers.setdefault(name, LossTracker()).load_state_dict(
+            trainer.loss_trackers.of(name).load_state_dict(
                 {"total_loss": total, "running_count": count, "loss_value": total / count if count else 0.0}
             )
         seed_generators(
@@ -205,32 +175,34 @@ def restore_own(trainer: TrainerBase, state: TrainingState) -> None:
         )
         return
     for name, tracker_state in state.own["losses"].items():
-        tracker = trainer.loss_trackers.setdefault(name, LossTracker())
+        tracker = trainer.loss_trackers.of(name)
         tracker.load_state_dict({k: _to(v, trainer.device) for k, v in tracker_state.items()})
-    set_generator_states(state.own["generators"])
+    restore_generators(state.own["generators"])
 
 
 def _to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def find_state(trainer: TrainerBase, resume_from: str | os.PathLike[str] | None) -> TrainingState | None:
+def find_state(
+    trainer: Trainer, sources: list[Any], resume_from: str | os.PathLike[str] | None
+) -> TrainingState | None:
     """Find, verify and read the state that a run is to go on from; ``None`` for a fresh start.
 
+    :param sources: where to look for ``"latest"``: objects with ``find_latest(trainer)`` and ``save_dir``
     :param resume_from: see :meth:`Trainer.train <pytorch_accel_lite.trainer.Trainer.train>`
     """
     if resume_from is None:
         return None
     if resume_from == "latest":
-        return _find_latest(trainer)
+        return _find_latest(trainer, sources)
     state = read_state(Path(resume_from), trainer.ranks)
     trainer.print(f"Resuming from {os.fspath(resume_from)}: {describe(state.metadata)}")
     return state
 
 
-def _find_latest(trainer: TrainerBase) -> TrainingState | None:
+def _find_latest(trainer: Trainer, savers: list[Any]) -> TrainingState | None:
     """Return the newest whole state of all callbacks that save some."""
-    savers: list[Any] = [callback for callback in trainer.callback_handler if hasattr(callback, "find_latest")]
     if not savers:
         raise ValueError(
             "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir says where to look. Add one to "
@@ -253,7 +225,7 @@ def describe(metadata: dict[str, Any]) -> str:
     return f"epoch {progress['epoch']}, update {progress['update']}, {progress['samples']} samples"
 
 
-def _collect_metadata(trainer: TrainerBase) -> dict[str, Any]:
+def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
     """Return what a state's manifest says of its run, in types of JSON."""
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     return {

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
-from pytorch_accel_lite.batches import batch_size_of, concatenate_if_possible, find_batch_size, split_batch
-from pytorch_accel_lite.data import FailedRead, LoadedBatch
+from pytorch_accel_lite.batches import BatchOutput, batch_size_of, concatenate_if_possible, find_batch_size, split_batch
+from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.gradients import average_gradients, optimized_parameters
-from pytorch_accel_lite.resuming import generator_states, set_generator_states
+from pytorch_accel_lite.loops.evaluation import unwrapped_model
+from pytorch_accel_lite.loops.training import backward, forward
+from pytorch_accel_lite.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.run import Run
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
-
-BatchOutput = dict[str, Any]
 
 _DONE, _OUT_OF_MEMORY, _FAILED = range(3)
 
@@ -39,7 +40,7 @@ class BatchFailure(NamedTuple):
     error: str
 
 
-class StepGuard:
+class GuardedStep:
     """Goes forward and backward with a batch so that a failure leaves no trace and all processes learn of it.
 
     On several processes a guarded step does not communicate before each has said how it went: the module inside
@@ -49,74 +50,57 @@ class StepGuard:
     :param skips: leave out batches that fail otherwise
     """
 
-    def __init__(self, trainer: Trainer, splits: bool, skips: bool) -> None:
-        if trainer.is_sharded:
-            raise ValueError(
-                "auto_microbatch=True and SkipFailedBatchesCallback do not work with weights that are sharded by "
-                f"{trainer.accelerator.distributed_type.value}: a step that fails on one process cannot be taken back."
-            )
-        self._trainer = trainer
+    def __init__(self, splits: bool, skips: bool) -> None:
         self._splits = splits
         self._skips = skips
 
-    def run(self, loaded: LoadedBatch) -> BatchOutput | None:
+    def run(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None:
         """Add the gradients of a batch, and return the outputs of the step; ``None`` when the batch is skipped."""
-        trainer, outputs = self._trainer, list[BatchOutput]()
+        outputs: list[BatchOutput] = []
         while True:
-            before, error = _Moment(trainer), None
+            before, error = StepSnapshot(trainer, run), None
             try:
-                with trainer._unwrapped_model() if trainer.ranks.world_size > 1 else nullcontext():
-                    outputs = self._attempt(loaded)
+                with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
+                    outputs = self._attempt(trainer, run, batch)
             except (StopTrainingError, NonFiniteLossError):
                 raise
             except Exception as failure:
                 error = failure
-            outcome, largest = self._agree(error, loaded)
+            outcome, largest = self._agree(trainer, run, batch, error)
             if outcome == _DONE:
                 before.add_gradients()
                 output = _merge(outputs)
-                trainer._track_step(output, loaded)
+                run.track_step(output, batch)
                 return output
             before.restore()
             if outcome == _OUT_OF_MEMORY:
                 if error is not None:
                     traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
-                self._split_further(largest)
+                self._split_further(trainer, run, largest)
             else:
-                self._skip(loaded, error)
+                self._skip(trainer, run, batch, error)
                 return None
 
-    def _attempt(self, loaded: LoadedBatch) -> list[BatchOutput]:
+    def _attempt(self, trainer: Trainer, run: Run, batch: Batch) -> list[BatchOutput]:
         """Go forward and backward with each part of a batch. What a part needs is freed before the next."""
-        trainer, window = self._trainer, self._trainer.gradient_window
-        assert window is not None
-        if isinstance(loaded.batch, FailedRead):
-            raise loaded.batch.error
-        parts: Sequence[tuple[Any, int | None]] = [(loaded.batch, loaded.num_samples)]
-        if trainer.num_microbatches > 1 and loaded.num_samples != 0:
-            whole = batch_size_of(loaded.batch, loaded.num_samples)
-            parts = split_batch(loaded.batch, trainer.num_microbatches, whole)
-        window.is_split = trainer.num_microbatches > 1
-        outputs, step = list[BatchOutput](), trainer.progress.step
-        for part, size in parts:
-            trainer._loaded = loaded._replace(batch=part, num_samples=size)
-            output = trainer.calculate_train_batch_loss(part)
-            trainer._complete_output(output, part, "calculate_train_batch_loss", training=True)
-            own = loaded.num_samples if loaded.num_samples is not None and len(parts) == 1 else output["batch_size"]
-            total = own if loaded.total_samples is None else 0 if outputs else loaded.total_samples
-            loss = window.scale(output["loss"], own, total, output.get("num_items_in_batch"))
-            trainer._call_event("on_backward_start", batch=part, batch_output=output, step=step)
-            trainer.backward_step(loss)
-            trainer._call_event("on_backward_end", batch=part, batch_output=output, step=step)
+        if isinstance(batch.data, FailedRead):
+            raise batch.data.error
+        outputs: list[BatchOutput] = []
+        run.window.is_split = run.num_microbatches > 1
+        parts = _split(batch, run.num_microbatches)
+        for part in parts:
+            run.batch = part
+            output = forward(trainer, part)
+            backward(trainer, run, part, output, *part.samples(output))
             outputs.append(output if len(parts) == 1 else _detached(output))
-        trainer._loaded = loaded
+        run.batch = batch
         return outputs
 
-    def _agree(self, error: Exception | None, loaded: LoadedBatch) -> tuple[int, int]:
+    def _agree(self, trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
         """Return how the step went, the same on every process, and the samples of the largest batch."""
-        trainer, outcome, size = self._trainer, _DONE, 0
-        if self._splits and not isinstance(loaded.batch, FailedRead):
-            size = batch_size_of(loaded.batch, loaded.num_samples or None)
+        outcome, size = _DONE, 0
+        if self._splits and not isinstance(batch.data, FailedRead):
+            size = batch_size_of(batch.data, batch.num_samples or None)
         if error is not None:
             if self._splits and is_out_of_memory(error):
                 outcome = _OUT_OF_MEMORY
@@ -125,45 +109,71 @@ class StepGuard:
             else:
                 raise error
         worst, largest = map(int, trainer.ranks.max([outcome, size]))
-        if worst == _OUT_OF_MEMORY and trainer.num_microbatches >= largest:
+        if worst == _OUT_OF_MEMORY and run.num_microbatches >= largest:
             if not self._skips:
                 raise error or RuntimeError("Another process ran out of memory with a single sample.")
             worst = _FAILED
         return worst, largest
 
-    def _split_further(self, largest: int) -> None:
-        trainer = self._trainer
+    @staticmethod
+    def _split_further(trainer: Trainer, run: Run, largest: int) -> None:
         clear_device_cache(garbage_collection=True)
-        samples = -(-largest // trainer.num_microbatches)
-        trainer.num_microbatches = min(2 * trainer.num_microbatches, largest)
+        samples = -(-largest // run.num_microbatches)
+        run.num_microbatches = min(2 * run.num_microbatches, largest)
         trainer.print(
-            f"Out of memory with {samples} samples: from now on each batch is split into {trainer.num_microbatches} "
+            f"Out of memory with {samples} samples: from now on each batch is split into {run.num_microbatches} "
             "micro-batches. The gradients are still those of the whole batch."
         )
 
-    def _skip(self, loaded: LoadedBatch, error: Exception | None) -> None:
-        trainer, mine = self._trainer, None
+    @staticmethod
+    def _skip(trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> None:
+        mine = None
         if error is not None:
-            mine = BatchFailure(trainer.ranks.rank, trainer.batch_indices, f"{type(error).__name__}: {error}")
+            mine = BatchFailure(trainer.ranks.rank, run.batch_indices, f"{type(error).__name__}: {error}")
         failures = [failure for failure in trainer.ranks.all_gather_object(mine) if failure is not None]
-        total = loaded.total_samples
-        trainer.progress.add_samples(find_batch_size(loaded.batch) if total is None else total)
-        trainer._call_event("on_train_batch_skipped", failures=failures, error=error, step=trainer.progress.step)
+        total = batch.total_samples
+        run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
+        trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)
 
-    def finish_window(self) -> None:
+    @staticmethod
+    def finish_window(trainer: Trainer) -> None:
         """Average the gradients of the window over the processes."""
-        if self._trainer.ranks.world_size > 1:
-            average_gradients(_parameters(self._trainer), self._trainer.ranks)
+        if trainer.ranks.world_size > 1:
+            average_gradients(_parameters(trainer), trainer.ranks)
 
 
-class _Moment:
+def check_guard(accelerator: Accelerator, is_sharded: bool) -> None:
+    """Raise an error where a step that has failed cannot be taken back."""
+    if is_sharded:
+        raise ValueError(
+            "auto_microbatch=True and SkipFailedBatchesCallback do not work with weights that are sharded by "
+            f"{accelerator.distributed_type.value}: a step that fails on one process cannot be taken back."
+        )
+
+
+def _split(batch: Batch, parts: int) -> list[Batch]:
+    """Return the parts of a batch, which are counted in the window like the whole."""
+    if parts <= 1 or batch.num_samples == 0:
+        return [batch]
+    whole = batch_size_of(batch.data, batch.num_samples)
+    pieces, total = split_batch(batch.data, parts, whole), batch.total_samples
+    return [
+        batch._replace(
+            data=data,
+            num_samples=None if batch.num_samples is None else size,
+            total_samples=0 if total is not None and number else total,
+        )
+        for number, (data, size) in enumerate(pieces)
+    ]
+
+
+class StepSnapshot:
     """What a step changes besides what it returns: gradients, buffers, generators, the counts of the window."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        assert trainer.gradient_window is not None
-        self._window = trainer.gradient_window
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self._window = run.window
         self._counts = self._window.counts
-        self._generators = generator_states()
+        self._generators = capture_generators()
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.get_model().buffers()]
         self._held = [(parameter, parameter.grad) for parameter in _parameters(trainer)]
         for parameter, _ in self._held:
@@ -180,7 +190,7 @@ class _Moment:
     def restore(self) -> None:
         """Undo the step."""
         self._window.counts = self._counts
-        set_generator_states(self._generators)
+        restore_generators(self._generators)
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for parameter, gradient in self._held:

@@ -1,0 +1,200 @@
+"""What a trainer saves and loads: portable checkpoints, weights for others, training states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.full_state import fit_model_state, full_state_dict, load_optimizer_state, model_state
+from pytorch_accel_lite.checkpoint.snapshot import (
+    capture,
+    check_states_are_possible,
+    restore,
+    restore_callbacks,
+    restore_per_rank,
+)
+from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
+from pytorch_accel_lite.checkpoint.weights import read_checkpoint, write_checkpoint, write_weights
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.events import NonFiniteLossError, timed
+from pytorch_accel_lite.gradients import optimized_parameters
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+StrPath = str | os.PathLike[str]
+
+
+@timed("saving")
+def save_checkpoint(
+    self: Trainer,
+    save_path: StrPath,
+    checkpoint_kwargs: dict[str, Any] | None = None,
+    save_optimizer: bool = True,
+    save_scheduler: bool = True,
+    save_per_node: bool = True,
+) -> None:
+    """Save the weights as one portable file, written whole or not at all. To be called on every process.
+
+    :param save_path: usually ends in ``.pt``; missing folders are made
+    :param checkpoint_kwargs: further entries of the file
+    :param save_optimizer: include the optimizer's state
+    :param save_scheduler: include the scheduler's state, if there is a scheduler
+    :param save_per_node: save once on every machine; ``False``: once in the whole job
+    """
+    here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
+    checkpoint = {"model_state_dict": model_state(self.get_model(keep_torch_compile=False), here)}
+    if save_optimizer and self.optimizer is not None:
+        checkpoint["optimizer_state_dict"] = full_state_dict(self.optimizer.state_dict(), here)
+    if save_scheduler and self.scheduler is not None:
+        checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
+    checkpoint.update(checkpoint_kwargs or {})
+    self.ranks.barrier()
+    if here:
+        write_checkpoint(checkpoint, save_path)
+    self.ranks.barrier()
+
+
+def load_checkpoint(
+    self: Trainer,
+    checkpoint_path: StrPath,
+    load_optimizer: bool = True,
+    load_scheduler: bool = True,
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load weights saved by :meth:`save_checkpoint`, without running code from the file.
+
+    :param load_optimizer: load the optimizer's state too, if it was saved
+    :param load_scheduler: load the scheduler's state too, if it was saved and there is a scheduler
+    :param strict: ``False`` to load the weights that fit, and to warn of the others
+    :return: the whole content of the file
+    :raises ValueError: when it does not fit the model; lists missing and unexpected keys
+    """
+    self.ranks.barrier()
+    checkpoint = read_checkpoint(checkpoint_path)
+    model = self.get_model(keep_torch_compile=False)
+    weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict)
+    if load_optimizer and "optimizer_state_dict" in checkpoint:
+        if self.optimizer is None:
+            raise ValueError(
+                f"The checkpoint {os.fspath(checkpoint_path)!r} holds an optimizer's state, but the trainer has "
+                "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
+            )
+        load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
+    if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
+        self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+    model.load_state_dict(weights, strict=strict)
+    return checkpoint
+
+
+@timed("saving")
+def save_model(self: Trainer, path: StrPath) -> None:
+    """Save the weights only, as safetensors, whole or not at all, once in the job. For use by others.
+
+    To be called on every process.
+
+    :param path: usually ends in ``.safetensors``; missing folders are made
+    """
+    weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
+    self.ranks.run_together(lambda: write_weights(weights, path), only_first=True)
+
+
+def check_weights(self: Trainer) -> None:
+    """Check that what is trained is finite, and no buffer NaN, before it replaces what was saved. Reads the device.
+
+    To be called on every process.
+
+    :raises NonFiniteLossError: on all processes, when a weight is infinite or NaN on one
+    """
+    trained = self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer)
+    weights = [w for w in trained if w.is_floating_point() and w.itemsize > 1]
+    # Buffers may be infinite, as masks are.
+    buffers = [b for b in self.model.buffers() if b.is_floating_point() and b.itemsize > 1]
+    finite = all(bool(getattr(weight, "_local_tensor", weight).isfinite().all()) for weight in weights)
+    finite = finite and not any(bool(getattr(buffer, "_local_tensor", buffer).isnan().any()) for buffer in buffers)
+    if self.ranks.max([float(not finite)])[0]:
+        raise NonFiniteLossError(
+            f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "
+            "learning rate, clip the gradients, or go on from an earlier state with SkipFailedBatchesCallback or "
+            "GradientSpikeCallback."
+        )
+
+
+def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
+    """Make an object of yours a part of every training state.
+
+    :param name: what it is called there; the same in the run that resumes
+    :param obj: has ``state_dict()``, the same on every process, and ``load_state_dict(state)``
+    """
+    if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
+        raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
+    if name in self.registered_objects:
+        raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
+    self.registered_objects[name] = obj
+
+
+@timed("saving")
+def save_training_state(
+    self: Trainer,
+    directory: StrPath,
+    checkpoint_kwargs: dict[str, Any] | None = None,
+    *,
+    writer: BackgroundWriter | None = None,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Save all that the run needs to go on, as a directory that is whole or does not exist.
+
+    To be called on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``,
+    or after a run.
+
+    :param directory: the state's name; a state of this name is replaced when the new one is whole
+    :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
+    :param writer: copy the state to host memory and let this write it while training goes on
+    :param then: called on every process when the state is whole
+    :raises TypeError: when a value cannot be stored without pickle; names the path to it
+    :raises OSError: when it cannot be written
+    :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
+    """
+    if self.current_run.window.is_open:
+        raise RuntimeError(
+            "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
+            "on_epoch_checkpoint."
+        )
+    if self.progress.is_mid_epoch and self.current_run.data_seed is None:
+        raise RuntimeError(
+            "The order of this epoch does not follow from a seed, so a run could not go on in its middle. Give the "
+            "trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
+        )
+    check_states_are_possible(self.accelerator)
+    if writer is not None:
+        writer.wait()  # before what it holds in memory is held twice
+    snapshot = capture(self, dict(checkpoint_kwargs or {}))
+
+    def write(ranks: Ranks = self.ranks) -> None:
+        write_state(Path(directory), ranks, snapshot)
+        if then is not None:
+            then()
+
+    if writer is None:
+        write()
+    else:
+        snapshot = snapshot.to_host()
+        writer.start(lambda: write(writer.ranks))
+
+
+def load_training_state(self: Trainer, directory: StrPath) -> dict[str, Any]:
+    """Load a training state into the trainer, outside of a run; to go on with a run see ``train(resume_from=)``.
+
+    :return: the state's metadata, and what was given as ``checkpoint_kwargs``
+    :raises DamagedStateError: when the state is not whole; names the file
+    :raises ValueError: when it does not fit the model or the optimizer
+    """
+    state = read_state(Path(directory), self.ranks)
+    restore(self, state)
+    restore_callbacks(self.callback_handler, state)
+    restore_per_rank(self, state)
+    return {**state.metadata, **state.shared["extra"]}

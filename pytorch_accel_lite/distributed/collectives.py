@@ -1,0 +1,60 @@
+"""What steps and callbacks tell the other processes: methods of the trainer. To be called on every process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+T = TypeVar("T")
+
+
+def gather(self: Trainer, tensor: Any, padding_value: float | None = None) -> Any:
+    """Concatenate tensors of all processes along their first dimension. To be called on every process.
+
+    :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ from
+        process to process.
+    :param padding_value: accepted for the ancestor's users and not needed: nothing of the padding is left
+    """
+    return self.ranks.gather(tensor)
+
+
+def barrier(self: Trainer) -> None:
+    """Wait until every process is here."""
+    self.ranks.barrier()
+
+
+def broadcast_object(self: Trainer, obj: T) -> T:
+    """Return what the first process gave, on every process. To be called on every process.
+
+    :param obj: anything that can be pickled; that of the other processes is not looked at
+    """
+    return self.ranks.broadcast_object(lambda: obj)
+
+
+def all_gather_object(self: Trainer, obj: T) -> list[T]:
+    """Return what each process gave, in the order of their ranks. To be called on every process.
+
+    :param obj: anything that can be pickled
+    """
+    return self.ranks.all_gather_object(obj)
+
+
+def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
+    """Return a tensor of one element as a Python number.
+
+    :param tensor: of one element
+    :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must all call it then; ``None``:
+        this process's own
+    """
+    if reduce not in (None, "sum", "mean", "max"):
+        raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean' or 'max'.")
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
+        raise ValueError(f"tensor={tensor!r} must be a tensor of one element. Reduce it first, by its mean() say.")
+    values = [tensor.item()] if reduce is None else self.all_gather_object(tensor.item())
+    if reduce == "max":
+        return max(values)
+    return sum(values) / len(values) if reduce == "mean" else sum(values)

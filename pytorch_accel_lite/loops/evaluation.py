@@ -1,0 +1,251 @@
+"""Evaluation: of one dataset or several, in a run, within one, or alone. Every sample counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.batches import complete_output
+from pytorch_accel_lite.control import StopCoordinator
+from pytorch_accel_lite.distributed.prepared import evaluation_mode, preserving_modes, reshard, sync_ddp_buffers, unwrap
+from pytorch_accel_lite.events import CallbackHandler, StopTrainingError
+from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.run import Run, call_ending_event, close_failed, end_early, entering, prepare_model, share
+from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.tracking import LossTrackers, RunHistory
+from pytorch_accel_lite.validation import has_no_batch
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+def evaluate(
+    self: Trainer,
+    dataset: Any = None,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> dict[str, Any]:
+    """Evaluate the model. Every sample counts once, on any number of processes.
+
+    May be called within a training run, which then goes on as if it had not been.
+
+    :param dataset: by default the ``eval_dataset`` of the last training run; a dict of datasets is evaluated
+        one by one, with their names as prefixes of the metrics
+    :param per_device_batch_size: samples in a batch of one process
+    :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
+    :param collate_fn: makes a batch of a list of samples
+    :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
+        run history too, which keeps what it held.
+    """
+    dataset = self._latest_eval_dataset if dataset is None else dataset
+    self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    history, within_a_run, stopped = self.run_history, self.is_running, None
+    known = {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+    request = RunRequest("evaluation", num_epochs=1)
+    with _in_last_epoch(self), evaluating(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
+        run = self.current_run
+        try:
+            try:
+                self.call_event("on_dataloaders_created")
+                self.evaluation_run_start()
+                self.call_event("on_evaluation_run_start")
+                evaluate_all(self, run, is_training=False)
+            except StopTrainingError as stop:
+                stopped = stop
+                if not within_a_run:
+                    end_early(self, stop)
+            self.evaluation_run_end()
+            call_ending_event(self, "on_evaluation_run_end")
+        except BaseException as error:
+            close_failed(self, error, ended=True)
+            raise
+    if stopped is not None and within_a_run:
+        raise stopped  # it ends that run
+    return {
+        name: history.get_latest_metric(name)
+        for name in history.get_metric_names()
+        if len(history.get_metric_values(name)) > known.get(name, 0)
+    }
+
+
+@contextmanager
+def evaluating(
+    trainer: Trainer, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
+) -> Iterator[None]:
+    """Enter a run that evaluates or predicts a dataset, with its loaders and the model prepared.
+
+    Within another run it leaves no trace on that; alone, an evaluation stays as the latest run.
+    """
+    run, nested = trainer.current_run.derive(), trainer.is_running
+    run.eval_dataset, run.collate_fn, batch_size = dataset, collate_fn, int(batch_size)
+    if not nested:
+        run.train_loader = run.train_loader_kwargs = run.stop_reason = None
+        run.control = StopCoordinator(trainer.ranks)
+    is_evaluation = request.kind == "evaluation"
+    generators = preserving_generators() if nested or is_evaluation else nullcontext()  # a user reads predictions
+    with entering(trainer, run, keep=is_evaluation), generators:
+        trainer.callback_handler.configure_run(trainer, request)
+        asked = replace(run.request, max_batches=request.max_batches, first_sample=request.first_sample)
+        run.request = asked if nested else request
+        try:
+            create_eval_loaders(trainer, run, dataset, batch_size, loader_kwargs)
+            with evaluation_mode(trainer.model) if nested else nullcontext():
+                prepare_model(trainer, training=False)
+                if not nested:
+                    run.config = trainer._create_run_config(batch_size, request)
+                yield
+        finally:
+            for loader in run.all_eval_loaders:
+                loader.stop_workers()
+
+
+@contextmanager
+def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
+    """After a run, record metrics with its last epoch, not with one that has not been trained."""
+    history, progress = trainer.run_history, trainer.progress
+    epoch = history.current_epoch
+    is_over = not trainer.is_running and progress.epochs_completed and not progress.is_mid_epoch
+    set_epoch = history._set_epoch
+    set_epoch(epoch - 1 if is_over else epoch)
+    try:
+        yield
+    finally:
+        set_epoch(epoch)
+
+
+def create_eval_loaders(
+    trainer: Trainer, run: Run, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None
+) -> None:
+    """Make the loaders of what is to be evaluated: a dataset, several by name, or nothing."""
+    run.eval_loader, run.eval_loaders = None, {}
+    for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
+        run.eval_dataset = part  # for who overrides create_eval_dataloader
+        if part is None:
+            return
+        run.eval_loader = share(trainer, run, trainer.create_eval_dataloader(batch_size, loader_kwargs), training=False)
+        if has_no_batch(run.eval_loader):
+            raise ValueError(
+                "eval_dataset makes no batch: with drop_last=True it needs at least a batch for every process."
+            )
+        if name:
+            run.eval_loaders[name] = run.eval_loader
+    run.eval_dataset = dataset
+
+
+def run_evaluation(
+    self: Trainer,
+    model: nn.Module | None = None,
+    prefix: str = "",
+    is_intermediate: bool = True,
+    callbacks: CallbackHandler | None = None,
+) -> dict[str, float]:
+    """Evaluate on the run's ``eval_dataset`` within a training run, of which nothing is changed.
+
+    To be called in a callback, on every process. Weights that are trained later are those that they would have
+    been without it: modes, running losses and generators are put back.
+
+    :param model: a module to evaluate in place of the trainer's model, averaged weights say. What is saved
+        meanwhile is still the trainer's own.
+    :param prefix: put before the names of the metrics in the run history
+    :param is_intermediate: passed on to the evaluation's events; losses are recorded as ``intermediate_eval_loss``,
+        otherwise as ``eval_loss_epoch``
+    :param callbacks: called instead of the trainer's callbacks
+    :return: the mean losses by metric name
+    :raises RuntimeError: outside of a training run, or in one without an eval_dataset
+    """
+    if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
+        raise RuntimeError(
+            "run_evaluation() evaluates within a training run that was given an eval_dataset. Pass one to train(), "
+            "or call evaluate(dataset)."
+        )
+    run, own, handler = self.current_run.derive(), self.model, self.callback_handler
+    if model is not None:
+        self.sync_buffers(model)
+        run.trained_model = own
+    autocast = nullcontext() if model is None else self.accelerator.autocast()
+    with (
+        entering(self, run, keep=False),
+        preserving_generators(),
+        preserving_modes(own),
+        _prefixed(self.run_history, prefix),
+    ):
+        self.model = own if model is None else model
+        self.callback_handler = handler if callbacks is None else callbacks
+        try:
+            with autocast:
+                return evaluate_all(self, run, is_intermediate=is_intermediate)
+        finally:
+            self.model, self.callback_handler = own, handler
+
+
+@contextmanager
+def _prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
+    """Add a prefix to the names of metrics that are recorded in a block."""
+    before = history.metric_name_prefix
+    history.set_metric_name_prefix(f"{before}{prefix}")
+    try:
+        yield
+    finally:
+        history.set_metric_name_prefix(before)
+
+
+def evaluate_all(
+    trainer: Trainer, run: Run, is_training: bool = True, is_intermediate: bool = False
+) -> dict[str, float]:
+    """Evaluate what there is to evaluate; of several datasets, the metrics are prefixed with their names."""
+    if not run.eval_loaders and run.eval_loader is not None:
+        trainer._run_eval_epoch(run.eval_loader, is_training, is_intermediate)
+        return run.recorded_losses
+    losses: dict[str, float] = {}
+    for name, loader in run.eval_loaders.items():
+        run.eval_loader = loader
+        with _prefixed(trainer.run_history, f"{name}_"):
+            trainer._run_eval_epoch(loader, is_training, is_intermediate)
+        losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
+    return losses
+
+
+def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
+    """Evaluate a dataset, and record its losses."""
+    trainer.eval_epoch_start()
+    run.loss_trackers = LossTrackers()
+    trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
+    loader = share(trainer, run, source, training=False)
+    with unwrapped_model(trainer), torch.no_grad():
+        for batch in loader.steps(run.progress.epoch):
+            run.batch = batch
+            trainer.call_event("on_eval_step_start")
+            output = trainer.calculate_eval_batch_loss(batch.data)
+            complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+            run.track(output, batch)
+            trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
+    trainer.eval_epoch_end()
+    name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
+    run.record_losses(trainer.run_history, trainer.ranks, name)
+    trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
+    run.control.sync(now=True)
+
+
+@contextmanager
+def unwrapped_model(trainer: Trainer) -> Iterator[None]:
+    """Use the module inside ``DistributedDataParallel``, whose forward pass communicates.
+
+    Ranks may then have different numbers of batches.
+    """
+    wrapped = trainer.model
+    sync_ddp_buffers(wrapped, trainer.ranks)
+    is_sharded = trainer.is_sharded
+    if not is_sharded:
+        trainer.model = unwrap(wrapped)
+    try:
+        yield
+    finally:
+        trainer.model = wrapped
+        if is_sharded:
+            reshard(wrapped)

@@ -1,0 +1,89 @@
+"""Prediction: the model's outputs for a dataset, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.batches import batch_size_of, concatenate, to_cpu
+from pytorch_accel_lite.distributed.prepared import evaluation_mode
+from pytorch_accel_lite.loops.evaluation import evaluating, unwrapped_model
+from pytorch_accel_lite.run import Run, close_failed
+from pytorch_accel_lite.run_config import RunRequest
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+def predict(
+    self: Trainer,
+    dataset: Any,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
+
+    May be called within a training run, which then goes on as if it had not been.
+
+    :param dataset: a dataset whose samples may or may not hold targets, which are not used
+    :param per_device_batch_size: samples in a batch of one process
+    :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
+    :param collate_fn: makes a batch of a list of samples
+    :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
+        ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
+    """
+    parts = list(self.predict_iter(dataset, per_device_batch_size, dataloader_kwargs, collate_fn))
+    if not parts:
+        raise ValueError(
+            f"dataset gave no batch: {type(dataset).__name__} is empty, or exhausted; or all has been predicted "
+            "already, and written by a PredictionWriterCallback: read it with read_predictions()."
+        )
+    return concatenate(parts)
+
+
+def predict_iter(
+    self: Trainer,
+    dataset: Any,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> Iterator[Any]:
+    """Yield what :meth:`predict` returns in parts, in the order of the dataset, the same on every process.
+
+    Only a few batches are in memory at any time. To be iterated to its end on every process; meanwhile the
+    model is in evaluation mode.
+    """
+    self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    if isinstance(dataset, dict):
+        raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+    request = RunRequest("prediction", num_epochs=1)
+    with evaluating(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
+        run = self.current_run
+        with evaluation_mode(self.model):
+            try:
+                self.call_event("on_predict_run_start")
+                outputs = _outputs(self, run)
+                while parts := [p for p in self.ranks.all_gather_object(next(outputs, None)) if p is not None]:
+                    yield concatenate(parts)
+                self.call_event("on_predict_run_end")
+            except GeneratorExit:  # who iterates has seen enough
+                self.call_event("on_predict_run_end")
+                raise
+            except BaseException as error:
+                close_failed(self, error, ended=True)
+                raise
+
+
+def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
+    """Yield this process's outputs, batch by batch, on the CPU."""
+    for batch in run.eval_loader.steps(run.progress.epoch, run.request.first_sample):
+        run.batch = batch
+        with unwrapped_model(trainer), torch.no_grad():
+            output = trainer.calculate_predict_batch_output(batch.data)
+        trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
+        if batch.num_samples != 0:
+            size = batch_size_of(batch.data, batch.num_samples) if type(output) is list else None
+            yield to_cpu(output, size)

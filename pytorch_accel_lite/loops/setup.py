@@ -1,0 +1,83 @@
+"""Setting a training run up: its data, the model as it is trained, and where it begins."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import set_seed
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.checkpoint.snapshot import find_state, restore
+from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
+from pytorch_accel_lite.loops.evaluation import create_eval_loaders
+from pytorch_accel_lite.loops.guarded import GuardedStep, check_guard
+from pytorch_accel_lite.run import Run, apply_model_options, prepare_model, share
+from pytorch_accel_lite.tracking import Progress
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+def find_data(
+    trainer: Trainer,
+    run: Run,
+    batch_size: int,
+    train_loader_kwargs: dict[str, Any] | None,
+    eval_loader_kwargs: dict[str, Any] | None,
+    resume_from: str | os.PathLike[str] | None,
+) -> None:
+    """Find the state to resume from, seed, and make the loaders, whose order may follow from that state."""
+    request = run.request
+    trainer.callback_handler.configure_run(trainer, request)
+    run.resumed = state = find_state(trainer, request.state_sources, resume_from)
+    run.data_seed = trainer.seed
+    if trainer.seed is not None:
+        set_seed(trainer.seed, device_specific=True)
+    if state is not None:
+        run.data_seed = state.metadata["data_seed"]
+    elif trainer.seed is None and request.saves_training_states:
+        run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    create_train_loader(trainer, run, batch_size, train_loader_kwargs)
+    create_eval_loaders(trainer, run, run.eval_dataset, batch_size, eval_loader_kwargs)
+    apply_model_options(trainer)  # now, so that a callback's copy of the model has them too
+    trainer.call_event("on_dataloaders_created")
+
+
+def create_train_loader(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
+    """Make the loader of training batches."""
+    run.train_loader = share(trainer, run, trainer.create_train_dataloader(batch_size, loader_kwargs), training=True)
+
+
+def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
+    """Prepare the model and the optimizer, and begin to count."""
+    request, ranks = run.request, trainer.ranks
+    prepare_model(trainer, training=True)
+    run.config = trainer._create_run_config(batch_size, request)
+    run.window = GradientWindow(
+        ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
+    )
+    if not trainer.is_sharded:
+        run.outside_model = parameters_not_in_model(trainer.model, trainer.optimizer)
+        ranks.copy_from_first(run.outside_model)
+    clear_gradients(trainer.optimizer)  # what a run that failed within a window may have left
+    trainer.accelerator.sync_gradients = True
+    if request.auto_microbatch or request.skips_failed_batches:
+        check_guard(trainer.accelerator, trainer.is_sharded)
+        run.guard = GuardedStep(request.auto_microbatch, request.skips_failed_batches)
+
+
+def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool, last: Progress) -> None:
+    """Start from the beginning, or from a state.
+
+    :param last: how far the run before had come
+    """
+    if reset_run_history:
+        trainer.run_history.reset()
+    elif last.is_mid_epoch:
+        trainer.run_history._increment_epoch()
+    if run.resumed is not None:
+        restore(trainer, run.resumed)
+    is_ddp = isinstance(trainer.model, DistributedDataParallel)
+    run.must_warm_up_ddp = is_ddp and run.guard is None and trainer.ranks.world_size > 2 and run.progress.update > 0

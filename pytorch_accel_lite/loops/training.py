@@ -1,0 +1,208 @@
+"""The training loop: a run of epochs, an epoch of steps, and an update at the end of each accumulation window."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
+from pytorch_accel_lite.checkpoint.snapshot import restore_callbacks, restore_per_rank
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
+from pytorch_accel_lite.events import StopTrainingError
+from pytorch_accel_lite.gradients import average_gradients, clear_gradients, gradient_sync
+from pytorch_accel_lite.loops.evaluation import evaluate_all
+from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.run import Run, call_ending_event, close_failed, end_early, share
+from pytorch_accel_lite.tracking import LossTrackers
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+def train(trainer: Trainer, run: Run) -> None:
+    """Make a run, or what is left of it; say why, when it is stopped early."""
+    ended = False
+    try:
+        try:
+            trainer.training_run_start()
+            trainer.call_event("on_training_run_start")
+            over = _is_over(trainer, run)
+            if over or not run.progress.is_mid_epoch:
+                _finish_resuming(trainer, run)
+            while not over and (run.progress.is_mid_epoch or not run.is_finished):
+                _train_and_evaluate(trainer, run)
+        except StopTrainingError as stop:
+            end_early(trainer, stop)
+        ended = True
+        trainer.training_run_end()
+        call_ending_event(trainer, "on_training_run_end")
+    except BaseException as error:
+        close_failed(trainer, error, ended)
+        raise
+
+
+def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
+    """Make an epoch, its evaluation included."""
+    if not run.progress.is_mid_epoch:
+        run.progress.start_epoch()
+    trainer._run_train_epoch()
+    if run.evaluation_is_due:
+        evaluate_all(trainer, run)
+    _step_scheduler_after_epoch(trainer, run)
+    trainer.training_run_epoch_end()
+    trainer.call_event("on_training_run_epoch_end")
+    run.control.sync(now=True)
+    run.progress.epochs_completed = run.progress.epoch
+    trainer.run_history._increment_epoch()
+    trainer.call_event("on_epoch_checkpoint")
+    run.control.sync(now=True, can_save=True)
+
+
+def train_epoch(trainer: Trainer, run: Run) -> None:
+    """Make the steps of an epoch, or what is left of them, and record its losses."""
+    trainer.train_epoch_start()
+    run.loss_trackers = LossTrackers()
+    trainer.call_event("on_train_epoch_start")
+    _finish_resuming(trainer, run)
+    progress, limit = run.progress, run.request.max_num_train_steps or math.inf
+    run.train_loader = share(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
+    batches = run.train_loader.steps(progress.epoch, progress.samples_in_epoch, progress.step)
+    while progress.update < limit and (batch := next(batches, None)) is not None:
+        if run.must_warm_up_ddp:
+            _warm_up_ddp(trainer, run, batch)
+        train_step(trainer, run, batch)
+    if not progress.step:
+        raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
+    run.control.sync(now=True)
+    sync_ddp_buffers(trainer.model, trainer.ranks)
+    trainer.train_epoch_end()
+    run.record_losses(trainer.run_history, trainer.ranks, "train_{}_epoch")
+    trainer.call_event("on_train_epoch_end")
+
+
+def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
+    """Add the gradients of a batch; at the end of an accumulation window, update."""
+    step, window, hears = run.progress.step, run.window, trainer.callback_handler.listeners
+    ends_window = batch.is_last or (step + 1) % window.steps == 0
+    run.batch = batch
+    if hears["on_train_step_start"]:
+        trainer.call_event("on_train_step_start")
+    make_step = forward_and_backward if run.guard is None else run.guard.run
+    if window.steps == 1:
+        output = make_step(trainer, run, batch)
+    else:
+        with gradient_sync(trainer.accelerator, trainer.model, ends_window):
+            output = make_step(trainer, run, batch)
+    updates = ends_window and window.is_open  # it is not when all its batches were skipped
+    if updates:
+        update(trainer, run)
+    run.progress.step += 1
+    if output is not None and hears["on_train_step_end"]:
+        trainer.call_event("on_train_step_end", batch=batch.data, batch_output=output, step=step)
+    if updates:
+        if hears["on_update_end"]:
+            trainer.call_event("on_update_end", step=step)
+        if hears["on_train_step_checkpoint"]:
+            trainer.call_event("on_train_step_checkpoint", step=step)
+        run.control.sync(can_save=True)
+
+
+def forward_and_backward(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
+    """Go forward and backward with a batch, and track its losses."""
+    output = forward(trainer, batch)
+    counts = run.track_step(output, batch)
+    backward(trainer, run, batch, output, *counts)
+    return output
+
+
+def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
+    """Return the outputs and the loss of a training batch."""
+    output = trainer.calculate_train_batch_loss(batch.data)
+    complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
+    return output
+
+
+def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int) -> None:
+    """Add the gradients of a loss, weighted by its share of the accumulation window.
+
+    :param samples: samples of this process in the batch, and ``total`` those of all processes
+    """
+    loss, hears = output["loss"], trainer.callback_handler.listeners
+    weighed = run.window.scale(loss, samples, total, output.get("num_items_in_batch"))
+    if hears["on_backward_start"]:
+        trainer.call_event("on_backward_start", batch=batch.data, batch_output=output, step=run.progress.step)
+    trainer.backward_step(weighed)
+    if hears["on_backward_end"]:
+        trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
+
+
+def update(trainer: Trainer, run: Run) -> None:
+    """Update the weights by the gradients of a window."""
+    if run.guard is not None:
+        run.guard.finish_window(trainer)
+    elif run.outside_model and trainer.ranks.world_size > 1:
+        average_gradients(run.outside_model, trainer.ranks)
+    hears = trainer.callback_handler.listeners
+    run.window.finish(trainer.optimizer)
+    run.gradient_norm, run.skips_update = None, False
+    trainer.clip_gradients()
+    if hears["on_optimizer_step_start"]:
+        trainer.call_event("on_optimizer_step_start")
+    if not run.skips_update:
+        trainer.optimizer_step()
+    run.progress.update += 1
+    each_update = trainer.scheduler is not None and run.request.scheduler_interval == "update"
+    if each_update and not trainer.update_was_skipped:
+        trainer.scheduler_step()
+    trainer.optimizer_zero_grad()
+    if hears["on_optimizer_step_end"]:
+        trainer.call_event("on_optimizer_step_end")
+
+
+def _step_scheduler_after_epoch(trainer: Trainer, run: Run) -> None:
+    """Step a scheduler that is stepped by epochs; one that follows a metric, only when that was to be measured."""
+    if trainer.scheduler is None or run.request.scheduler_interval != "epoch":
+        return
+    is_measured = run.evaluation_is_due or not run.all_eval_loaders
+    if run.request.scheduler_metric is None or is_measured:
+        trainer.scheduler_step()
+
+
+def _is_over(trainer: Trainer, run: Run) -> bool:
+    """Whether there is nothing left to do for a resumed run; says so."""
+    if run.resumed is None:
+        return False
+    about, progress = run.resumed.metadata, run.progress
+    if about["stop_reason"] is not None and not about["interrupted"]:
+        run.stop_reason = about["stop_reason"]
+        trainer.print(f"Nothing more to do: the run was stopped. {run.stop_reason}")
+        return True
+    ends_its_epoch = progress.is_mid_epoch and progress.update == run.request.max_num_train_steps
+    if run.is_finished and not ends_its_epoch:
+        trainer.print("Nothing more to do: the run had finished. Ask for more epochs to go on from its end.")
+        return True
+    return False
+
+
+def _finish_resuming(trainer: Trainer, run: Run) -> None:
+    """Restore what must be restored last: what the starting events may have reset, and the generators."""
+    if run.resumed is not None:
+        state, run.resumed = run.resumed, None
+        restore_callbacks(trainer.callback_handler, state)
+        restore_per_rank(trainer, state)
+
+
+def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
+    """Go forward and back once, and leave no trace but one.
+
+    ``DistributedDataParallel`` arranges gradients anew after its first backward pass. With three processes or more
+    the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
+    """
+    run.must_warm_up_ddp = False
+    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
+    with preserving_generators():
+        trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"]))
+    clear_gradients(trainer.optimizer)
+    for buffer, before in buffers:
+        buffer.copy_(before)

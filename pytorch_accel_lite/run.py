@@ -1,0 +1,296 @@
+"""A run: all that belongs to one call of ``train``, ``evaluate`` or ``predict``, and how runs begin, nest and end."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.control import StopCoordinator
+from pytorch_accel_lite.data import Batch, ShardedLoader, shard
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.prepared import PreparedModel
+from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
+    from pytorch_accel_lite.loops.guarded import GuardedStep
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class Run:
+    """What belongs to one run. A trainer always has one: that under way, or the last, or one in which nothing happens.
+
+    :ivar is_active: whether it is under way
+    :ivar before: the run within which it was begun, or the one that it takes the place of
+    :ivar request: what it was asked to do; ``config`` is what that comes to with its data
+    :ivar train_loader: the batches of this process; so ``eval_loader``, the one of ``eval_loaders`` that is read
+    :ivar batch: the batch that is being worked on, in training or evaluation
+    :ivar loss_trackers: the running losses of the epoch or evaluation; ``recorded_losses`` the means of the last
+    :ivar guard: makes the steps when they may fail
+    :ivar trained_model: the trainer's model, while another one is evaluated in its place
+    :ivar outside_model: parameters that the optimizer trains and that are not the model's
+    :ivar resumed: the state of which a part is still to be restored
+    """
+
+    __slots__ = (
+        "batch",
+        "before",
+        "collate_fn",
+        "config",
+        "control",
+        "data_seed",
+        "eval_dataset",
+        "eval_loader",
+        "eval_loader_kwargs",
+        "eval_loaders",
+        "gradient_norm",
+        "guard",
+        "interruption",
+        "is_active",
+        "loss_trackers",
+        "must_warm_up_ddp",
+        "num_microbatches",
+        "outside_model",
+        "progress",
+        "recorded_losses",
+        "request",
+        "resumed",
+        "skips_update",
+        "step_metrics",
+        "stop_reason",
+        "train_dataset",
+        "train_loader",
+        "train_loader_kwargs",
+        "trained_model",
+        "window",
+    )
+
+    def __init__(self, ranks: Ranks, request: RunRequest | None = None) -> None:
+        self.is_active = False
+        self.before: Run | None = None
+        self.request = RunRequest() if request is None else request
+        self.config: TrainerRunConfig | None = None
+        self.control = StopCoordinator(ranks)
+        self.stop_reason: str | None = None
+        self.interruption: RunPausedError | None = None
+        self.train_dataset: Any = None
+        self.eval_dataset: Any = None
+        self.collate_fn: Any = None
+        self.data_seed: int | None = None
+        self.train_loader: Any = None
+        self.train_loader_kwargs: dict[str, Any] | None = None
+        self.eval_loader: Any = None
+        self.eval_loaders: dict[str, Any] = {}
+        self.eval_loader_kwargs: dict[str, Any] | None = None
+        self.progress = Progress()
+        self.window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
+        self.guard: GuardedStep | None = None
+        self.num_microbatches = 1
+        self.must_warm_up_ddp = False
+        self.outside_model: list[nn.Parameter] = []
+        self.trained_model: nn.Module | None = None
+        self.resumed: TrainingState | None = None
+        self.batch: Batch | None = None
+        self.loss_trackers = LossTrackers()
+        self.recorded_losses: dict[str, float] = {}
+        self.step_metrics: dict[str, Any] = {}
+        self.gradient_norm: torch.Tensor | None = None
+        self.skips_update = False
+
+    def derive(self) -> Run:
+        """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""
+        run = copy.copy(self)
+        run.batch, run.loss_trackers, run.recorded_losses = None, LossTrackers(), {}
+        return run
+
+    @property
+    def settings(self) -> TrainerRunConfig:
+        """The config of a run that has one."""
+        if self.config is None:
+            raise RuntimeError("There is no run_config before train() or evaluate() was called.")
+        return self.config
+
+    @property
+    def all_eval_loaders(self) -> list[Any]:
+        """The evaluation batches of every dataset; several when a dict of datasets was given."""
+        return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has made all the epochs or updates it was asked for."""
+        limit = self.request.max_num_train_steps
+        if limit is not None:  # how many epochs these take is an estimate: batches may be skipped
+            return self.progress.update >= limit
+        num_epochs = self.settings.num_epochs
+        return num_epochs is not None and self.progress.epochs_completed >= num_epochs
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the current epoch is followed by an evaluation: every n-th epoch and the last, if there are data."""
+        epoch, no_limit = self.progress.epoch, self.request.max_num_train_steps is None
+        is_last = self.is_finished or (no_limit and epoch == self.settings.num_epochs)
+        return bool(self.all_eval_loaders) and (is_last or epoch % self.request.eval_every_n_epochs == 0)
+
+    @property
+    def batch_indices(self) -> list[Any] | None:
+        """The indices in the dataset of the samples in the current batch, see ``Trainer.batch_indices``."""
+        indices = None if self.batch is None else self.batch.indices
+        return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
+
+    def track(self, output: BatchOutput, batch: Batch) -> None:
+        """Add the losses of a batch to the running means."""
+        if batch.num_samples == 0:  # it only keeps this process in step with the others
+            output["batch_size"] = 0
+        else:
+            self.loss_trackers.add(output)
+
+    def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
+        """Track the losses of a training batch, and count its samples; return those of this process and of all."""
+        self.track(output, batch)
+        counts = batch.samples(output)
+        self.progress.add_samples(counts[1])
+        return counts
+
+    def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
+        """Record the mean losses over all ranks under ``name``, in which each loss's own name is put."""
+        means = self.loss_trackers.means(ranks, name)
+        for metric, value in means.items():
+            history.update_metric(metric, value)
+        self.recorded_losses = means
+
+    def stop_workers(self) -> None:
+        """Stop the worker processes of its loaders."""
+        for loader in (self.train_loader, *self.all_eval_loaders):
+            if hasattr(loader, "stop_workers"):
+                loader.stop_workers()
+
+
+def share(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
+    """Return the loader that gives this process its share of a source of batches, as the run needs it."""
+    request = run.request
+    return shard(
+        source,
+        trainer.ranks,
+        trainer.device,
+        run.data_seed,
+        training or trainer.is_sharded,
+        limit=request.max_batches,
+        channels_last=trainer.channels_last,
+        yields_failures=training and request.skips_failed_batches,
+        measures_waiting=training and request.measures_waiting,
+    )
+
+
+@contextmanager
+def entering(trainer: Trainer, run: Run, keep: bool) -> Iterator[None]:
+    """Make a run the trainer's current one; at the end, however it comes, the one before is that again.
+
+    :param keep: leave it in its place when there is no run around it, once it has begun
+    """
+    run.before, run.is_active, trainer.current_run = trainer.current_run, True, run
+    try:
+        yield
+    finally:
+        run.is_active = False
+        before = run.before
+        if keep and run.config is not None and not before.is_active and trainer.current_run is run:
+            run.before = None
+        else:
+            _take_out(trainer, run)
+        if not trainer.is_running:
+            release_model(trainer)
+
+
+def _take_out(trainer: Trainer, run: Run) -> None:
+    """Take a run out of the stack: mostly its top, but predictions may be read in turn."""
+    assert run.before is not None
+    if trainer.current_run is run:
+        trainer.current_run = run.before
+        return
+    above = trainer.current_run
+    while above.before is not run:
+        assert above.before is not None
+        above = above.before
+    above.before = run.before
+
+
+def prepare_model(trainer: Trainer, training: bool) -> None:
+    """Give the model and the optimizer to Accelerate, unless it has them."""
+    prepared = trainer.prepared_model
+    if prepared is not None and (not prepared.outlives_runs or trainer.model is prepared.model):
+        return
+    if isinstance(trainer.loss_func, nn.Module):
+        trainer.loss_func.to(trainer.device)
+    apply_model_options(trainer)
+    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training)
+    trainer.prepared_model = prepared
+    trainer.model, trainer.optimizer = prepared.model, prepared.optimizer
+
+
+def apply_model_options(trainer: Trainer) -> None:
+    """Lay out and compile the model, in place; a model that is compiled stays as it is."""
+    model = trainer.get_model()
+    if trainer.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if trainer.compile_model is not False and model._compiled_call_impl is None:
+        model.compile(**({} if trainer.compile_model is True else trainer.compile_model))
+
+
+def release_model(trainer: Trainer) -> None:
+    """Take the model and the optimizer back, unless their weights exist only as they were prepared."""
+    prepared = trainer.prepared_model
+    if prepared is not None and not prepared.outlives_runs:
+        trainer.model, trainer.optimizer = prepared.release(trainer.model)
+        trainer.prepared_model = None
+
+
+def end_early(trainer: Trainer, stop: StopTrainingError) -> None:
+    """Note why a run is stopped, say it, and tell the callbacks."""
+    run = trainer.current_run
+    run.stop_reason = str(stop) or type(stop).__name__
+    run.interruption = stop if isinstance(stop, RunPausedError) else None
+    trainer.print(run.stop_reason)
+    call_ending_event(trainer, "on_stop_training_error")
+
+
+def call_ending_event(trainer: Trainer, event: str) -> None:
+    """Fire an event when the run is ending anyway: there is nothing left to stop."""
+    run = trainer.current_run
+    try:
+        trainer.call_event(event)
+        if trainer.ranks.world_size > 1:
+            run.control.sync(now=True)
+    except StopTrainingError as stop:
+        run.stop_reason = run.stop_reason or str(stop)
+
+
+def close_failed(trainer: Trainer, error: BaseException, ended: bool) -> None:
+    """Tell the callbacks that an error ends the run; the error itself goes on to the caller.
+
+    A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
+
+    :param ended: the ending events have been fired already
+    """
+    trainer.current_run.control.forget()
+    together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
+    problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
+    if together and not ended:
+        try:
+            trainer.training_run_end()
+        except Exception as failure:
+            problems.append(failure)
+        problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
+    for problem in problems:
+        text = "".join(traceback.format_exception(problem))
+        with suppress(OSError):  # where nobody reads the output any more, the error itself still goes on
+            trainer.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")

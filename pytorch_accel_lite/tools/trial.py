@@ -1,0 +1,110 @@
+"""Trying something out with a trainer's model, and leaving everything as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from pytorch_accel_lite.data import NamedDatasets
+from pytorch_accel_lite.events import CallbackHandler
+from pytorch_accel_lite.gradients import optimized_parameters
+from pytorch_accel_lite.loops.setup import begin_training, create_train_loader
+from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.run import Run, entering, prepare_model, release_model
+from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.validation import check_data, check_training
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+@contextmanager
+def restoring_state(trainer: Trainer) -> Iterator[None]:
+    """Restore weights, buffers, gradients, modes, the optimizer, the scaler and the generators after a block.
+
+    Those of the loss function, too. The weights are kept in host memory, so that the device has room for what is
+    tried.
+    """
+    model, optimizer, scaler = trainer.get_model(), trainer.optimizer, trainer.accelerator.scaler
+    roots = [module for module in (model, trainer.loss_func) if isinstance(module, nn.Module)]
+    modules = list(chain.from_iterable(root.modules() for root in roots))
+    trained = [] if optimizer is None else optimized_parameters(optimizer)
+    parameters = list(dict.fromkeys([*chain.from_iterable(root.parameters() for root in roots), *trained]))
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise ValueError("The model has lazy layers without weights yet. Give it a batch first: model(inputs).")
+    buffers = chain.from_iterable(root.buffers() for root in roots)
+    tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in chain(parameters, buffers)]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    modes = [(module, module.training) for module in modules]
+    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    scaling = None if scaler is None else scaler.state_dict()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with preserving_generators():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in tensors:
+                tensor.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        if state is not None:
+            optimizer.load_state_dict(state)
+        if scaler is not None:
+            scaler.load_state_dict(scaling)
+
+
+@contextmanager
+def trial(
+    trainer: Trainer,
+    name: str,
+    train_dataset: Any,
+    batch_size: int,
+    request: RunRequest,
+    loader_kwargs: Any,
+    collate_fn: Any,
+) -> Iterator[Run]:
+    """Enter a run of training in which no callback takes part, and of which nothing is left.
+
+    :param name: the method that tries something, for errors
+    """
+    if trainer.is_running:
+        raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
+    check_training(trainer.optimizer, trainer.accelerator, request, None)
+    check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
+    run = Run(trainer.ranks, request)
+    run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+    run.collate_fn, run.data_seed = collate_fn, trainer.seed or 0
+    with entering(trainer, run, keep=False):
+        try:
+            create_train_loader(trainer, run, batch_size, loader_kwargs)
+            with trying(trainer):
+                begin_training(trainer, run, batch_size)
+                yield run
+        finally:
+            run.stop_workers()
+
+
+@contextmanager
+def trying(trainer: Trainer) -> Iterator[None]:
+    """Prepare a trainer for training outside of a run; its callbacks see nothing, and everything is restored."""
+    handler, scheduler = trainer.callback_handler, trainer.scheduler
+    prepare_model(trainer, training=True)
+    trainer.callback_handler, trainer.scheduler = CallbackHandler(), None
+    try:
+        with restoring_state(trainer):
+            yield
+    finally:
+        trainer.callback_handler, trainer.scheduler = handler, scheduler
+        if not trainer.is_running:
+            release_model(trainer)

@@ -1,0 +1,69 @@
+"""The public interface as text, a signature a line: ``python -m tests.interface`` writes what a test compares with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("interface.txt")
+MODULES = ("", ".callbacks", ".data", ".schedulers", ".finetuning")
+#: Not public by their names, but the ancestor's users override or read them.
+PROMISED = {
+    "_run_training", "_run_train_epoch", "_run_eval_epoch", "_create_run_config", "_create_accelerator",
+    "_create_callback_handler", "_loss_tracker", "_train_dataloader", "_eval_dataloader",
+}  # fmt: skip
+
+
+def lines() -> Iterator[str]:
+    """Yield a line for everything that users can call, override or read."""
+    found = {}
+    for suffix in MODULES:
+        module = importlib.import_module(f"pytorch_accel_lite{suffix}")
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        for name in sorted(getattr(module, "__all__", own)):
+            if not name.startswith("_"):
+                found[f"pytorch_accel_lite{suffix}.{name}"] = getattr(module, name)
+    classes = {value for value in found.values() if inspect.isclass(value)}
+    seen = set()
+    for name, value in found.items():
+        if not inspect.isclass(value):
+            is_ours = getattr(value, "__module__", "").startswith("pytorch_accel_lite")
+            yield f"{name}{_signature(value) if is_ours else ''}"
+        elif value not in seen:
+            seen.add(value)
+            yield f"class {name}"
+            yield from (f"    {line}" for line in _members(value, classes - {value}))
+
+
+def _members(cls: type, others: set[type]) -> Iterator[str]:
+    """Yield the members that a class does not have from another class that is listed too."""
+    for name in sorted(set(dir(cls))):
+        owner = next((base for base in cls.__mro__ if name in vars(base)), object)
+        if owner in others or not owner.__module__.startswith("pytorch_accel_lite"):
+            continue
+        if not name.startswith("_") or name in PROMISED or name == "__init__":
+            held = vars(owner)[name]
+            yield f"{name}{_signature(held if isinstance(held, property) else getattr(cls, name))}"
+
+
+def _signature(value: Any) -> str:
+    if isinstance(value, property):
+        return ""
+    try:
+        signature = inspect.signature(getattr(value, "__func__", value))
+    except (TypeError, ValueError):
+        return ""
+    plain = []
+    for parameter in signature.parameters.values():
+        default = parameter.default
+        if isinstance(default, tuple):  # of callbacks
+            default = tuple(getattr(value, "__name__", value) for value in default)
+        plain.append(parameter.replace(annotation=inspect.Parameter.empty, default=default))
+    return str(inspect.Signature(plain))
+
+
+if __name__ == "__main__":
+    FILE.write_text("\n".join(lines()) + "\n")

@@ -1,0 +1,101 @@
+"""How many Python functions a step calls, and the feeding of a batch: budgets that cannot drift unseen."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite.data import OwnShard
+
+STEPS = 40
+
+
+class Calls:
+    """Counts the Python functions of the package that are called."""
+
+    def __init__(self) -> None:
+        self.by_name: Counter[str] = Counter()
+
+    def _look(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and "pytorch_accel_lite" in frame.f_code.co_filename:
+            self.by_name[frame.f_code.co_name] += 1
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+class Ready(Trainer):
+    """Reads a list of batches."""
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        return OwnShard(self.train_dataset)
+
+
+class Whole(Dataset[Any]):
+    """Reads many samples at once."""
+
+    def __init__(self, size: int) -> None:
+        self.x, self.y = torch.randn(size, 4), torch.randn(size, 1)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.x[indices], self.y[indices]
+
+
+def calls_per_step(
+    trainer_class: type[Trainer], data: Any, callbacks: Any, **kwargs: Any
+) -> tuple[float, Counter[str]]:
+    """Return the calls of a step: what a longer epoch makes more of them."""
+    counts = []
+    for steps in (STEPS, 2 * STEPS):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = trainer_class(model, nn.MSELoss(), optimizer, callbacks=callbacks, **kwargs)
+        with Calls() as calls:
+            trainer.train(data(steps), 2, per_device_batch_size=8, train_dataloader_kwargs={"collate_fn": _identity})
+        counts.append(calls.by_name)
+    less, more = counts
+    found = Counter({name: (more[name] - less[name]) / (2 * STEPS) for name in more})
+    return sum(found.values()), found
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def batches(steps: int) -> list[Any]:
+    return [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(steps)]
+
+
+QUIET = get_default_callbacks(progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "data", "callbacks", "kwargs", "budget"),
+    [
+        (Ready, batches, (), {}, 29),
+        (Ready, batches, QUIET, {}, 37),
+        (Trainer, lambda steps: Whole(8 * steps), (), {}, 37),
+        (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 47),
+    ],
+    ids=["list", "list and default callbacks", "dataset", "dataset with a seed"],
+)
+def test_a_step_calls_no_more_functions_than_this(trainer_class, data, callbacks, kwargs, budget):
+    total, found = calls_per_step(trainer_class, data, callbacks, **kwargs)
+    assert total <= budget, found.most_common()

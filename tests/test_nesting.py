@@ -1,0 +1,156 @@
+"""What a callback runs within a run, an evaluation or a prediction, leaves no trace on it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import TrainerCallback
+from tests.cases import sharded
+from tests.tasks import Rows, equal, quiet_trainer, regression_data, weights
+
+EVENTS = ("on_train_step_start", "on_train_step_end", "on_update_end", "on_train_epoch_end")
+
+
+def dropout_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+
+
+class Nested(TrainerCallback):
+    """Runs something at an event of a training run."""
+
+    def __init__(self, event: str, action: Any) -> None:
+        self.runs = 0
+        self._within = False
+
+        def run(trainer: Any, **kwargs: Any) -> None:
+            if not self._within:
+                self._within, self.runs = True, self.runs + 1
+                action(trainer)
+                self._within = False
+
+        setattr(self, event, run)
+
+
+class Witness(TrainerCallback):
+    """Writes down what comes after another callback at the same event can see of the run."""
+
+    def __init__(self, event: str) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+        def look(trainer: Any, **kwargs: Any) -> None:
+            self.seen.append({
+                "batch_indices": trainer.batch_indices,
+                "recorded_losses": dict(trainer.recorded_losses),
+                "run_config": trainer.run_config,
+                "progress": copy.copy(trainer.progress),
+                "running_loss": trainer.running_loss,
+                "training": [module.training for module in trainer.model.modules()],
+                "losses": sorted(trainer.loss_trackers),
+                "loaders": (id(trainer.train_dataloader), id(trainer.eval_dataloader)),
+                "data": (id(trainer.train_dataset), id(trainer.eval_dataset), trainer.collate_fn),
+                "is_running": trainer.is_running,
+                "stop_reason": trainer.stop_reason,
+            })  # fmt: skip
+
+        setattr(self, event, look)
+
+
+def evaluate(trainer: Any) -> None:
+    found = trainer.evaluate(Rows(regression_data(9)), 4)
+    assert found.keys() == {"evaluation_loss"}
+
+
+def predict(trainer: Any) -> None:
+    assert trainer.predict(Rows(regression_data(9)), 4).shape == (9, 1)
+
+
+def predict_a_part(trainer: Any) -> None:
+    parts = trainer.predict_iter(Rows(regression_data(9)), 4)
+    next(parts)
+    parts.close()
+
+
+def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested]:
+    model, nested, witness = dropout_model(), Nested(event, action), Witness(event)
+    trainer = quiet_trainer(model, callbacks=[nested, witness], seed=seed)
+    torch.manual_seed(1)
+    trainer.train(
+        Rows(regression_data(22)), 2, Rows(regression_data(7)), 4, gradient_accumulation_steps=2,
+        gradient_clip_norm=0.5,
+        train_dataloader_kwargs={"num_workers": 0}, eval_dataloader_kwargs={"num_workers": 0},
+    )  # fmt: skip
+    return trainer, witness, nested
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("action", [evaluate, predict, predict_a_part])
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_run_goes_on_as_without_it(event, action, seed):
+    plain, expected, _ = run(event, lambda trainer: None, seed)
+    trainer, witness, nested = run(event, action, seed)
+    assert nested.runs == len(witness.seen) > 1
+    for own in ("loaders", "data"):
+        assert len({seen[own] for seen in witness.seen}) == len({seen[own] for seen in expected.seen})
+    for seen, wanted in zip(witness.seen, expected.seen, strict=True):
+        for own in ("loaders", "data"):
+            del seen[own], wanted[own]
+        assert repr(seen.pop("run_config")) == repr(wanted.pop("run_config"))
+        assert seen == wanted
+    assert equal(weights(trainer.model), weights(plain.model))
+    history = trainer.run_history.to_dict()
+    history.pop("evaluation_loss", None)
+    assert history == plain.run_history.to_dict()
+
+
+def test_losses_by_name_of_a_nested_evaluation_are_not_those_of_the_run():
+    def look(trainer):
+        evaluate(trainer)
+        assert trainer.recorded_losses.keys() == {"train_loss_epoch"}
+
+    run("on_train_epoch_end", look, None)
+
+
+def test_a_run_may_be_nested_in_an_evaluation_of_a_run():
+    model, seen = dropout_model(), []
+
+    class Predicts(TrainerCallback):
+        def on_eval_step_end(self, trainer, **kwargs):
+            before = trainer.batch_indices
+            trainer.predict(regression_data(3))
+            seen.append(trainer.batch_indices == before)
+
+    trainer = quiet_trainer(model, callbacks=[Predicts])
+    trainer.train(Rows(regression_data(8)), 1, Rows(regression_data(7)), 4)
+    assert seen == [True, True]
+
+
+def test_predictions_read_in_turn_leave_the_trainer_as_it_was():
+    trainer = quiet_trainer(dropout_model())
+    first, second = (trainer.predict_iter(regression_data(size), 4) for size in (9, 6))
+    shapes = [len(next(first)), len(next(second)), len(next(first)), len(next(second)), len(next(first))]
+    assert shapes == [4, 4, 4, 2, 1]
+    assert trainer.is_running
+    assert [next(parts, None) for parts in (first, second)] == [None, None]
+    assert not trainer.is_running
+    trainer.train(regression_data(8), 1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("eval_every_n_epochs", 3), ("auto_microbatch", True)])
+def test_the_run_config_holds_all_that_was_asked_for(name, value):
+    trainer = quiet_trainer(dropout_model())
+    trainer.train(regression_data(8), 1, **{name: value})
+    assert getattr(trainer.run_config, name) == value
+    assert trainer.run_config.to_dict()[name] == value
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", [sharded.by_accelerate_is_used_again, sharded.by_the_user_is_used_again])
+def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case):
+    expected = job(2).run(case, tmp_path)
+    assert equal(expected[0], expected[1])
