@@ -152,8 +152,9 @@ def reshard(model: nn.Module) -> None:
     ``model.parameters()`` would be those then, and not the ones that the optimizer knows.
     """
     for module in model.modules():
-        if callable(getattr(module, "reshard", None)):
-            module.reshard()
+        gather_no_more: Any = getattr(module, "reshard", None)
+        if callable(gather_no_more):
+            gather_no_more()
 
 
 def sync_ddp_buffers(model: nn.Module, ranks: Ranks) -> None:
