@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from tests.rank_pool import RankPool
 
@@ -66,3 +68,14 @@ def ranks(request: pytest.FixtureRequest, job: Callable[[int], RankPool]) -> Ran
 def two_ranks(job: Callable[[int], RankPool]) -> RankPool:
     """2 processes only."""
     return job(2)
+
+
+@pytest.fixture
+def scaled_accelerator() -> Iterator[Accelerator]:
+    """An accelerator with a real gradient scaler, which on a CPU Accelerate would not make by itself."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+    yield accelerator
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -85,6 +85,7 @@ class _Module:
     """What ``torch.sim`` gives."""
 
     Event = Event
+    _peaks = 0
 
     def is_initialized(self) -> bool:
         return True
@@ -101,6 +102,16 @@ class _Module:
     def synchronize(self) -> None:
         waits["synchronize"] += 1
         _clock.finish()
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self._peaks += 1
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        """A MiB more after each reset."""
+        return self._peaks * 2**20
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return 2 * self.max_memory_allocated(device)
 
     def get_rng_state(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.uint8)

@@ -159,3 +159,13 @@ class Broken(Dataset[Any]):
         if index == self.broken:
             raise OSError(f"scan {index} is unreadable")
         return self.data[index]
+
+
+class Overflows(Trainer):
+    """The gradients of the second update are infinite."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        if self.progress.step == 1:
+            output["loss"] = output["loss"] * torch.tensor(1e38) * 1e10
+        return output

@@ -11,7 +11,7 @@ import torch
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler
-from tests.tasks import CountsReads, Rows, listener, make_data, make_model, make_trainer, train
+from tests.tasks import CountsReads, Overflows, Rows, listener, make_data, make_model, make_trainer, train
 
 NAP = 0.01
 
@@ -63,6 +63,24 @@ def test_updates_that_are_skipped(capsys):
     skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
     train(make_trainer([skip, AdviceCallback]), epochs=2)
     assert advice(capsys.readouterr().out) == ["1 of 3 updates were skipped by callbacks."]
+
+
+def test_updates_that_the_scaler_skips(scaled_accelerator, capsys):
+    train(make_trainer([AdviceCallback], trainer_class=Overflows, accelerator=scaled_accelerator), epochs=2)
+    (said,) = advice(capsys.readouterr().out)
+    assert said.startswith("1 of 3 updates were skipped: in fp16 their gradients were infinite.")
+    assert "bf16" in said
+
+
+def test_a_learning_rate_that_is_a_tensor_is_judged_as_a_number(capsys):
+    def decay(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
+    train(make_trainer([AdviceCallback], model, optimizer=optimizer), epochs=2, size=12, create_scheduler_fn=decay)
+    (said,) = advice(capsys.readouterr().out)
+    assert said.startswith("StepLR has brought the learning rate from 0.1 down to 1e-06 in this epoch already.")
 
 
 def test_a_schedule_in_epochs_that_is_stepped_after_updates(capsys):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
-from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import Rows, equal, listener, make_trainer, quiet_trainer, regression_data, small_model, train, weights
 
 
 def bert():
@@ -341,3 +341,54 @@ def test_a_forward_that_was_wrapped_on_the_instance_gets_the_keys_of_its_class()
     model.forward = lambda *arguments, **keywords: inner(*arguments, **keywords)
     data = [{"inputs": torch.zeros(5), "note": torch.ones(1)}] * 4
     assert Trainer(model, nn.MSELoss(), None, callbacks=[]).evaluate(data)["evaluation_loss"] > 0
+
+
+class Both(NamedTuple):
+    value: torch.Tensor
+    double: torch.Tensor
+
+
+class ReturnsBoth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x):
+        return Both(self.inner(x), 2 * self.inner(x))
+
+
+def test_named_tuples_stay_such_in_predictions():
+    found = Trainer(ReturnsBoth(), None, None, callbacks=[]).predict(regression_data(5), per_device_batch_size=2)
+    assert type(found) is Both
+    assert found.value.shape == (5, 1)
+    assert torch.equal(found.double, 2 * found.value)
+
+
+def test_a_forward_that_tells_nothing_of_its_arguments_is_called():
+    model, x = nn.Module(), torch.randn(5, 2)
+    model.forward = torch.tanh
+    assert torch.equal(Trainer(model, None, None, callbacks=[]).predict(TensorDataset(x), 2), x.tanh())
+
+
+def test_samples_that_the_collate_function_leaves_out_count_for_nothing():
+    def leave_out_the_first(samples: Any) -> Any:
+        return default_collate(samples[1:])
+
+    x, y = regression_data(7)[[1, 2, 3, 5, 6]]
+    trainer = quiet_trainer(small_model(), optimizer=None)
+    found = trainer.evaluate(Rows(regression_data(7)), 4, {"num_workers": 0}, leave_out_the_first)
+    assert found["evaluation_loss"] == pytest.approx(nn.functional.mse_loss(trainer.model(x), y).item())
+
+
+def test_outputs_of_parts_that_do_not_go_together_are_a_list_of_them():
+    class Alike(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            if len(batch[0]) > 3:
+                raise MemoryError
+            output = super().calculate_train_batch_loss(batch)
+            return output | {"alike": output["model_outputs"] @ output["model_outputs"].T}
+
+    seen: list[Any] = []
+    look = listener(on_train_step_end=lambda t, batch_output, **_: seen.extend(batch_output["alike"]))
+    train(make_trainer([look], trainer_class=Alike), size=5, batch_size=5, auto_microbatch=True)
+    assert [alike.shape for alike in seen] == [(2, 2), (3, 3)]

@@ -273,9 +273,10 @@ def last_bar(err: str, word: str) -> str:
     return [part for part in re.split(r"[\r\n]", err) if word in part][-1]
 
 
-def test_the_progress_bar_is_silent_when_the_output_is_no_terminal(capfd):
+@pytest.mark.parametrize("style", ["tqdm", "rich"])
+def test_the_progress_bar_is_silent_when_the_output_is_no_terminal(style, capfd):
     assert not sys.stderr.isatty()
-    train(make_trainer([ProgressBarCallback]), epochs=2, eval_dataset=True).predict(make_data())
+    train(make_trainer([ProgressBarCallback(style=style)]), epochs=2, eval_dataset=True).predict(make_data())
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""
 
@@ -382,6 +383,16 @@ def test_the_display_of_rich_ends_with_the_run(event, error, capfd):
         pass
     err = capfd.readouterr().err
     assert err.count("\x1b[?25l") == err.count("\x1b[?25h") > 0  # the cursor that was hidden is shown again
+
+
+@pytest.mark.parametrize("style", ["tqdm", "rich"])
+def test_numbers_of_ones_own_can_be_put_after_the_bar(style, capfd):
+    def show(trainer: Trainer, step: int, **kwargs: Any) -> None:
+        bars.pbar.set_postfix({"mine": f"{step + 1} of {bars.pbar.total}"})
+
+    bars = ProgressBarCallback(show_always=True, refresh_seconds=0, style=style)
+    train(make_trainer([bars, listener(on_train_step_end=show)]), epochs=1)
+    assert "mine=2 of 3" in capfd.readouterr().err
 
 
 def test_rich_is_an_extra(monkeypatch):

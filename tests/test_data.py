@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
@@ -40,6 +41,7 @@ from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
     ProgressBarCallback,
+    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
 from pytorch_accel_lite.data import NamedDatasets, shard
@@ -48,7 +50,18 @@ from pytorch_accel_lite.data.plan import count_global_batches, global_batches, s
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
 from tests import cases
-from tests.tasks import Rows, Stream, equal, listener, make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import (
+    Rows,
+    Stream,
+    equal,
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+)
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 8)
@@ -482,6 +495,22 @@ def test_a_sampler_without_an_end(seed, batched, workers):
     assert trainer.progress.samples == 28
 
 
+class Visits:
+    """An order without a length, which has an end."""
+
+    def __iter__(self):
+        yield from (3, 1, 4, 1, 5)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_an_epoch_ends_with_a_sampler_without_a_length(seed):
+    seen: list[Any] = []
+    look = listener(on_train_step_end=lambda t, **_: seen.append(t.batch_indices))
+    kwargs = {"sampler": Visits(), "num_workers": 0}
+    train(make_trainer([look], seed=seed), 2, train_dataset=Rows(make_data()), train_dataloader_kwargs=kwargs)
+    assert seen == [[3, 1], [4, 1], [5]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
@@ -536,6 +565,20 @@ def test_the_length_of_a_sampler_must_be_right(given, seed, data):
         list(loader)
     loader = shard(DataLoader(data, 2, sampler=Order(range(3))), rank_of(0, 1), torch.device("cpu"), seed, True)
     assert len(list(loader)) == 2
+
+
+def test_a_wrong_length_is_no_batch_that_may_fail():
+    trainer, kwargs = make_trainer([SkipFailedBatchesCallback]), {"sampler": Order(range(2)), "num_workers": 0}
+    with pytest.raises(ValueError, match="The sampler Order gives 2 indices, but its length is 3"):
+        train(trainer, train_dataset=Rows(make_data()), train_dataloader_kwargs=kwargs)
+
+
+def test_a_loader_can_be_copied_and_says_where_its_batches_are():
+    trainer = train(make_trainer())
+    again = copy.copy(trainer.train_dataloader)
+    assert again.device == trainer.device
+    assert again.batch_size == 2
+    assert [len(x) for x, _ in again] == [2, 2, 2]
 
 
 def test_data_without_an_end_need_a_limit_of_updates():
@@ -724,6 +767,8 @@ def test_limited_batches(how, monkeypatch):
         trainer = quiet_trainer(small_model(), callbacks=[lengths])
     else:
         with LimitBatches(3):
+            with LimitBatches(5):
+                assert os.environ["PT_ACC_LIMIT_BATCHES"] == "5"
             trainer = quiet_trainer(small_model(), callbacks=[lengths])
         assert "PT_ACC_LIMIT_BATCHES" not in os.environ
     total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
@@ -808,6 +853,8 @@ BAD_INPUT = [
     (lambda t: t.train({"a": Endless()}, 1), r"The dataset 'a' \(Endless\) has no length"),
     (lambda t: t.train(regression_data(4), 1, {"a": TensorDataset(torch.empty(0))}), r"eval_dataset\['a'\] is empty"),
     (lambda t: t.predict({"a": regression_data(4)}), "predict takes one dataset"),
+    (lambda t: t.find_batch_size({}), "A dict of datasets needs at least one"),
+    (lambda t: t.find_batch_size({"a": regression_data(0)}), "The dataset 'a' is empty"),
     (lambda t: NamedDatasets({"a": [1]}, length="mean"), "length='mean' must be 'min' or 'max'"),
     (lambda t: LimitBatchesCallback(0), "num_batches=0 must be at least 1"),
     (lambda t: LimitEvalStepsCallback(-1), "num_eval_steps=-1 must be at least 1"),
@@ -937,6 +984,23 @@ def test_an_epoch_goes_on_after_as_many_steps_whatever_they_count_as_samples(tmp
         assert seen_batches(source, 5, count, resume_from=tmp_path / f"{update}", **kwargs) == whole[update:]
 
 
+class Bare:
+    """A batch whose size only the step that uses it can tell."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, index):
+        return [self.x][index]
+
+
+def test_an_epoch_of_batches_of_unknown_size_goes_on_after_as_many_steps(tmp_path):
+    source = [Bare(x) for x in torch.arange(30.0).split(5)]
+    whole = seen_batches(source, 5, callbacks=[Saves(tmp_path)])
+    assert len(whole) == 6
+    assert seen_batches(source, 5, resume_from=tmp_path / "4") == whole[4:]
+
+
 def test_packed_samples_of_a_stream_are_counted_by_the_dataloaders_batch_size(tmp_path):
     def pack(samples):
         return [torch.cat([x.repeat(3) for (x,) in samples])]
@@ -991,6 +1055,10 @@ def test_streams_and_own_batches_go_on_on_several_processes(ranks):
             in result["stream of fewer"]
         )
         assert "data ended after" in result["own of fewer"]
+        assert "in the middle of the batches of several processes, which cannot be split" in result["own of larger"]
+        assert "train_dataset gave no batch" in result["empty stream"]
+        others = ranks.world_size - 1
+        assert f"{others} of {ranks.world_size} processes have no training batch at all" in result["own of one"]
 
 
 class CollectsGarbage(IterableDataset):

@@ -93,6 +93,16 @@ def test_a_loss_that_is_not_finite_is_found_a_few_steps_later():
     assert "step 60" in at_once["message"]
     assert found["message"] == at_once["message"]
     assert at_once["step"] <= found["step"] <= at_once["step"] + 16
+    later = on_device("a_loss_that_is_nan_on_a_device_that_lags_behind")
+    assert later["message"].startswith("The training loss is not finite in epoch 1, step 6")
+    assert found["step"] < later["step"] <= at_once["step"] + 32
+
+
+def test_the_peak_of_each_epoch_is_that_of_the_device():
+    history = on_device("memory")
+    first, second = history["memory_allocated_mib"]
+    assert second == first + 1
+    assert history["memory_reserved_mib"] == [2 * first, 2 * second]
 
 
 def test_evaluation_ema_best_model_and_predictions_are_those_of_a_cpu():

@@ -11,7 +11,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests import cases
-from tests.tasks import Rows, equal, quiet_trainer, regression_data, small_model
+from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
 
 
 class Slow(Rows):
@@ -99,3 +99,5 @@ def test_bad_input():
         trainer.diagnose(regression_data(8), num_steps=0)
     with pytest.raises(ValueError, match="train_dataset"):
         trainer.diagnose(regression_data(0))
+    with pytest.raises(ValueError, match="train_dataset gave no batch"):
+        trainer.diagnose(Stream(0))

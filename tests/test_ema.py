@@ -222,6 +222,22 @@ def test_an_own_rule_is_used():
         assert torch.equal(ema.ema.module.state_dict()[name], torch.maximum(start[name], value))
 
 
+def test_a_rule_of_ones_own_may_begin_with_the_usual_one():
+    class Noted(ModelEma):
+        def update_fn(self, ema_model_weights, updated_model_weights):
+            return super().update_fn(ema_model_weights, updated_model_weights)
+
+    model = small_model()
+    averages = [average_class(model, decay=0.7) for average_class in (Noted, ModelEma)]
+    with torch.no_grad():
+        model[0].weight += 1
+    for average in averages:
+        average.update(model)
+    torch.testing.assert_close(averages[0].module.state_dict(), averages[1].module.state_dict())
+    with pytest.raises(ValueError, match=r"decay=1\.5 must be a number from 0 to 1"):
+        Noted(model, decay=1.5)
+
+
 @pytest.mark.processes
 def test_the_average_is_the_same_on_all_processes_and_evaluated_once(ranks, two_ranks):
     found = ranks(cases.evaluation.ema)

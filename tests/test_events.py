@@ -575,6 +575,18 @@ def test_an_error_while_ending_does_not_hide_the_first_one(event, capsys):
     assert "the second one" in capsys.readouterr().out
 
 
+def test_an_error_in_training_run_end_hides_nothing_either(capsys):
+    class Failing(Trainer):
+        def training_run_end(self):
+            raise CustomError("the second one")
+
+    recorder, failing = recording_callback(), raising("on_train_step_end", CustomError("the first one"))
+    with pytest.raises(CustomError, match="the first one"):
+        train(make_trainer([failing, recorder], trainer_class=Failing))
+    assert [name for name, _ in recorder.calls][-2:] == ["on_exception", "on_training_run_end"]
+    assert "the second one" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("event", ["on_exception", "on_training_run_end"])
 def test_an_error_while_ending_does_not_keep_other_callbacks_from_being_told(event):
     recorder = recording_callback()

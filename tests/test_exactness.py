@@ -17,7 +17,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data.order import mix
 from tests import cases
-from tests.tasks import Rows, equal, hand_written_loop, largest_difference, quiet_trainer, regression_data, small_model
+from tests.tasks import (
+    Overflows,
+    Rows,
+    equal,
+    hand_written_loop,
+    largest_difference,
+    listener,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
 
 
 @pytest.mark.parametrize("dataset", [regression_data(37), Rows(regression_data(37))], ids=["memory", "rows"])
@@ -179,27 +190,6 @@ def test_clipping_happens_once_an_update():
     assert max(seen.norms) <= 0.1 + 1e-6
     trainer.train(regression_data(24), 1, per_device_batch_size=2, gradient_clip_value=0.01)
     assert max(seen.largest[4:]) <= 0.01
-
-
-@pytest.fixture
-def scaled_accelerator():
-    """An accelerator with a real gradient scaler, which on a CPU Accelerate would not make by itself."""
-    accelerator = Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    accelerator.native_amp = True
-    accelerator.state._mixed_precision = "fp16"
-    yield accelerator
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-class Overflows(Trainer):
-    """The gradients of the second update are infinite."""
-
-    def calculate_train_batch_loss(self, batch):
-        output = super().calculate_train_batch_loss(batch)
-        if self.progress.step == 1:
-            output["loss"] = output["loss"] * torch.tensor(1e38) * 1e10
-        return output
 
 
 def test_a_scheduler_is_not_stepped_when_the_scaler_skipped_the_update(scaled_accelerator):
@@ -364,3 +354,26 @@ def test_onecycle_needs_no_spare_steps():
         create_scheduler_fn=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10),
     )
     assert trainer.scheduler.last_epoch == 10
+
+
+def test_norms_are_those_of_unscaled_gradients_and_an_update_can_be_left_out(scaled_accelerator):
+    def run(**kwargs: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        def look(trainer: Trainer) -> None:
+            norms.append(float(trainer.gradient_norm))
+            if trainer.progress.update == 1:
+                trainer.skip_update()
+
+        norms: list[float] = []
+        model = small_model(dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = quiet_trainer(model, None, optimizer, callbacks=[listener(on_optimizer_step_start=look)], **kwargs)
+        data = regression_data(16, dtype=torch.float32)
+        trainer.train(data, 1, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
+        return norms, weights(model)
+
+    norms, scaled = run(accelerator=scaled_accelerator)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    expected, plain = run()
+    assert norms == pytest.approx(expected, rel=1e-2)  # in half precision
+    assert len(norms) == 4
+    assert largest_difference(scaled, plain) < 1e-2

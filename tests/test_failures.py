@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     OutOfMemoryCallback,
@@ -24,6 +24,7 @@ from tests.tasks import (
     Stream,
     equal,
     largest_difference,
+    listener,
     make_data,
     make_trainer,
     quiet_trainer,
@@ -310,6 +311,31 @@ def test_a_resumed_run_still_splits_and_ends_in_the_same_bits(tmp_path, capsys):
 def test_a_single_sample_that_does_not_fit_is_an_error():
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         fit(Fussy(limit=0), auto_microbatch=True)
+
+
+def test_a_single_sample_that_does_not_fit_costs_its_batch_where_batches_may_fail():
+    poison = regression_data(20)[9][0][0].item()
+    skip = SkipFailedBatchesCallback()
+    found = fit(without_dropout(poison=poison, error=MemoryError), [skip], auto_microbatch=True)
+    expected = fit(without_dropout(), loader=ALL_BUT_THE_THIRD)
+    assert [(failure["step"], failure["indices"]) for failure in skip.failures] == [(2, [8, 9, 10, 11])] * 2
+    assert found.num_microbatches == 4
+    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
+
+
+@pytest.mark.parametrize("arguments", [{"callbacks": [SkipFailedBatchesCallback]}, {"auto_microbatch": True}])
+def test_a_step_that_stops_the_run_has_not_failed(arguments):
+    class Stops(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            if self.progress.step == 1:
+                raise StopTrainingError("enough")
+            return super().calculate_train_batch_loss(batch)
+
+    skipped: list[Any] = []
+    watch = listener(on_train_batch_skipped=lambda t, **kwargs: skipped.append(kwargs))
+    trainer = make_trainer([*arguments.get("callbacks", []), watch], trainer_class=Stops)
+    train(trainer, auto_microbatch=arguments.get("auto_microbatch", False))
+    assert (trainer.stop_reason, trainer.progress.update, skipped) == ("enough", 1, [])
 
 
 def test_without_the_argument_memory_that_is_not_there_ends_the_run():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,18 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests import cases
-from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    Stream,
+    equal,
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
 
 
 def everything(trainer: Trainer) -> dict[str, Any]:
@@ -144,6 +156,37 @@ def test_the_losses_are_those_of_training_with_these_rates():
         assert loss == pytest.approx(expected.item(), rel=1e-9)
 
 
+@pytest.mark.parametrize("sample", [27, 0])
+def test_a_loss_that_is_not_finite_ends_the_trial(sample):
+    data = regression_data(60)
+    data.tensors[1][sample] = math.nan
+    trainer = quiet_trainer(small_model())
+    arguments = {"num_steps": 20, "train_dataloader_kwargs": {"shuffle": False}}
+    if sample:
+        found = trainer.find_lr(data, 3, **arguments)
+        assert len(found.lrs) == len(found.losses) == 9
+        assert all(map(math.isfinite, found.losses))
+    else:
+        with pytest.raises(ValueError, match="not finite with learning rates as small as min_lr=1e-06"):
+            trainer.find_lr(data, 3, **arguments)
+
+
+def test_a_gradient_scaler_is_left_as_it_was(scaled_accelerator):
+    trainer = make_trainer(accelerator=scaled_accelerator)
+    scaler = scaled_accelerator.scaler
+    scaler.set_growth_interval(2)
+    before = scaler.state_dict()
+    trainer.find_lr(make_data(40), 4, num_steps=20)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_nothing_is_tried_within_a_run(action):
+    look = listener(on_train_step_end=lambda t, **_: ACTIONS[action](t, make_data()))
+    with pytest.raises(RuntimeError, match=rf"{action}\(\) cannot be called within a run. Call it before train\(\)"):
+        train(make_trainer([look]))
+
+
 def test_groups_keep_their_proportions():
     model = small_model()
     groups = [{"params": model[0].parameters(), "lr": 0.001}, {"params": model[2].parameters(), "lr": 0.01}]
@@ -229,6 +272,8 @@ def test_other_errors_are_errors():
         (lambda t, d: t.find_lr(d, num_steps=5), ValueError, "num_steps=5 must be at least 10"),
         (lambda t, d: t.find_lr(d, diverged=1), ValueError, "diverged=1 must be greater than 1"),
         (lambda t, d: t.find_lr([]), ValueError, "train_dataset"),
+        (lambda t, d: t.find_lr(Stream(0)), ValueError, "train_dataset gave no batch"),
+        (lambda t, d: t.find_batch_size([]), ValueError, "0 samples: too few for a batch on every process"),
         (lambda t, d: t.find_batch_size(d, start=0), ValueError, "start=0"),
         (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0"),
         (lambda t, d: t.find_batch_size(d, train_dataloader_kwargs={"batch_size": 4}), ValueError, "batch_size"),

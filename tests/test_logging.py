@@ -216,6 +216,18 @@ def test_columns_may_come_later(tmp_path):
     assert [row.get("late") for row in json_rows(tmp_path / "m_updates.jsonl")] == [None, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
+    def run(*callbacks: Any, **kwargs: Any) -> None:
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)
+
+    run()
+    state = tmp_path / "states" / "update-000000002"
+    with pytest.warns(UserWarning, match="nothing for the callback MetricsFileCallback"):
+        run(MetricsFileCallback(tmp_path / "m.csv", every_n_updates=1), resume_from=state)
+    assert [row["update"] for row in csv_rows(tmp_path / "m_updates.csv")] == ["3", "4", "5", "6"]
+
+
 def test_an_evaluation_after_the_run_is_in_the_row_of_its_last_epoch(tmp_path):
     trainer = train(make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]), epochs=2)
     loss = trainer.evaluate(make_data())["evaluation_loss"]
@@ -266,6 +278,20 @@ def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_pa
     assert found["config"]["nested"] == {"3": 4.0, "path": str(tmp_path)}
 
 
+@pytest.mark.parametrize("content", [None, "", "{}"])
+def test_a_record_that_is_lost_or_damaged_begins_anew_with_a_resumed_run(tmp_path, content):
+    def run(**kwargs: Any) -> list[Any]:
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        train(make_trainer([RunLogCallback(tmp_path), saving], seed=0), **kwargs)
+        return [a["from_update"] for a in json.loads((tmp_path / "run.json").read_text())["attempts"]]
+
+    state = tmp_path / "states" / "update-000000002"
+    assert run() == [0]
+    assert run(resume_from=state) == [0, 2]
+    (tmp_path / "run.json").unlink() if content is None else (tmp_path / "run.json").write_text(content)
+    assert run(resume_from=state) == [2]
+
+
 def test_the_error_of_a_run_is_in_its_folder(tmp_path):
     def fail(trainer: Any, **kwargs: Any) -> None:
         raise ValueError("nothing works")
@@ -299,6 +325,34 @@ def test_pictures_are_logged_at_the_update(tmp_path):
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     assert [(e.step, e.width, e.height) for e in events.Images("sample")] == [(3, 5, 4), (6, 5, 4)]
+
+
+def test_pictures_are_logged_by_mlflow_and_by_a_tracker_of_ones_own(tmp_path, monkeypatch):
+    import numpy as np
+
+    class Draws(OfOneThread):
+        def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+            self.logged.append((step, {name: [picture.shape for picture in values[name]] for name in values}))
+
+    def draws(*trackers: TrackerCallback) -> None:
+        def draw(trainer: Any) -> None:
+            for tracker in trackers:
+                tracker.log_images(trainer, {"sample": np.zeros((4, 5, 3), dtype=np.uint8)})
+
+        train(make_trainer([*trackers, listener(on_train_epoch_end=draw)]))
+
+    own, without = Draws(), OfOneThread()
+    draws(TrackerCallback(own), TrackerCallback(without))
+    assert own.logged[0] == (3, {"sample": [(4, 5, 3)]})
+    assert own.logged[1:] == without.logged
+    import_trackers()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    process = Fork(lambda: draws(TrackerCallback("mlflow")), tmp_path / "output")
+    assert process.wait() == 0, (tmp_path / "output").read_text()
+    (picture,) = tmp_path.rglob("sample/3.png")
+    with Image.open(picture) as image:
+        assert image.size == (5, 4)
 
 
 def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):

@@ -72,16 +72,17 @@ def test_the_worst_samples_are_those_with_the_largest_losses(capsys):
     assert len(lines) == 6
 
 
-def test_regression_with_several_outputs_a_nan_and_fewer_samples_than_asked_for():
+def test_regression_with_several_outputs_a_nan_and_fewer_samples_than_asked_for(capsys):
     x = torch.randn(4, 5)
     y = torch.zeros(4, 2)
     y[2, 0] = math.nan
-    worst = WorstSamplesCallback(10)
+    worst = WorstSamplesCallback(10, show=True)
     trainer = Trainer(nn.Linear(5, 2), nn.MSELoss(), None, callbacks=[worst])
     trainer.evaluate(TensorDataset(x, y), per_device_batch_size=3)
     assert len(worst.samples) == 4
     assert worst.samples[0].index == 2
     assert math.isnan(worst.samples[0].loss)
+    assert capsys.readouterr().out.splitlines()[1].split() == ["2", "nan", *["tensor", "(2,)"] * 2]
     by_hand = (trainer.model(x) ** 2).mean(1)
     for sample in worst.samples[1:]:
         assert sample.loss == pytest.approx(by_hand[sample.index].item())
@@ -114,6 +115,7 @@ def test_the_functions_of_torch_give_a_loss_for_each_sample(loss_func):
     ("loss_func", "arguments", "message"),
     [
         (lambda outputs, targets: (outputs - targets).mean(), {}, "no loss for each sample can be had. Pass loss="),
+        (torch.dist, {}, "built-in .* no loss for each sample can be had"),  # of which Python does not know arguments
         (nn.MSELoss(), {"loss": nn.functional.mse_loss}, "must return a value for each of 2 samples, not"),
     ],
 )

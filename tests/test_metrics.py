@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 from pytorch_accel_lite import Trainer
@@ -213,6 +213,39 @@ def test_training_metrics_with_other_names_go_on_as_far_as_they_are_the_same(tmp
         resumed = run(["same", "new"], resume_from=tmp_path / "same-old" / "update-000000002")
     history = resumed.run_history.to_dict()
     assert history["train_same"] == whole.run_history.to_dict()["train_same"] != history["train_new"]
+
+
+def test_metrics_that_keep_all_predictions_go_on_exactly_too(tmp_path):
+    def run(**kwargs: Any) -> list[float]:
+        metrics = MetricsCallback({"auroc": MulticlassAUROC(3)}, train=True)
+        saver = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
+        trainer = class_trainer(metrics, saver, seed=0)
+        trainer.train(classification(), 1, per_device_batch_size=10, **kwargs)
+        return trainer.run_history.get_metric_values("train_auroc")
+
+    assert run(resume_from=None) == run(resume_from=tmp_path / "update-000000002")
+
+
+def test_a_metric_may_give_a_plain_number():
+    class Rounded(MeanSquaredError):
+        def compute(self):
+            return round(float(super().compute()), 2)
+
+    trainer = quiet_trainer(small_model(), callbacks=[MetricsCallback({"mse": Rounded()})])
+    found = trainer.evaluate(regression_data(9))
+    assert found["mse"] == round(found["evaluation_loss"], 2)
+    assert type(found["mse"]) is float
+
+
+@pytest.mark.processes
+def test_training_metrics_count_each_sample_once_and_begin_anew_with_fewer_processes(tmp_path, two_ranks):
+    for result in two_ranks.run(cases.evaluation.training_metrics, tmp_path):
+        assert result["train_count"] == [7.0]
+    counts = MetricsCallback({"count": SumMetric()}, cases.evaluation.ones, train=True)
+    trainer = quiet_trainer(small_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
+    with pytest.warns(UserWarning, match="of what remains of this epoch: 2 processes saved them, and 1 go on"):
+        trainer.train(regression_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")
+    assert trainer.run_history.get_metric_values("train_count") == [1.0]
 
 
 @pytest.mark.processes

@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     ThroughputCallback,
 )
-from tests.tasks import listener, make_model, make_trainer, train
+from tests.tasks import Overflows, listener, make_model, make_trainer, train
 
 
 def test_learning_rates_are_those_that_the_updates_were_made_with():
@@ -111,6 +111,25 @@ def test_skipped_updates_are_counted_over_a_resume(tmp_path):
         return counts
 
     assert run().state_dict() == run(resume_from=tmp_path / "state").state_dict() == {"skipped": 3}
+
+
+def test_with_a_scaler_its_scale_and_the_updates_that_it_skipped_are_recorded(scaled_accelerator):
+    trainer = make_trainer([LossScaleCallback], trainer_class=Overflows, accelerator=scaled_accelerator)
+    train(trainer, epochs=2)
+    assert trainer.run_history.get_metric_values("loss_scale") == [2.0**9, 2.0**8]  # halved by each infinity
+    assert trainer.run_history.get_metric_values("skipped_updates") == [1, 1]
+
+
+def test_an_epoch_of_whose_updates_none_was_seen_has_no_norms(tmp_path):
+    def run(*callbacks: Any, **kwargs: Any) -> Any:
+        saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
+        return train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)
+
+    run()
+    with pytest.warns(UserWarning, match="nothing for the callback GradientNormCallback"):
+        resumed = run(GradientNormCallback(), resume_from=tmp_path / "update-000000003")
+    assert len(resumed.run_history.get_metric_values("gradient_norm_max")) == 1
+    assert len(resumed.run_history.get_metric_values("train_loss_epoch")) == 2
 
 
 def test_the_largest_norm_remembers_one_that_was_no_number():

@@ -15,6 +15,7 @@ from pytorch_accel_lite.callbacks import (
     GradientSpikeCallback,
     NaNReportCallback,
     SaveTrainingStateCallback,
+    SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
     replay,
 )
@@ -148,6 +149,47 @@ def test_a_run_in_which_all_is_finite_leaves_no_report(tmp_path):
     assert not (tmp_path / "reports").exists()
 
 
+class TooLarge(Trainer):
+    """Has room for three samples at a time."""
+
+    def calculate_train_batch_loss(self, batch):
+        if len(batch[0]) > 3:
+            raise MemoryError
+        return super().calculate_train_batch_loss(batch)
+
+
+def test_of_a_batch_that_was_split_the_parts_are_run_again(tmp_path):
+    losses: list[float] = []
+    watch = listener(on_backward_start=lambda t, batch_output, **_: losses.append(float(batch_output["loss"].detach())))
+    report, model = NaNReportCallback(tmp_path), make_model()
+    trainer = TooLarge(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[watch, report])
+    with pytest.raises(NonFiniteLossError):
+        fit(trainer, spoilt(8), auto_microbatch=True)
+    seen = replay(report.report, make_trainer([]))
+    assert [len(step["batch"][0]) for step in torch.load(report.report, weights_only=True)["steps"]] == [2, 3]
+    assert seen.losses[0] == losses[-2]
+    assert math.isnan(seen.losses[1])
+
+
+def test_a_batch_that_was_skipped_is_not_in_the_report(tmp_path):
+    def fail(trainer: Trainer) -> None:
+        if trainer.progress.step == 0:
+            raise ValueError("no")
+
+    class Fails(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            fail(self)
+            return super().calculate_train_batch_loss(batch)
+
+    report, model = NaNReportCallback(tmp_path), make_model()
+    callbacks = [report, SkipFailedBatchesCallback()]
+    trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=callbacks)
+    with pytest.raises(NonFiniteLossError, match="epoch 1, step 2"):
+        fit(trainer, spoilt(), gradient_accumulation_steps=3)
+    summary = json.loads(report.report.with_suffix(".json").read_text())
+    assert summary["indices"] == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+
+
 def test_only_reports_can_be_run_again(tmp_path):
     trainer = make_trainer([])
     trainer.save_checkpoint(tmp_path / "model.pt")
@@ -155,6 +197,12 @@ def test_only_reports_can_be_run_again(tmp_path):
         replay(tmp_path / "model.pt", trainer)
     with pytest.raises(FileNotFoundError):
         replay(tmp_path / "none.pt", trainer)
+    report = NaNReportCallback(tmp_path)
+    with pytest.raises(NonFiniteLossError):
+        fit(make_trainer([report]), spoilt())
+    within = listener(on_train_step_end=lambda t, **_: replay(report.report, t))
+    with pytest.raises(RuntimeError, match=r"replay\(\) cannot be called within a run"):
+        fit(make_trainer([within]), regression_data(30))
 
 
 # ---------------------------------------------------------------------------------------------- spikes

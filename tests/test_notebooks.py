@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,22 @@ Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callb
         texts = [out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout"]
         assert len("".join(texts).splitlines()) == 5 * 2
         assert 1 <= len(shown) <= 10, [output.get("data", output.get("text")) for output in shown]
+
+
+def test_curves_are_drawn_in_one_place_of_a_notebook(tmp_path, monkeypatch):
+    source = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import PlotMetricsCallback
+x = torch.randn(40, 4)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback()]).train(TensorDataset(x, x.sum(1, keepdim=True)), 20)
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    (cell,) = execute(notebook, tmp_path, monkeypatch).cells
+    (shown,) = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+    picture = base64.b64decode(shown["data"]["image/png"])
+    assert picture == (tmp_path / "metrics.png").read_bytes()  # the last

@@ -459,6 +459,10 @@ def test_a_placeholder_cannot_be_pickled_by_accident():
         pickle.dumps(P.NUM_EPOCHS)
 
 
+def test_a_copy_of_a_placeholder_is_the_same():
+    assert copy.copy(P.NUM_EPOCHS) is copy.deepcopy(P.NUM_EPOCHS) is P.NUM_EPOCHS
+
+
 def test_a_placeholder_before_any_run_is_an_error_that_names_it():
     trainer = make_trainer()
     for name in NAMES:

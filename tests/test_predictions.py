@@ -10,7 +10,7 @@ from torch import nn
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from tests import cases
-from tests.tasks import Stream, listener, quiet_trainer, regression_data, small_model
+from tests.tasks import Stream, listener, make_model, quiet_trainer, regression_data, small_model
 
 
 def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = None, **kwargs: Any) -> list[Any]:
@@ -65,12 +65,19 @@ def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
     assert sum(map(len, predict(tmp_path, data, overwrite=True))) == 21
 
 
+class CountedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.data)
+
+
 def test_only_what_fits_is_gone_on_with(tmp_path):
     predict(tmp_path, regression_data(9))
     with pytest.raises(ValueError, match="holds predictions for 9 samples, not 10"):
         predict(tmp_path, regression_data(10))
     with pytest.raises(TypeError, match="needs a dataset with a length"):
         predict(tmp_path / "stream", Stream())
+    with pytest.raises(TypeError, match="needs a dataset whose samples have indices, and no stream"):
+        predict(tmp_path / "counted", CountedStream(), model=make_model())
     with pytest.raises(FileNotFoundError, match="holds no predictions"):
         read_predictions(tmp_path / "none")
     with pytest.raises(ValueError, match="shard_size=0"):

@@ -89,6 +89,12 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
         assert torch.equal(result["empty"], torch.cat([torch.arange(rank) for rank in range(n)]))
 
 
+def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
+    for rank, (saving, gathering) in enumerate(ranks(cases.processes.failures)):
+        assert saving.startswith("FileExistsError: " if rank == 0 else "OSError: Rank 0 failed: FileExistsError: ")
+        assert gathering == "TypeError: gather() takes tensors, or nested lists, tuples and dicts of them, not 'text'."
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_at_the_same_update(ranks):
     results = ranks(cases.stopping.nan_on_one_rank)
     assert len({result["update"] for result in results}) == 1
@@ -166,6 +172,10 @@ def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
 def test_rows_are_written_until_all_ranks_end_together(ranks):
     for updates, made in ranks(cases.stopping.nan_with_logger):
         assert updates == list(range(1, made + 1))
+
+
+def test_rows_are_written_until_an_error_that_all_ranks_have(ranks):
+    assert all(updates == [1, 2, 3] for updates in ranks(cases.stopping.error_with_logger))
 
 
 def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
@@ -301,11 +311,14 @@ def test_sparse_gradients_are_averaged_with_and_without_a_guard(ranks):
         assert equal(result[True], ranks(cases.training.sparse_gradients)[0][True])
 
 
-def test_a_sparse_gradient_that_one_rank_has_is_averaged(ranks):
-    expected = torch.ones(4, dtype=torch.float64)
-    expected[2] -= 0.1 / ranks.world_size
-    for centres in ranks(cases.training.sparse_gradient_of_one_rank):
-        assert torch.allclose(centres, expected)
+def test_a_gradient_that_one_rank_has_or_has_otherwise_is_averaged(ranks):
+    n = ranks.world_size
+    for result in ranks(cases.training.gradients_of_one_rank):
+        for (_, others), centres in result.items():
+            expected = torch.full((4,), 1 - 0.1 * (n - 1) / n if others else 1.0, dtype=torch.float64)
+            expected[2] -= 0.1 / n
+            assert torch.allclose(centres, expected)
+        assert len(result) == 3
 
 
 def test_what_is_found_while_a_run_ends_ends_it_and_not_the_next_evaluation(ranks):

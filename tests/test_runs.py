@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, TensorDataset
 from pytorch_accel_lite import InMemoryRunHistory, NonFiniteLossError, RunHistory, StopTrainingError, Trainer
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
+    MetricsFileCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
@@ -166,6 +167,16 @@ def test_training_within_a_run_is_refused():
         train(trainer)
     parts.close()
     train(trainer)
+
+
+def test_before_any_run_there_is_nothing_to_step_or_to_clip():
+    trainer = make_trainer()
+    model = trainer.model
+    trainer.scheduler_step()
+    trainer.rewrap_model()
+    assert trainer.model is model
+    with pytest.raises(RuntimeError, match=r"no run_config before train\(\) or evaluate\(\)"):
+        trainer.clip_gradients()
 
 
 def test_breaking_off_a_prediction_is_no_error():
@@ -331,7 +342,7 @@ def test_a_run_of_a_model_with_lazy_layers_can_be_resumed(here):
         make_trainer(model=lazy()).find_lr(make_data(40), num_steps=10)
 
 
-def test_histories_as_the_ancestors_users_wrote_them_can_be_used():
+def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
     class Own(RunHistory):
         def __init__(self) -> None:
             self.inner = InMemoryRunHistory()
@@ -371,6 +382,8 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used():
     trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
     trainer.evaluate(make_data())
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
+    with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own has not. Derive it from"):
+        train(make_trainer([MetricsFileCallback], run_history=Own()))
 
 
 def test_states_hold_what_a_loss_function_has_learned_and_nothing_else(here):

@@ -38,7 +38,17 @@ from tests.cases import sharded
 from tests.launching import ROOT, SOAK, TORCHRUN, Fork, environment, launch, run_module
 from tests.scripts.resumable import CopyStates, make_model, run, run_to_the_end
 from tests.soak import soak
-from tests.tasks import equal, listener, make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import (
+    Rows,
+    equal,
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
@@ -233,6 +243,24 @@ def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
     assert_same(run(tmp_path, save_every_n_steps=None), run(tmp_path / "whole", save_every_n_steps=None))
 
 
+def test_workers_that_leave_signals_to_the_run_are_initialised_as_asked(tmp_path):
+    class Marked(Rows):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x, torch.full_like(y, float(os.environ["MARK"]))
+
+    def mark(worker_id: int) -> None:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        os.environ["MARK"] = str(worker_id)
+
+    marks: list[float] = []
+    look = listener(on_train_step_end=lambda t, batch, **_: marks.extend(batch[1].flatten().tolist()))
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path), look])
+    kwargs = {"num_workers": 2, "worker_init_fn": mark}
+    train(trainer, train_dataset=Marked(make_data()), train_dataloader_kwargs=kwargs)
+    assert marks == [0, 0, 1, 1, 0, 0]
+
+
 @pytest.mark.programs
 def test_a_second_signal_ends_the_program_at_once(tmp_path):
     code = (
@@ -316,6 +344,19 @@ def test_damage_is_found_and_the_state_before_is_used(tmp_path, name, damage, ca
     output = capsys.readouterr().out
     assert f"{newest}" in output
     assert f"Resuming from '{before}'" in output
+
+
+def test_a_state_that_waited_for_its_successor_when_all_was_killed_gets_its_name_back(tmp_path, capsys):
+    run(tmp_path)
+    newest = states(tmp_path)[-1]
+    waiting = newest.with_name(f".{newest.name}.previous")
+    newest.rename(waiting)
+    verify_state(newest)
+    newest.rename(waiting)
+    capsys.readouterr()
+    run(tmp_path)
+    assert "Nothing more to do: the run had finished" in capsys.readouterr().out
+    assert states(tmp_path)[-1] == newest
 
 
 def test_states_of_which_none_is_whole_are_an_error(tmp_path):
@@ -408,10 +449,13 @@ def test_loading_runs_no_code(tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.skipif(
+CAN_SHARD = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
 )
+
+
+@CAN_SHARD
 @pytest.mark.processes
 def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path, job):
     expected, history = job(2).run(sharded.on_two_processes, tmp_path)[0]
@@ -424,6 +468,32 @@ def test_sharded_weights_are_saved_whole_and_resumed_to_the_same_bits(tmp_path, 
     resumed = sharded.run(tmp_path / "finished", None, states(tmp_path / "whole")[-1])
     assert equal(resumed.model.state_dict(), expected)
     assert resumed.run_history.to_dict() == history
+
+
+@CAN_SHARD
+@pytest.mark.processes
+def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_for_nothing(tmp_path, two_ranks):
+    data, model = regression_data(7), sharded.make_model().eval()
+    for weights, loss, worst, predictions in two_ranks.run(sharded.of_seven_samples, tmp_path):
+        model.load_state_dict(weights)
+        outputs = model(data.tensors[0]).detach()
+        torch.testing.assert_close(predictions, outputs)
+        expected = (outputs - data.tensors[1]).square()[:, 0].tolist()
+        assert worst == pytest.approx(dict(enumerate(expected)))
+        assert loss == pytest.approx(sum(expected) / 7)
+
+
+@CAN_SHARD
+@pytest.mark.processes
+def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks):
+    for said in two_ranks(sharded.refusals):
+        assert said["average"].startswith("ModelEmaCallback cannot average sharded weights")
+        assert "cannot change which parameters are trained: the model is sharded (FSDP)" in said["unfreeze"]
+        assert "cannot change in the middle of this run: the model is sharded (FSDP)" in said["rewrap"]
+        assert "do not work with weights that are sharded by FSDP" in said["skip"]
+    for message in two_ranks.run(sharded.state_of_fsdp1, tmp_path):
+        assert message.startswith("Training states are not possible with FSDP: ")
+        assert "Use FSDP with fsdp_version=2" in message
 
 
 def test_what_cannot_be_stored_is_named(tmp_path):
@@ -459,6 +529,13 @@ def test_objects_of_the_users_are_kept(tmp_path):
     assert metadata["progress"]["update"] == 1
     assert again.value == 3
     assert equal(fresh.model.state_dict(), trainer.model.state_dict())
+    other = quiet_trainer(small_model())
+    other.register_for_checkpointing("other", again)
+    with (
+        pytest.warns(UserWarning, match="holds nothing for the registered object 'other'"),
+        pytest.warns(UserWarning, match="holds an object 'counter' that is not registered any more"),
+    ):
+        other.load_training_state(tmp_path / "state")
     with pytest.raises(ValueError, match="already registered as 'counter'"):
         fresh.register_for_checkpointing("counter", again)
     with pytest.raises(TypeError, match=r"must have state_dict\(\)"):
@@ -482,6 +559,10 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
         trainer.load_training_state(tmp_path / "empty")
     with pytest.raises(ValueError, match="resume_from='latest' needs a SaveTrainingStateCallback"):
         trainer.train(regression_data(8), 1, resume_from="latest")
+    manifest = json.loads((tmp_path / "state" / "manifest.json").read_bytes()) | {"format_version": 99}
+    (tmp_path / "state" / "manifest.json").write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    with pytest.raises(ValueError, match=r"has format 99; this version .* Upgrade pytorch_accel_lite"):
+        trainer.load_training_state(tmp_path / "state")
 
 
 def test_saving_at_the_wrong_moment_is_refused(tmp_path):
@@ -685,7 +766,7 @@ class FillsDisk(TrainerCallback):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_ends_the_run_and_the_last_state_is_whole(tmp_path, asynchronous):
-    fills = FillsDisk(7)
+    fills = FillsDisk(9)  # where the next thing to be written is a state
     try:
         with pytest.raises(OSError, match="File too large"):
             run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)

@@ -116,8 +116,22 @@ class SavesEachUpdate(TrainerCallback):
 class OwnOfSix(Trainer):
     """Six batches of each process."""
 
+    samples = 2
+
     def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-        return list(zip(*(t[rank() :: world_size()].split(2) for t in self.train_dataset.tensors), strict=True))
+        mine = [tensor[rank() :: world_size()].split(self.samples) for tensor in self.train_dataset.tensors]
+        return list(zip(*mine, strict=True))
+
+
+class OwnOfLarger(OwnOfSix):
+    samples = 3
+
+
+class OwnOfOne(OwnOfSix):
+    """Batches of the first process alone."""
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        return [] if rank() else super().create_train_dataloader(batch_size, train_dl_kwargs)
 
 
 def resumed_streams() -> Any:
@@ -146,6 +160,9 @@ def resumed_streams() -> Any:
         run("own", data, 1, [saving, limit], OwnOfSix)
         run("own again", data, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
         run("own of fewer", fewer, 1, [limit], OwnOfSix, resume_from=saving.folder / "2")
+        run("own of larger", data, 1, [], OwnOfLarger, resume_from=saving.folder / "2")
+        run("own of one", data, 1, [], OwnOfOne)
+        run("empty stream", OrderedStream([]), 1)
     return results
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import CatMetric, MaxMetric
+from torchmetrics import CatMetric, MaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from pytorch_accel_lite import Trainer, TrainerCallback
@@ -15,6 +16,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsCallback,
     ModelEmaCallback,
     PredictionWriterCallback,
+    SaveTrainingStateCallback,
     WorstSamplesCallback,
     read_predictions,
 )
@@ -210,3 +212,16 @@ def _probabilities(batch: Any, batch_output: Any) -> Any:
 
 def _largest_output(batch: Any, batch_output: Any) -> Any:
     return (batch_output["model_outputs"].max(),)
+
+
+def ones(batch: Any, batch_output: Any) -> Any:
+    return (torch.ones(len(batch[0])),)
+
+
+def training_metrics(folder: Path) -> Any:
+    """The samples of an epoch, whose last step has a sample for one process only."""
+    counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
+    saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False)
+    trainer = quiet_trainer(small_model(), callbacks=[counts, saver], seed=0)
+    trainer.train(regression_data(7), 1, per_device_batch_size=3)
+    return trainer.run_history.to_dict()

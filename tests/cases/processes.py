@@ -31,6 +31,20 @@ def gather() -> Any:
     }
 
 
+def failures() -> Any:
+    """The weights are written by the first process alone, where they cannot be."""
+    trainer, said = quiet_trainer(small_model()), []
+    with shared_folder() as folder:
+        file = folder / "file"
+        file.touch()
+        for action in (lambda: trainer.save_model(file / "model.safetensors"), lambda: trainer.gather(["text"])):
+            try:
+                action()
+            except (OSError, TypeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 def process_helpers() -> Any:
     trainer = quiet_trainer(small_model())
     folder = Path(trainer.broadcast_object(tempfile.mkdtemp()))

@@ -94,6 +94,26 @@ def nan_with_logger() -> Any:
     return [json.loads(row)["update"] for row in rows], trainer.progress.update
 
 
+class Fails(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        if self.progress.step == 3:
+            raise ValueError("cannot go on")
+        return super().calculate_train_batch_loss(batch)
+
+
+def error_with_logger() -> Any:
+    """Nobody knows that the other ranks fail too: what was averaged with them is written."""
+    with shared_folder() as folder:
+        log, model = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
+        trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[log])
+        with suppress(ValueError):
+            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
+        trainer.barrier()
+        rows = (folder / "m_updates.jsonl").read_text().splitlines()
+        trainer.barrier()
+    return [json.loads(row)["update"] for row in rows]
+
+
 class StopsFirstEvaluation(TrainerCallback):
     stops = 1
 

@@ -208,23 +208,32 @@ def sparse_gradients() -> Any:
 
 
 class OfFirstRank(nn.Module):
-    """A loss with a sparse gradient that only the first rank has."""
+    """A loss with a gradient for the third centre that only the first rank has; the others may have one for all.
 
-    def __init__(self) -> None:
+    :param others: whether they have, a dense one
+    """
+
+    def __init__(self, sparse: bool, others: bool) -> None:
         super().__init__()
-        self.centres = nn.Embedding(4, 1, sparse=True).double()
+        self.centres = nn.Embedding(4, 1, sparse=sparse).double()
+        self.others = others
         nn.init.ones_(self.centres.weight)
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = (outputs - targets).square().mean()
-        return loss + self.centres(torch.tensor([2])).sum() if rank() == 0 else loss
+        if rank() == 0:
+            return loss + self.centres(torch.tensor([2])).sum()
+        return loss + self.centres.weight.sum() if self.others else loss
 
 
-def sparse_gradient_of_one_rank() -> Any:
-    model, loss_func = small_model(), OfFirstRank()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
-    quiet_trainer(model, loss_func, optimizer).train(regression_data(12), 1, per_device_batch_size=12)
-    return loss_func.centres.weight.detach().flatten()
+def gradients_of_one_rank() -> Any:
+    results = {}
+    for sparse, others in ((True, False), (False, False), (True, True)):
+        model, loss_func = small_model(), OfFirstRank(sparse, others)
+        optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
+        quiet_trainer(model, loss_func, optimizer).train(regression_data(12), 1, per_device_batch_size=12)
+        results[sparse, others] = loss_func.centres.weight.detach().flatten()
+    return results
 
 
 def batch_norm() -> Any:

@@ -26,6 +26,7 @@ from torchmetrics import MeanSquaredError
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     AdviceCallback,
+    DeviceMemoryCallback,
     GradientNormCallback,
     GradientSpikeCallback,
     MetricsCallback,
@@ -42,6 +43,7 @@ from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import make_data, make_trainer, train
 
 waits: Counter[str] = Counter()
+LAG = 8  # times the usual
 
 
 def on_host(tree: Any) -> Any:
@@ -187,6 +189,20 @@ def case_a_loss_that_is_nan() -> Any:
     return None
 
 
+def case_a_loss_that_is_nan_on_a_device_that_lags_behind() -> Any:
+    if (simulated := sys.modules.get("tests.simulated_device")) is None:
+        return case_a_loss_that_is_nan()
+    simulated.LATENCY *= LAG
+    try:
+        return case_a_loss_that_is_nan()
+    finally:
+        simulated.LATENCY //= LAG
+
+
+def case_memory() -> Any:
+    return results_of(train(make_trainer([DeviceMemoryCallback]), epochs=2))["history"]
+
+
 def case_evaluated_and_predicted() -> Any:
     callbacks = [
         MetricsCallback(MeanSquaredError(), train=True),
@@ -234,7 +250,7 @@ def case_finding_settings() -> Any:
 
 def case_timing() -> Any:
     timing = TimingCallback(show=False)
-    train(make_trainer([timing]), size=40, epochs=2, eval_dataset=make_data())
+    train(make_trainer([timing]), size=300, epochs=2, eval_dataset=make_data())  # some events are read in the epoch
     return timing.totals
 
 
