@@ -50,6 +50,7 @@ from pytorch_accel_lite.data.plan import count_global_batches, global_batches, s
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
 from tests import cases
+from tests.launching import run_code
 from tests.tasks import (
     Rows,
     Stream,
@@ -1074,6 +1075,35 @@ class CollectsGarbageRows(Rows):
     def __getitem__(self, index):
         gc.collect()
         return super().__getitem__(index)
+
+
+WORKERS_THAT_DO_NOT_BEGIN = """
+import os, pathlib, sys, time
+from torch import nn
+from pytorch_accel_lite.data import workers
+from tests.launching import run_code
+from tests.tasks import Rows, Stream, make_data, make_trainer, train
+
+tried = pathlib.Path(sys.argv[1])
+
+def hang_at_first():
+    count = len(list(tried.iterdir()))
+    (tried / str(count)).touch()
+    if count in (0, 2):  # the first worker, and the second
+        time.sleep(1000)
+
+os.register_at_fork(after_in_child=hang_at_first)
+workers.SECONDS_TO_BEGIN = 0.5
+trainer = train(make_trainer(), train_dataset=Stream() if sys.argv[2] == "stream" else Rows(make_data()),
+                train_dataloader_kwargs={"num_workers": 2, "batch_size": 2})
+print(trainer.progress.samples, len(list(tried.iterdir())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "samples"), [("map", 6), ("stream", 12)])
+def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples):
+    assert run_code(WORKERS_THAT_DO_NOT_BEGIN, str(tmp_path), kind).split() == [str(samples), "4"]
 
 
 @pytest.mark.parametrize("kind", ["rows", "stream"])

@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_found_a_few_steps_later():
     assert found["message"] == at_once["message"]
     assert at_once["step"] <= found["step"] <= at_once["step"] + 16
     later = on_device("a_loss_that_is_nan_on_a_device_that_lags_behind")
-    assert later["message"].startswith("The training loss is not finite in epoch 1, step 6")
+    assert "step 60" in later["message"]
     assert found["step"] < later["step"] <= at_once["step"] + 32
 
 

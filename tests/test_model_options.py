@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite import Trainer
@@ -107,3 +108,10 @@ def test_a_run_with_channels_last_goes_on_to_the_same_bits(tmp_path):
     trainer = train(again, callbacks=[saving()], channels_last=True, resume_from=tmp_path / "update-000000003")
     assert trainer.progress.update == 10
     assert equal(weights(again), weights(whole))
+
+
+def test_a_model_that_accelerate_compiled_is_given_back():
+    model = small_model()
+    trainer = quiet_trainer(model, accelerator=Accelerator(dynamo_backend="eager"))
+    trainer.train(regression_data(8), 1)
+    assert trainer.model is model

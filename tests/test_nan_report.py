@@ -295,3 +295,24 @@ def test_the_guard_goes_on_in_a_resumed_run(tmp_path):
 def test_senseless_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         GradientSpikeCallback(**arguments)
+
+
+def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
+    tried: list[list[int]] = []
+
+    class Uneven(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            tried.append(self.batch_indices)
+            if len(batch[0]) > 2 and self.batch_indices[-1] == 7:
+                raise MemoryError
+            return super().calculate_train_batch_loss(batch)
+
+    report, model = NaNReportCallback(tmp_path), make_model()
+    trainer = Uneven(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[report])
+    data = regression_data(8)
+    data.tensors[0][7] = math.nan
+    with pytest.raises(NonFiniteLossError):
+        trainer.train(data, 1, None, 8, train_dataloader_kwargs={"shuffle": False}, auto_microbatch=True)
+    assert tried[1:3] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    summary = json.loads(report.report.with_suffix(".json").read_text())
+    assert summary["indices"] == [[0, 1], [2, 3], [4, 5], [6, 7]]

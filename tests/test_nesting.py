@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import StopTrainingError, TrainerCallback
+from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveTrainingStateCallback
 from tests.cases import sharded
-from tests.tasks import Rows, equal, quiet_trainer, regression_data, weights
+from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
 
 EVENTS = ("on_train_step_start", "on_train_step_end", "on_update_end", "on_train_epoch_end")
 
@@ -154,3 +155,40 @@ def test_the_run_config_holds_all_that_was_asked_for(name, value):
 def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case):
     expected = job(2).run(case, tmp_path)
     assert equal(expected[0], expected[1])
+
+
+@pytest.mark.parametrize("style", ["tqdm", "rich"])
+@pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end"])
+def test_what_fails_within_a_run_and_is_caught_there_does_not_end_it(event, style, capfd):
+    told: list[str] = []
+
+    def fails(trainer: Any) -> None:
+        for method in (trainer.evaluate, trainer.predict):
+            with pytest.raises(OSError, match="unreadable"):
+                method(Broken())
+
+    nested = Nested(event, fails)
+    look = listener(on_exception=lambda trainer, **_: told.append("exception"))
+    bar = ProgressBarCallback(show_always=True, style=style, refresh_seconds=0)
+    trainer = make_trainer([bar, nested, look])
+    trainer.train(make_data(), 2, make_data(), 2)
+    assert trainer.progress.epochs_completed == 2
+    assert nested.runs == 6
+    assert told == []
+
+
+def test_an_evaluation_that_is_stopped_after_a_run_is_no_end_of_that_run(tmp_path):
+    def stop(trainer: Any, **kwargs: Any) -> None:
+        if trainer.train_dataloader is None:
+            raise StopTrainingError("seen enough")
+
+    def run(epochs: int) -> Any:
+        callbacks = [SaveTrainingStateCallback(tmp_path), listener(on_eval_step_end=stop)]
+        trainer = make_trainer(callbacks, seed=1)
+        trainer.train(make_data(), epochs, per_device_batch_size=2, resume_from="latest")
+        return trainer
+
+    first = run(2)
+    first.evaluate(make_data())
+    assert first.stop_reason == "seen enough"
+    assert run(4).progress.epochs_completed == 4

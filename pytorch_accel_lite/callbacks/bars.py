@@ -108,7 +108,7 @@ class RichBars:
     def refresh(self) -> None:
         """Draw the bars as they are now, when it is time to."""
         now = time.monotonic()
-        if now >= self._next_refresh:
+        if self._display is not None and now >= self._next_refresh:
             self._next_refresh = now + self.refresh_seconds
             self._display.refresh()
 
@@ -148,20 +148,24 @@ class RichBar:
     @total.setter
     def total(self, total: int | None) -> None:
         self._total = total
-        self._display.update(self._task, total=total)
+        self._show(total=total)
 
     def _count(self) -> str:
         return f"{self.n} {self._unit}" if self._total is None else f"{self.n}/{self._total}"
 
+    def _show(self, **changes: Any) -> None:
+        if self._task in self._display.task_ids:  # not once it has been taken away
+            self._display.update(self._task, **changes)
+
     def update(self, steps: int) -> None:
         """Go so many steps further."""
         self.n += steps
-        self._display.update(self._task, completed=self.n, count=self._count())
+        self._show(completed=self.n, count=self._count())
         self._bars.refresh()
 
     def set_postfix(self, numbers: Mapping[str, str], refresh: bool = True) -> None:
         """Show these numbers after the bar, from the next refresh on."""
-        self._display.update(self._task, numbers=" ".join(f"{name}={value}" for name, value in numbers.items()))
+        self._show(numbers=" ".join(f"{name}={value}" for name, value in numbers.items()))
         if refresh:
             self._bars.refresh()
 

@@ -83,6 +83,8 @@ class NaNReportCallback(TrainerCallback):
     def _clear(self) -> None:
         self.report: Path | None = None
         self._window: list[RecordedStep] = []
+        self._done = 0  # of the window, before the current step
+        self._parts = 1  # of its batch
         self._buffers: dict[str, torch.Tensor] = {}
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -91,9 +93,13 @@ class NaNReportCallback(TrainerCallback):
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._window:
             self._buffers = {name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()}
+        self._done, self._parts = len(self._window), trainer.num_microbatches
         self._window.append(RecordedStep(capture_generators()))
 
     def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.num_microbatches != self._parts:  # it was tried in larger parts, and taken back
+            self._parts = trainer.num_microbatches
+            del self._window[self._done + 1 :]
         step = self._window[-1]
         step.batch, step.indices = kwargs["batch"], trainer.batch_indices
         loss = kwargs["batch_output"]["loss"].detach()
@@ -116,7 +122,7 @@ class NaNReportCallback(TrainerCallback):
         self._window = []
 
     def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._window = self._window[:-1]
+        del self._window[self._done :]
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._window, self._buffers = [], {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -89,7 +90,7 @@ class _Row(NamedTuple):
     copied: AsyncCopy | None
 
 
-class StepLogger(TrainerCallback):
+class StepLogger(TrainerCallback, ABC):
     """Base class of callbacks that log every n updates: the mean loss since the last row, and ``trainer.step_metrics``.
 
     A row is made at the end of the step, before any training state is saved. Numbers on a device are copied while it
@@ -110,9 +111,9 @@ class StepLogger(TrainerCallback):
         self._sums = (0, 0.0, 0.0)
         self._last_row: dict[str, Any] = {}
 
+    @abstractmethod
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         """Write a row. Called on the first process only, in order, in the background."""
-        raise NotImplementedError
 
     def in_background(self, job: Callable[[], None]) -> None:
         """Do something in the background, after the rows so far."""

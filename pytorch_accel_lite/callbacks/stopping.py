@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -36,7 +36,8 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self._recent: deque[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = deque(maxlen=2 * self.LOOK_EVERY)
-        self._copy: AsyncCopy | None = None
+        self._copy: AsyncCopy | None = None  # of the sum of these:
+        self._copied: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.triggered = False
@@ -51,7 +52,6 @@ class TerminateOnNaNCallback(TrainerCallback):
         step = kwargs["step"]
         if isinstance(latest, float):
             self._terminate(trainer, step, loss, named)
-            return
         self._recent.append((step, loss, named))
         if step % self.LOOK_EVERY == 0:
             self._look_late(trainer, loss)
@@ -64,12 +64,13 @@ class TerminateOnNaNCallback(TrainerCallback):
             if not self._copy.has_arrived:
                 return
             if not math.isfinite(to_float(self._copy.read())):
-                self._search(trainer)
+                self._search(trainer, self._copied)
         # A sum over the latest steps: one number that is not finite makes it so.
-        self._copy = AsyncCopy(torch.stack([recent for _, recent, _ in self._recent]).float().sum())
+        self._copied = list(self._recent)
+        self._copy = AsyncCopy(torch.stack([recent for _, recent, _ in self._copied]).float().sum())
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._search(trainer)
+        self._search(trainer, [*self._copied, *self._recent])
         self._clear()
         self._check_recorded(trainer, "training")
 
@@ -87,15 +88,15 @@ class TerminateOnNaNCallback(TrainerCallback):
                 f"{trainer.progress.step}: {listed}. {_ADVICE}"
             )
 
-    def _search(self, trainer: Trainer) -> None:
-        if not self._recent:
+    def _search(self, trainer: Trainer, steps: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]]) -> None:
+        if not steps:
             return
-        finite = torch.stack([loss for _, loss, _ in self._recent]).isfinite().tolist()
-        for is_finite, recent in zip(finite, self._recent, strict=True):
+        finite = torch.stack([loss for _, loss, _ in steps]).isfinite().tolist()
+        for is_finite, recent in zip(finite, steps, strict=True):
             if not is_finite:
                 self._terminate(trainer, *recent)
 
-    def _terminate(self, trainer: Trainer, step: int, loss: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
+    def _terminate(self, trainer: Trainer, step: int, loss: torch.Tensor, named: dict[str, torch.Tensor]) -> NoReturn:
         self.triggered = True
         losses = {"loss": loss, **named}
         listed = ", ".join(f"{name}={float(value)}" for name, value in losses.items())

@@ -147,7 +147,8 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
-        if not self.save_at_end and trainer.interruption is None:
+        is_evaluation = trainer.train_dataloader is None
+        if is_evaluation or (not self.save_at_end and trainer.interruption is None):
             return
         if trainer.gradient_window.is_open:
             trainer.print(

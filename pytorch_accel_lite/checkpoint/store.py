@@ -65,8 +65,6 @@ class StateStore:
 
     def states(self) -> list[Path]:
         """Return all states, the newest first."""
-        if not self.directory.is_dir():
-            return []
         self._recover()
         found = [path for path in self.directory.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: (_saved_at(path), path.name), reverse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.order import inner_datasets, reads_batches
+from pytorch_accel_lite.data.workers import start_method
 
 
 def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
@@ -24,9 +24,7 @@ def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
     """
     if _is_in_memory(dataset) or reads_batches(dataset):
         return 0
-    # Asking for the start method without allow_none would fix it for the whole program.
-    start = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if isinstance(dataset, IterableDataset) or start != "fork":
+    if isinstance(dataset, IterableDataset) or start_method() != "fork":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     per_process = cores // max(processes_on_machine, 1)

@@ -122,7 +122,7 @@ class PreparedModel:
         for held, length in self._held:
             del held[length:]
         released = unwrap(model)
-        if vars(self.model).pop("_is_accelerate_prepared", None) and getattr(released, "_orig_mod", None) is given:
+        if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is given:
             released = given  # Accelerate itself had compiled it
         return released, optimizer
 

@@ -63,7 +63,8 @@ def evaluate(
             self.evaluation_run_end()
             call_ending_event(self, "on_evaluation_run_end")
         except BaseException as error:
-            close_failed(self, error, ended=True)
+            if not within_a_run:  # that has its own end, if it does not catch the error
+                close_failed(self, error, ended=True)
             raise
     if stopped is not None and within_a_run:
         raise stopped  # it ends that run

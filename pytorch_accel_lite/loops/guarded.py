@@ -88,12 +88,14 @@ class GuardedStep:
         outputs: list[BatchOutput] = []
         run.window.is_split = run.num_microbatches > 1
         parts = _split(batch, run.num_microbatches)
-        for part in parts:
-            run.batch = part
-            output = forward(trainer, part)
-            backward(trainer, run, part, output, *part.samples(output))
-            outputs.append(output if len(parts) == 1 else _detached(output))
-        run.batch = batch
+        try:
+            for part in parts:
+                run.batch = part
+                output = forward(trainer, part)
+                backward(trainer, run, part, output, *part.samples(output))
+                outputs.append(output if len(parts) == 1 else _detached(output))
+        finally:
+            run.batch = batch
         return outputs
 
     def _agree(self, trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
@@ -156,15 +158,17 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
     if parts <= 1 or batch.num_samples == 0:
         return [batch]
     whole = batch_size_of(batch.data, batch.num_samples)
-    pieces, total = split_batch(batch.data, parts, whole), batch.total_samples
-    return [
-        batch._replace(
+    total, indices, begin, pieces = batch.total_samples, batch.indices, 0, list[Batch]()
+    for data, size in split_batch(batch.data, parts, whole):
+        part = batch._replace(
             data=data,
             num_samples=None if batch.num_samples is None else size,
-            total_samples=0 if total is not None and number else total,
+            total_samples=0 if total is not None and pieces else total,
+            indices=None if indices is None else indices[begin : begin + size],
         )
-        for number, (data, size) in enumerate(pieces)
-    ]
+        pieces.append(part)
+        begin += size
+    return pieces
 
 
 class StepSnapshot:

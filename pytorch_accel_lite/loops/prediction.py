@@ -59,6 +59,7 @@ def predict_iter(
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+    within_a_run = self.is_running
     request = RunRequest("prediction", num_epochs=1)
     with evaluating(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
         run = self.current_run
@@ -73,7 +74,8 @@ def predict_iter(
                 self.call_event("on_predict_run_end")
                 raise
             except BaseException as error:
-                close_failed(self, error, ended=True)
+                if not within_a_run:
+                    close_failed(self, error, ended=True)
                 raise
 
 
