@@ -159,6 +159,14 @@ class BatchAdapter:
         self._name = type(model).__name__
         self._warned = False
 
+    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> tuple[Any, Any]:
+        """Return the model's outputs for a batch, and the loss of them."""
+        if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
+            outputs = model(batch[0])  # the usual case
+            return outputs, loss_func(outputs, batch[1])
+        outputs, targets = self.call(model, batch)
+        return outputs, self.loss(loss_func, outputs, targets, batch)
+
     def call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return the model's outputs, and the targets: what the batch holds besides the inputs (or ``None``)."""
         if type(batch) in (tuple, list) and len(batch) == 2:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from pytorch_accel_lite.devices import accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 Count = int | float | torch.Tensor
 _NO_GRADIENT, _DENSE = -1, 0  # a sparse gradient has at least one sparse dimension
 
@@ -106,7 +106,7 @@ def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window:
     """Within a window, gradients stay on their rank; they are averaged once, at its end."""
     accelerator.sync_gradients = ends_window
     if ends_window or accelerator.num_processes == 1:
-        return _NOTHING
+        return NOTHING
     return accelerator.no_sync(model)  # type: ignore[no-any-return]
 
 

@@ -156,10 +156,16 @@ class Run:
 
     def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
         """Track the losses of a training batch, and count its samples; return those of this process and of all."""
-        self.track(output, batch)
-        counts = batch.samples(output)
-        self.progress.add_samples(counts[1])
-        return counts
+        own, progress = batch.num_samples, self.progress
+        if own == 0:  # it only keeps this process in step with the others
+            output["batch_size"] = 0
+        else:
+            self.loss_trackers.add(output)
+        own = int(output["batch_size"]) if own is None else own
+        total = own if batch.total_samples is None else batch.total_samples
+        progress.samples_in_epoch += total
+        progress.samples += total
+        return own, total
 
     def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
         """Record the mean losses over all ranks under ``name``, in which each loss's own name is put."""

@@ -264,7 +264,9 @@ class LossTracker:
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
             batch_size = to_float(batch_size)
         if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
-            loss = to_float(loss)
+            # The usual case is read without a call of ours, in every step.
+            number: Any = loss.tolist() if type(loss) is torch.Tensor and not loss.ndim else to_float(loss)
+            loss = number
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             self._add_on_device(loss, batch_size)

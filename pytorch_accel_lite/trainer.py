@@ -399,7 +399,7 @@ class Trainer:
 
     def clip_gradients(self) -> None:
         """Clip the gradients as the run config says. Called once an update, on unscaled gradients."""
-        config = self.current_run.settings
+        config = self.current_run.config or self.current_run.settings
         value, norm = config.gradient_clip_value, config.gradient_clip_norm
         if value is None and norm is None:
             return
@@ -470,8 +470,7 @@ class Trainer:
         return self._adapter.predict(self.model, batch)
 
     def _calculate_loss(self, batch: Any) -> BatchOutput:
-        outputs, targets = self._adapter.call(self.model, batch)
-        loss = self._adapter.loss(self.loss_func, outputs, targets, batch)
+        outputs, loss = self._adapter.outputs_and_loss(self.model, self.loss_func, batch)
         read = self.current_run.batch
         known = read.num_samples if read is not None and batch is read.data else None
         return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(batch, known or None)}

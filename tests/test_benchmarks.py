@@ -52,6 +52,14 @@ def test_the_parts_of_a_step_are_those_of_both_loops():
     assert all(float(by_hand) > 0 for _, by_hand in rows)
 
 
+def test_every_path_is_measured_against_the_loop_on_the_same_data():
+    done = run_module("benchmarks.paths", "--quick", "--rounds", "1")
+    assert done.returncode == 0, done.stdout
+    rows = dict(line.split("|")[1:3] for line in done.stdout.splitlines()[2:])
+    assert {name.strip() for name in rows} >= {"control", "list of batches", "DataLoader, seed"}
+    assert all(float(by_hand) > 0 for by_hand in rows.values())
+
+
 def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
     with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from pytorch_accel_lite.data.loader import (
     ended,
     with_last,
 )
-from pytorch_accel_lite.data.order import BatchReader, EpochOrder, find_length, identity, of_all_processes, take
+from pytorch_accel_lite.data.order import BatchReader, EpochOrder, Share, find_length, identity, of_all_processes, take
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.data.workers import ignore_in_worker
 from pytorch_accel_lite.distributed import Ranks
@@ -68,16 +68,15 @@ class _EpochShares:
         self._next = _Iteration(epoch, start, limit, deque())
         return self._next
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return self._keys(self._next)
 
-    def _keys(self, iteration: _Iteration) -> Iterator[list[Any]]:
-        """Yield what the dataset is asked for: indices, with epoch and position under a seed."""
+    def _keys(self, iteration: _Iteration) -> Iterator[Any]:
+        """Yield what the dataset is asked for: indices, with their place under a seed."""
+        place = None if self._seed is None else mix(self._seed, iteration.epoch)
         for indices, first in self.shares(iteration):
-            if self._seed is None:
-                yield list(indices)
-            else:
-                yield [(iteration.epoch, first + i, index) for i, index in enumerate(indices)]
+            listed = indices if type(indices) is list else list(indices)
+            yield listed if place is None else Share(place, first, listed)
 
     def shares(self, iteration: _Iteration) -> Iterator[tuple[Any, int]]:
         """Yield this process's indices of every step and their first position; note their counts."""
@@ -102,28 +101,27 @@ class _EpochShares:
             position += size
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Yield the indices of all processes in each step; with own batches, the batches of each step."""
+        """Return the indices of all processes in each step; with own batches, the batches of each step."""
         order, world_size = self._order.draw(epoch, self.rows is not None), self._ranks.world_size
         if self.rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
             order = _from_front(np.fromiter(order, dtype=np.int64), self.rows)  # once, not for each batch
         if self.own_batches:
             batches = _batches_from(order, start)
-            yield from iter(lambda: list(islice(batches, world_size)), [])
-            return
+            return iter(lambda: list(islice(batches, world_size)), [])
         size = find_length(self.sampler)
         if size is None:
             next_indices = take(order, start)
-            yield from iter(lambda: next_indices(self.global_batch), [])
-            return
+            return iter(lambda: next_indices(self.global_batch), [])
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
             raise _wrong_length(self.sampler, size, len(order))
         at_least = 1 if self._fill else world_size
         bounds = global_batches(size, self.global_batch, start, self._drop_last, at_least)
+        if isinstance(order, (list, range)):
+            return map(order.__getitem__, starmap(slice, bounds))
         sizes = [end - begin for begin, end in bounds]
         if isinstance(order, torch.Tensor):
-            yield from order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
-        else:
-            yield from self._in_turn(order, start, sizes, size)
+            return iter(order[start : start + sum(sizes)].split(sizes))  # type: ignore[no-untyped-call]
+        return self._in_turn(order, start, sizes, size)
 
     def _in_turn(self, order: Any, start: int, sizes: list[int], size: int) -> Iterator[Any]:
         """Yield so many indices after one another; find out whether the length of the sampler was right."""
@@ -169,7 +167,7 @@ class MapLoader(ShardedLoader):
     def _create_inner(self, source: DataLoader[Any]) -> DataLoader[Any]:
         dataset, collate_fn, generator = source.dataset, source.collate_fn, source.generator
         if self._seed is not None:
-            dataset, collate_fn = BatchReader(dataset, collate_fn, self._seed), identity
+            dataset, collate_fn = BatchReader(dataset, collate_fn), identity
             generator = torch.Generator().manual_seed(mix(self._seed) >> 1)
         return DataLoader(
             dataset,

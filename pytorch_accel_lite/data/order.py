@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -50,6 +50,18 @@ def reads_batches(dataset: Any) -> bool:
     return has_method and (not inner or any(map(reads_batches, inner)))
 
 
+class Share(NamedTuple):
+    """What a process reads of a step.
+
+    :param place: what the seed and the epoch come to
+    :param first: the position of its first sample in the epoch
+    """
+
+    place: int
+    first: int
+    indices: list[Any]
+
+
 class BatchReader(Dataset[Any]):
     """Reads and collates whole batches, with randomness that is a function of (seed, epoch, position).
 
@@ -59,29 +71,26 @@ class BatchReader(Dataset[Any]):
     python's and numpy's are seeded by the loader.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.seed = seed
         self._reads_batches = reads_batches(dataset)
 
-    def __getitems__(self, keys: list[tuple[int, int, Any]]) -> Any:
+    def __getitems__(self, share: Share) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
-            return self._read(keys)
+            return self._read(*share)
         state = torch.default_generator.get_state()
         try:
-            return self._read(keys)
+            return self._read(*share)
         finally:
             torch.default_generator.set_state(state)
 
-    def _read(self, keys: list[tuple[int, int, Any]]) -> Any:
-        epoch, first, _ = keys[0]
-        place = mix(self.seed, epoch)
+    def _read(self, place: int, first: int, indices: list[Any]) -> Any:
         if self._reads_batches:
             seed_generators(mix(first, after=place))
-            return self.collate_fn(self.dataset.__getitems__([index for _, _, index in keys]))
+            return self.collate_fn(self.dataset.__getitems__(indices))
         samples = []
-        for _, position, index in keys:
+        for position, index in enumerate(indices, first):
             seed_generators(mix(position, after=place))
             samples.append(self.dataset[index])
         return self.collate_fn(samples)
@@ -122,7 +131,7 @@ class EpochOrder:
     def draw(self, epoch: int, as_tensor: bool = False) -> Iterable[Any]:
         """Return the sequence for an epoch, the same on all ranks.
 
-        :param as_tensor: a tensor will do, where there is a faster way to one
+        :param as_tensor: of a plain shuffle, give the tensor that it is drawn as, instead of a list
         """
         sampler = self._sampler
         if isinstance(sampler, SequentialSampler):
@@ -131,10 +140,10 @@ class EpochOrder:
         set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        is_shuffle = as_tensor and _is_plain_shuffle(sampler)
+        is_shuffle = _is_plain_shuffle(sampler)
         if self._seed is None:
             if self._ranks.world_size == 1:
-                return _shuffled(sampler) if is_shuffle else sampler
+                return _shuffled(sampler, as_tensor) if is_shuffle else sampler
             if find_length(sampler) is None:
                 return self._share_pieces(sampler)
             indices: list[Any] = self._ranks.broadcast_object(lambda: list(sampler))
@@ -147,7 +156,7 @@ class EpochOrder:
             return _draw_pieces(sampler, seed)
         with preserving_generators():
             seed_generators(seed)
-            return _shuffled(sampler) if is_shuffle else list(sampler)
+            return _shuffled(sampler, as_tensor) if is_shuffle else list(sampler)
 
     def _share_pieces(self, sampler: Iterable[Any]) -> Iterator[Any]:
         """Yield what the sampler draws on rank 0. All ranks read equally far at each step, so they ask together."""
@@ -184,10 +193,11 @@ def _is_plain_shuffle(sampler: Any) -> bool:
     return is_random and len(sampler) == len(sampler.data_source)
 
 
-def _shuffled(sampler: Any) -> torch.Tensor:
-    """Return what a plain ``RandomSampler`` gives, drawn as it draws it, without a Python number for each sample."""
+def _shuffled(sampler: Any, as_tensor: bool) -> torch.Tensor | list[int]:
+    """Return what a plain ``RandomSampler`` gives, drawn as it draws it, at once."""
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return torch.randperm(len(sampler), generator=generator)
+    order = torch.randperm(len(sampler), generator=generator)
+    return order if as_tensor else order.tolist()
 
 
 def take(order: Any, start: int) -> Callable[[int], Any]:

@@ -10,7 +10,7 @@ from pytorch_accel_lite.checkpoint.snapshot import restore_callbacks, restore_pe
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import StopTrainingError
-from pytorch_accel_lite.gradients import average_gradients, clear_gradients, gradient_sync
+from pytorch_accel_lite.gradients import NOTHING, average_gradients, clear_gradients, gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, call_ending_event, close_failed, end_early, share
@@ -88,12 +88,8 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     run.batch = batch
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
-    make_step = forward_and_backward if run.guard is None else run.guard.run
-    if window.steps == 1:
-        output = make_step(trainer, run, batch)
-    else:
-        with gradient_sync(trainer.accelerator, trainer.model, ends_window):
-            output = make_step(trainer, run, batch)
+    with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
+        output = forward_and_backward(trainer, run, batch) if run.guard is None else run.guard.run(trainer, run, batch)
     updates = ends_window and window.is_open  # it is not when all its batches were skipped
     if updates:
         update(trainer, run)
