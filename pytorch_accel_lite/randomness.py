@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 
 from pytorch_accel_lite.devices import available_accelerator, module_of
 
@@ -30,6 +31,11 @@ def mix(*numbers: int, after: int = 0) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+def seed_run(seed: int) -> None:
+    """Seed all generators at the start of a run, on each process another way."""
+    set_seed(seed, device_specific=True)
 
 
 def seed_generators(seed: int) -> None:

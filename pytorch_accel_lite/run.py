@@ -6,16 +6,17 @@ import copy
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput
-from pytorch_accel_lite.control import StopCoordinator
 from pytorch_accel_lite.data import Batch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
+from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
+@dataclass(slots=True, eq=False)
 class Run:
     """What belongs to one run. A trainer always has one: that under way, or the last, or one in which nothing happens.
 
@@ -42,70 +44,42 @@ class Run:
     :ivar resumed: the state of which a part is still to be restored
     """
 
-    __slots__ = (
-        "batch",
-        "before",
-        "collate_fn",
-        "config",
-        "control",
-        "data_seed",
-        "eval_dataset",
-        "eval_loader",
-        "eval_loader_kwargs",
-        "eval_loaders",
-        "gradient_norm",
-        "guard",
-        "interruption",
-        "is_active",
-        "loss_trackers",
-        "must_warm_up_ddp",
-        "num_microbatches",
-        "outside_model",
-        "progress",
-        "recorded_losses",
-        "request",
-        "resumed",
-        "skips_update",
-        "step_metrics",
-        "stop_reason",
-        "train_dataset",
-        "train_loader",
-        "train_loader_kwargs",
-        "trained_model",
-        "window",
-    )
+    control: StopCoordinator
+    window: GradientWindow
+    request: RunRequest
+    is_active: bool = False
+    before: Run | None = None
+    config: TrainerRunConfig | None = None
+    stop_reason: str | None = None
+    interruption: RunPausedError | None = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    collate_fn: Any = None
+    data_seed: int | None = None
+    train_loader: Any = None
+    train_loader_kwargs: dict[str, Any] | None = None
+    eval_loader: Any = None
+    eval_loaders: dict[str, Any] = field(default_factory=dict)
+    eval_loader_kwargs: dict[str, Any] | None = None
+    progress: Progress = field(default_factory=Progress)
+    guard: GuardedStep | None = None
+    num_microbatches: int = 1
+    must_warm_up_ddp: bool = False
+    outside_model: list[nn.Parameter] = field(default_factory=list)
+    trained_model: nn.Module | None = None
+    resumed: TrainingState | None = None
+    batch: Batch | None = None
+    loss_trackers: LossTrackers = field(default_factory=LossTrackers)
+    recorded_losses: dict[str, float] = field(default_factory=dict)
+    step_metrics: dict[str, Any] = field(default_factory=dict)
+    gradient_norm: torch.Tensor | None = None
+    skips_update: bool = False
 
-    def __init__(self, ranks: Ranks, request: RunRequest | None = None) -> None:
-        self.is_active = False
-        self.before: Run | None = None
-        self.request = RunRequest() if request is None else request
-        self.config: TrainerRunConfig | None = None
-        self.control = StopCoordinator(ranks)
-        self.stop_reason: str | None = None
-        self.interruption: RunPausedError | None = None
-        self.train_dataset: Any = None
-        self.eval_dataset: Any = None
-        self.collate_fn: Any = None
-        self.data_seed: int | None = None
-        self.train_loader: Any = None
-        self.train_loader_kwargs: dict[str, Any] | None = None
-        self.eval_loader: Any = None
-        self.eval_loaders: dict[str, Any] = {}
-        self.eval_loader_kwargs: dict[str, Any] | None = None
-        self.progress = Progress()
-        self.window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        self.guard: GuardedStep | None = None
-        self.num_microbatches = 1
-        self.must_warm_up_ddp = False
-        self.outside_model: list[nn.Parameter] = []
-        self.trained_model: nn.Module | None = None
-        self.resumed: TrainingState | None = None
-        self.batch: Batch | None = None
-        self.loss_trackers = LossTrackers()
-        self.recorded_losses: dict[str, float] = {}
-        self.step_metrics: dict[str, Any] = {}
-        self.gradient_norm: torch.Tensor | None = None
-        self.skips_update = False
+    @classmethod
+    def create(cls, ranks: Ranks, request: RunRequest | None = None) -> Run:
+        """Return a run that is not under way yet."""
+        window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
+        return cls(StopCoordinator(ranks), window, RunRequest() if request is None else request)
 
     def derive(self) -> Run:
         """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, batch_size_of
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.control import ending_in_order, exit_for
 from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs, processes_on_machine
 from pytorch_accel_lite.distributed import Ranks, collectives, prepared, shutdown
@@ -33,6 +32,7 @@ from pytorch_accel_lite.placeholders import (
 )
 from pytorch_accel_lite.run import Run, entering
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
+from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
 from pytorch_accel_lite.validation import (
@@ -169,7 +169,7 @@ class Trainer:
         self.create_scheduler_fn: Callable[..., Any] | None = None
         self.registered_objects: dict[str, Any] = {}
         self.prepared_model: prepared.PreparedModel | None = None
-        self.current_run = Run(self.ranks)
+        self.current_run = Run.create(self.ranks)
         self.current_run.data_seed = self.seed
         self._adapter = BatchAdapter(model)
         self._latest_eval_dataset: Any = None
@@ -256,7 +256,7 @@ class Trainer:
         self._check_data("train_dataset", train_dataset, batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, batch_size, eval_dataloader_kwargs, collate_fn)
-        run = Run(self.ranks, request)
+        run = Run.create(self.ranks, request)
         run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
         run.eval_dataset, run.collate_fn = eval_dataset, collate_fn
         self._latest_eval_dataset, self.create_scheduler_fn = eval_dataset, create_scheduler_fn
@@ -567,7 +567,7 @@ class Trainer:
         Trainer(...) as trainer:`` does the same at the end of the block.
         """
         if shutdown.unregister(self):
-            self.current_run = Run(self.ranks)
+            self.current_run = Run.create(self.ranks)
             self.accelerator.free_memory()
 
     def __enter__(self) -> Self:

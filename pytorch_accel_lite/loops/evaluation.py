@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import complete_output
-from pytorch_accel_lite.control import StopCoordinator
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, preserving_modes, reshard, sync_ddp_buffers, unwrap
+from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler, StopTrainingError
 from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, call_ending_event, close_failed, end_early, entering, prepare_model, share

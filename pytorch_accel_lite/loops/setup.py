@@ -6,13 +6,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import set_seed
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.checkpoint.snapshot import find_state, restore
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import GuardedStep, check_guard
+from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, prepare_model, share
 from pytorch_accel_lite.tracking import Progress
 
@@ -34,7 +34,7 @@ def find_data(
     run.resumed = state = find_state(trainer, request.state_sources, resume_from)
     run.data_seed = trainer.seed
     if trainer.seed is not None:
-        set_seed(trainer.seed, device_specific=True)
+        seed_run(trainer.seed)
     if state is not None:
         run.data_seed = state.metadata["data_seed"]
     elif trainer.seed is None and request.saves_training_states:

@@ -82,7 +82,7 @@ def trial(
         raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
     check_training(trainer.optimizer, trainer.accelerator, request, None)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
-    run = Run(trainer.ranks, request)
+    run = Run.create(trainer.ranks, request)
     run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
     run.collate_fn, run.data_seed = collate_fn, trainer.seed or 0
     with entering(trainer, run, keep=False):

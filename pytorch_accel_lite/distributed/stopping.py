@@ -1,15 +1,10 @@
-"""How a run is ended: requests to stop, on which all processes agree, and signals."""
+"""Requests to stop a run, on which all processes agree."""
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
 
 
@@ -92,42 +87,3 @@ class StopCoordinator:
         if request is not None and rank == self._ranks.rank:
             raise request[1]
         raise NonFiniteLossError(message) if is_loss else StopTrainingError(message)
-
-
-@contextmanager
-def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Iterator[None]:
-    """While the block runs, SIGTERM, SIGUSR1 and SIGINT ask for an end of the run; a second one ends at once.
-
-    Nothing is changed in threads other than the main one, which receive no signals. Handlers are put back.
-
-    :param request: is given a :class:`RunInterruptedError`; only sets a flag
-    """
-    if not wanted or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Any] = {}
-
-    def handle(signum: int, frame: object) -> None:
-        for number in before:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        request(RunInterruptedError(signum))
-
-    for number in (int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)):
-        before[number] = signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-def exit_for(interruption: Exception | None) -> None:
-    """End the program as is usual after a signal: ``KeyboardInterrupt`` for Ctrl-C, else exit code 128 + number.
-
-    :param interruption: what the run was interrupted by; nothing happens when it was no signal
-    """
-    if not isinstance(interruption, RunInterruptedError):
-        return
-    if interruption.signum == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + interruption.signum)
