@@ -37,7 +37,8 @@ class ModelEma(nn.Module):
 
     def update(self, model: nn.Module) -> None:
         """Let the average follow the model, which has just been updated."""
-        averages, values = [], []
+        averages = []
+        values = []
         overridden = type(self).update_fn is not ModelEma.update_fn
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
         with torch.no_grad():

@@ -14,7 +14,8 @@ from pytorch_accel_lite.distributed import Ranks
 
 NOTHING = nullcontext()
 Count = int | float | torch.Tensor
-_NO_GRADIENT, _DENSE = -1, 0  # a sparse gradient has at least one sparse dimension
+_NO_GRADIENT = -1
+_DENSE = 0  # a sparse gradient has at least one sparse dimension
 
 
 class GradientWindow:
@@ -81,7 +82,8 @@ class GradientWindow:
 
     def finish(self, optimizer: Any) -> None:
         """Correct the gradients when the window's true size differs from the nominal one, and begin the next."""
-        nominal, true = self._nominal, self._true
+        nominal = self._nominal
+        true = self._true
         self.is_open = False
         self._nominal = self._true = 0
         if self.items_per_batch is not None and self._ranks.world_size > 1:

@@ -144,7 +144,8 @@ def _named(name: str, read: Callable[[Trainer], Any], missing: str) -> Placehold
         try:
             value = read(trainer)
         except TypeError as error:  # a dataloader without a length
-            value, cause = None, error
+            value = None
+            cause = error
         if value is None:
             raise PlaceholderError(f"TrainerPlaceholderValues.{name} cannot be resolved: {missing}") from cause
         return value

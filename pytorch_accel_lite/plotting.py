@@ -101,7 +101,8 @@ def plot_range_test(
     axis.plot(lrs, smoothed, color="#1f77b4", label="smoothed")
     if suggestion is not None:
         axis.axvline(suggestion, color="#d95f02", linestyle="--", label=f"suggestion {suggestion:.2g}")
-    low, high = min(smoothed), max(smoothed)
+    low = min(smoothed)
+    high = max(smoothed)
     axis.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))  # single losses may be far out
     axis.set_xscale("log")
     axis.set(xlabel="learning rate", ylabel="loss", title="learning rate range test")
@@ -148,7 +149,8 @@ def plot_confusion_matrix(
     import torch
     from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-    predictions, targets = torch.as_tensor(predictions), torch.as_tensor(targets)
+    predictions = torch.as_tensor(predictions)
+    targets = torch.as_tensor(targets)
     if len(predictions) != len(targets):
         raise ValueError(f"There are {len(predictions)} predictions, but {len(targets)} targets.")
     size = predictions.shape[1] if predictions.ndim == 2 else int(max(predictions.max(), targets.max())) + 1
@@ -222,7 +224,8 @@ def as_picture(image: Any) -> np.ndarray[Any, Any]:
     if array.dtype == np.uint8:
         return array
     array = array.astype(np.float64)
-    low, high = array.min(), array.max()
+    low = array.min()
+    high = array.max()
     if low >= 0 and high <= 1:
         return array
     return (array - low) / (high - low) if high > low else np.zeros_like(array)

@@ -84,7 +84,9 @@ class Run:
     def derive(self) -> Run:
         """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""
         run = copy.copy(self)
-        run.batch, run.loss_trackers, run.recorded_losses = None, LossTrackers(), {}
+        run.batch = None
+        run.loss_trackers = LossTrackers()
+        run.recorded_losses = {}
         return run
 
     @property
@@ -111,7 +113,8 @@ class Run:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation: every n-th epoch and the last, if there are data."""
-        epoch, no_limit = self.progress.epoch, self.request.max_num_train_steps is None
+        epoch = self.progress.epoch
+        no_limit = self.request.max_num_train_steps is None
         is_last = self.is_finished or (no_limit and epoch == self.settings.num_epochs)
         return bool(self.all_eval_loaders) and (is_last or epoch % self.request.eval_every_n_epochs == 0)
 
@@ -130,7 +133,8 @@ class Run:
 
     def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
         """Track the losses of a training batch, and count its samples; return those of this process and of all."""
-        own, progress = batch.num_samples, self.progress
+        own = batch.num_samples
+        progress = self.progress
         if own == 0:  # it only keeps this process in step with the others
             output["batch_size"] = 0
         else:
@@ -177,7 +181,9 @@ def entering(trainer: Trainer, run: Run, keep: bool) -> Iterator[None]:
 
     :param keep: leave it in its place when there is no run around it, once it has begun
     """
-    run.before, run.is_active, trainer.current_run = trainer.current_run, True, run
+    run.before = trainer.current_run
+    run.is_active = True
+    trainer.current_run = run
     try:
         yield
     finally:
@@ -214,7 +220,8 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
     apply_model_options(trainer)
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training)
     trainer.prepared_model = prepared
-    trainer.model, trainer.optimizer = prepared.model, prepared.optimizer
+    trainer.model = prepared.model
+    trainer.optimizer = prepared.optimizer
 
 
 def apply_model_options(trainer: Trainer) -> None:

@@ -61,8 +61,6 @@ __all__ = [
     "replace_trainer_placeholder_values",
 ]
 
-StrPath = str | os.PathLike[str]
-
 
 def _of_the_run(name: str, doc: str | None = None) -> Any:
     """Return a property for an attribute of the current or last run."""
@@ -192,7 +190,7 @@ class Trainer:
         eval_dataloader_kwargs: dict[str, Any] | None = None,
         reset_run_history: bool = True,
         collate_fn: Callable[[Any], Any] | None = None,
-        resume_from: StrPath | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
         *,
         gradient_clip_norm: float | None = None,
         eval_every_n_epochs: int = 1,
@@ -252,14 +250,17 @@ class Trainer:
             )
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
         warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
-        batch_size, last = per_device_batch_size, self.progress
+        batch_size = per_device_batch_size
+        last = self.progress
         self._check_data("train_dataset", train_dataset, batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, batch_size, eval_dataloader_kwargs, collate_fn)
         run = Run.create(self.ranks, request)
         run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-        run.eval_dataset, run.collate_fn = eval_dataset, collate_fn
-        self._latest_eval_dataset, self.create_scheduler_fn = eval_dataset, create_scheduler_fn
+        run.eval_dataset = eval_dataset
+        run.collate_fn = collate_fn
+        self._latest_eval_dataset = eval_dataset
+        self.create_scheduler_fn = create_scheduler_fn
         with entering(self, run, keep=True):
             find_data(self, run, int(batch_size), train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
             begin_training(self, run, int(batch_size))  # of numpy's integers, too
@@ -400,7 +401,8 @@ class Trainer:
     def clip_gradients(self) -> None:
         """Clip the gradients as the run config says. Called once an update, on unscaled gradients."""
         config = self.current_run.config or self.current_run.settings
-        value, norm = config.gradient_clip_value, config.gradient_clip_norm
+        value = config.gradient_clip_value
+        norm = config.gradient_clip_norm
         if value is None and norm is None:
             return
         clipped = list(self.model.parameters()) if self.is_sharded else updated_parameters(self.model, self.optimizer)
@@ -561,10 +563,9 @@ class Trainer:
         self.accelerator.print(*args, **kwargs)
 
     def close(self) -> None:
-        """Free what the trainer holds; afterwards it cannot be used.
+        """Free what the trainer holds; afterwards it cannot be used. ``with Trainer(...) as trainer:`` does it, too.
 
-        Happens by itself at the end of the program, when the job of several processes is left in order, too. ``with
-        Trainer(...) as trainer:`` does the same at the end of the block.
+        Happens by itself at the end of the program, when the job of several processes is left in order.
         """
         if shutdown.unregister(self):
             self.current_run = Run.create(self.ranks)

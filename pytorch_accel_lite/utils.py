@@ -245,7 +245,8 @@ class LazyMethod:
         self._module = module
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._owner, self._name = owner, name
+        self._owner = owner
+        self._name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
         function = getattr(importlib.import_module(self._module), self._name)

@@ -84,7 +84,8 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
     :param steps_itself: the user's own method steps the scheduler, with whatever it takes
     :raises TypeError, ValueError: when it does not fit what was asked for
     """
-    interval, metric = request.scheduler_interval, request.scheduler_metric
+    interval = request.scheduler_interval
+    metric = request.scheduler_metric
     if create_scheduler_fn is not None and not hasattr(scheduler, "step"):
         raise TypeError(
             f"create_scheduler_fn={create_scheduler_fn!r} returned {scheduler!r}, which is no scheduler: "

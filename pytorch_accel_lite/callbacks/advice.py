@@ -46,7 +46,8 @@ class AdviceCallback(TrainerCallback):
         request.measures_waiting = True
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._watches, self._advice = True, []
+        self._watches = True
+        self._advice = []
         trainer.callback_handler.set_listening(self, True, *_STEP_EVENTS)
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -87,7 +88,8 @@ class AdviceCallback(TrainerCallback):
             self._advice = []
 
     def _advise(self, trainer: Trainer) -> Iterator[str]:
-        waited, epoch = trainer.train_dataloader.seconds_waited, time.perf_counter() - self._start
+        waited = trainer.train_dataloader.seconds_waited
+        epoch = time.perf_counter() - self._start
         if waited >= max(0.2 * epoch, self.min_seconds):
             yield (
                 f"The model waited for data for {waited:.3g} of {epoch:.3g} seconds ({waited / epoch:.0%}). "

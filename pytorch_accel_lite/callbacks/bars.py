@@ -135,8 +135,11 @@ class RichBar:
     disable = False
 
     def __init__(self, bars: RichBars, display: Any, description: str, total: int | None, unit: str) -> None:
-        self._bars, self._display, self._unit = bars, display, unit
-        self.n, self._total = 0, total
+        self._bars = bars
+        self._display = display
+        self._unit = unit
+        self.n = 0
+        self._total = total
         self._task = display.add_task(description, total=total, count=self._count(), numbers="")
         display.refresh()
 

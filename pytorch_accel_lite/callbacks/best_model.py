@@ -78,7 +78,8 @@ class SaveBestModelCallback(TrainerCallback):
             self._keep(trainer, metric, epoch)
         if self._watched.is_better(metric, self.best_metric):
             self._save(trainer, self.save_path, metric, epoch)
-            self.best_metric, self.best_metric_epoch = metric, epoch
+            self.best_metric = metric
+            self.best_metric_epoch = epoch
 
     def _save(self, trainer: Trainer, path: str | os.PathLike[str], metric: float, epoch: int) -> None:
         trainer.check_weights()

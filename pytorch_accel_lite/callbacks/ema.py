@@ -144,7 +144,8 @@ class ModelEmaCallback(TrainerCallback):
     def _save(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.save_path is None:
             return
-        path, module = self.save_path, self._average.module
+        path = self.save_path
+        module = self._average.module
         trainer.sync_buffers(module)
         checkpoint = {"model_state_dict": model_state(module), "epoch": trainer.progress.epoch, **metrics}
         here = trainer.accelerator.is_local_main_process

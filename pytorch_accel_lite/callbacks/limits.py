@@ -66,6 +66,7 @@ class LimitEvalStepsCallback(TrainerCallback):
             loader.limit = self.num_eval_steps if loader.limit is None else min(loader.limit, self.num_eval_steps)
 
     def on_eval_epoch_end(self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any) -> None:
-        loader, before = trainer.eval_dataloader, self._limit_before
+        loader = trainer.eval_dataloader
+        before = self._limit_before
         if self._applies(is_intermediate):  # of several such callbacks the first found the largest limit, or none
             loader.limit = None if before is None or loader.limit is None else max(before, loader.limit)

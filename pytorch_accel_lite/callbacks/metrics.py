@@ -117,7 +117,8 @@ class MetricsCallback(TrainerCallback):
                 stacklevel=2,
             )
             return
-        states, metrics = state["ranks"][rank], dict(self.train_metrics.items(keep_base=True))
+        states = state["ranks"][rank]
+        metrics = dict(self.train_metrics.items(keep_base=True))
         if states.keys() != metrics.keys():
             listed = ", ".join(sorted(states.keys() ^ metrics.keys()))
             warnings.warn(

@@ -136,7 +136,8 @@ class ThroughputCallback(TrainerCallback):
             self._items = items if self._items is None else self._items + items
 
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        now, samples = time.perf_counter(), trainer.progress.samples_in_epoch
+        now = time.perf_counter()
+        samples = trainer.progress.samples_in_epoch
         since, before = self._recent[0] if self._recent else (self._start, self._first)
         self._recent.append((now, samples))
         trainer.step_metrics["samples_per_second"] = (samples - before) / (now - since)

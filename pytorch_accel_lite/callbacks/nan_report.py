@@ -93,7 +93,8 @@ class NaNReportCallback(TrainerCallback):
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._window:
             self._buffers = {name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()}
-        self._done, self._parts = len(self._window), trainer.num_microbatches
+        self._done = len(self._window)
+        self._parts = trainer.num_microbatches
         self._window.append(RecordedStep(capture_generators()))
 
     def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -101,7 +102,8 @@ class NaNReportCallback(TrainerCallback):
             self._parts = trainer.num_microbatches
             del self._window[self._done + 1 :]
         step = self._window[-1]
-        step.batch, step.indices = kwargs["batch"], trainer.batch_indices
+        step.batch = kwargs["batch"]
+        step.indices = trainer.batch_indices
         loss = kwargs["batch_output"]["loss"].detach()
         if self.report is None and not math.isfinite(to_float(loss)):
             self._write(trainer, "loss")
@@ -125,10 +127,13 @@ class NaNReportCallback(TrainerCallback):
         del self._window[self._done :]
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._window, self._buffers = [], {}
+        self._window = []
+        self._buffers = {}
 
     def _write(self, trainer: Trainer, what: str) -> None:
-        progress, rank, model = trainer.progress, trainer.ranks.rank, trainer.get_model()
+        progress = trainer.progress
+        rank = trainer.ranks.rank
+        model = trainer.get_model()
         window = [step for step in self._window if step.batch is not None]
         gradients = non_finite_gradients(model) if what == "gradient" else []
         origin = NonFinite()
@@ -162,16 +167,20 @@ class NaNReportCallback(TrainerCallback):
 
 def find_non_finite(trainer: Trainer, step: RecordedStep, keep_buffers: bool = True) -> tuple[torch.Tensor, NonFinite]:
     """Go forward with a batch as the step did, on this process alone, and find where numbers stop being finite."""
-    wrapped, model = trainer.model, trainer.get_model()
-    before, generators = {name: buffer.clone() for name, buffer in model.named_buffers()}, capture_generators()
+    wrapped = trainer.model
+    model = trainer.get_model()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    generators = capture_generators()
     found = NonFinite()
     names = {module: name for name, module in model.named_modules()}
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
         if found.layer is None and not _is_finite(output):
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            found.layer, found.kind = names[module], type(module).__name__
-            found.inputs_are_finite, found.weights_are_finite = _is_finite(inputs), _is_finite(tensors)
+            found.layer = names[module]
+            found.kind = type(module).__name__
+            found.inputs_are_finite = _is_finite(inputs)
+            found.weights_are_finite = _is_finite(tensors)
 
     hooks = [module.register_forward_hook(look) for module in names]
     trainer.model = model

@@ -40,7 +40,8 @@ class PlotMetricsCallback(TrainerCallback):
         self._restart()
 
     def _restart(self) -> None:
-        self._display, self._is_behind = None, False
+        self._display = None
+        self._is_behind = False
         self._pace = TimeBudget(1 / 10 if in_notebook() else 1 / 50)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:

@@ -114,7 +114,8 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
     if not about.is_file():
         raise FileNotFoundError(f"{os.fspath(directory)!r} holds no predictions.")
     length = json.loads(about.read_text())["length"]
-    indices, outputs = list[int](), list[Any]()
+    indices = list[int]()
+    outputs = list[Any]()
     for index, output in iterate_predictions(directory):
         indices += index
         outputs.append(output)

@@ -64,7 +64,8 @@ class ProgressBarCallback(TrainerCallback):
         self.show_always = show_always
         self.refresh_seconds = refresh_seconds
         self.line_every_seconds = line_every_seconds
-        self._run_start, self._updates_before = 0.0, 0
+        self._run_start = 0.0
+        self._updates_before = 0
         self.pbar: Any = None
         self.eval_pbar: Any = None
         use_rich = check_choice("style", style, ("tqdm", "rich")) == "rich"
@@ -78,9 +79,11 @@ class ProgressBarCallback(TrainerCallback):
         return self._bars.start(description, _length(loader), "batch", disable=not self._shows_bars(trainer))
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._run_start, self._updates_before = time.monotonic(), trainer.progress.update
+        self._run_start = time.monotonic()
+        self._updates_before = trainer.progress.update
         # Where there are no bars, the next line; on processes that show nothing, never.
-        self._interval, self._next_refresh = self.refresh_seconds, 0.0
+        self._interval = self.refresh_seconds
+        self._next_refresh = 0.0
         if not self._shows_bars(trainer):
             prints = self.line_every_seconds is not None and trainer.accelerator.is_local_main_process
             self._interval = float(self.line_every_seconds) if prints and self.line_every_seconds else math.inf
@@ -114,7 +117,8 @@ class ProgressBarCallback(TrainerCallback):
     def _numbers(self, trainer: Trainer, now: float) -> dict[str, str]:
         """Return what is shown, by name."""
         parts = {"loss": f"{trainer.running_loss:.4g}"}
-        config, progress = trainer.run_config, trainer.progress
+        config = trainer.run_config
+        progress = trainer.progress
         made = progress.update - self._updates_before
         if config is not None and config.max_num_train_steps is not None and made:
             # Evaluations and saving are in it, as far as there were any.
@@ -186,7 +190,8 @@ class ProgressBarCallback(TrainerCallback):
 
 def _epoch_of(trainer: Trainer) -> str:
     config = trainer.run_config
-    epoch, planned = trainer.progress.epoch, None if config is None else config.num_epochs
+    epoch = trainer.progress.epoch
+    planned = None if config is None else config.num_epochs
     return f"Epoch {epoch}" if planned is None or epoch > planned else f"Epoch {epoch}/{planned}"
 
 

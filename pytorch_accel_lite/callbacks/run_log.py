@@ -47,13 +47,17 @@ class RunLogCallback(TrainerCallback):
         self.directory = Path(directory)
         self.config = dict(config or {})
         self._record: dict[str, Any] = {}
-        self._picture, self._drawn, self._pace = "", 0, TimeBudget(1 / 50)
+        self._picture = ""
+        self._drawn = 0
+        self._pace = TimeBudget(1 / 50)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def _begin(self, trainer: Trainer) -> None:
-        self._picture, self._drawn, self._pace = "", 0, TimeBudget(1 / 50)
+        self._picture = ""
+        self._drawn = 0
+        self._pace = TimeBudget(1 / 50)
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
         self._record = {
@@ -116,7 +120,8 @@ class RunLogCallback(TrainerCallback):
         recorded = sum(len(history.get_metric_values(name)) for name in history.get_metric_names())
         if rows and recorded != self._drawn and (ends or self._pace.is_due):
             with self._pace.measured():
-                self._picture, self._drawn = _curves(trainer), recorded
+                self._picture = _curves(trainer)
+                self._drawn = recorded
         for name, text in (
             ("run.json", record + "\n"),
             ("summary.md", _markdown(json.loads(record))),

@@ -68,7 +68,8 @@ class GradientSpikeCallback(TrainerCallback):
             self._skip(trainer, to_float(norm))
 
     def _skip(self, trainer: Trainer, norm: float) -> None:
-        usual, is_known = self._usual(), trainer.progress.update >= self.warm_up_updates and self._count
+        usual = self._usual()
+        is_known = trainer.progress.update >= self.warm_up_updates and self._count
         if math.isfinite(norm) and not (is_known and norm > self.factor * usual):
             self._in_a_row = 0
             self._add(norm)
@@ -114,5 +115,7 @@ class GradientSpikeCallback(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        self._count, self._average = state["count"], state["average"]
-        self._in_a_row, self.skipped = state["in_a_row"], list(state["skipped"])
+        self._count = state["count"]
+        self._average = state["average"]
+        self._in_a_row = state["in_a_row"]
+        self.skipped = list(state["skipped"])

@@ -78,7 +78,8 @@ class BackgroundWorker:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise failure
 
 
@@ -122,9 +123,11 @@ class StepLogger(TrainerCallback, ABC):
         self._background.do(job)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._ranks, self._background = trainer.ranks, None
+        self._ranks = trainer.ranks
+        self._background = None
         self._pending.clear()
-        self._sums, self._last_row = (0, 0.0, 0.0), {}
+        self._sums = (0, 0.0, 0.0)
+        self._last_row = {}
 
     def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
@@ -134,7 +137,8 @@ class StepLogger(TrainerCallback, ABC):
 
     def _begin(self, trainer: Trainer) -> _Row:
         """Begin to copy what is on a device to host memory."""
-        tracker, metrics = trainer.loss_trackers["loss"], dict(sorted(trainer.step_metrics.items()))
+        tracker = trainer.loss_trackers["loss"]
+        metrics = dict(sorted(trainer.step_metrics.items()))
         values = [tracker.total_loss, tracker.running_count, *metrics.values()]
         numbers = [_number(name, value) for name, value in zip(("", "", *metrics), values, strict=True)]
         there = [value for value, number in zip(values, numbers, strict=True) if number is None]
@@ -182,7 +186,8 @@ class StepLogger(TrainerCallback, ABC):
             self._end_background(_PATIENCE)
 
     def _end_background(self, seconds: float | None = None) -> None:
-        background, self._background = self._background, None
+        background = self._background
+        self._background = None
         if background is not None:
             background.close()
             background.wait(seconds)
@@ -203,7 +208,8 @@ class StepLogger(TrainerCallback, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         epoch, total, count = state["sums"]
-        self._sums, self._last_row = (int(epoch), total, count), dict(state["last_row"])
+        self._sums = (int(epoch), total, count)
+        self._last_row = dict(state["last_row"])
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -175,7 +175,8 @@ class EarlyStoppingCallback(TrainerCallback):
         metric = self._watched.new_value(trainer, mid_epoch)
         if metric is None:
             return
-        best, threshold = self.best_metric, self.early_stopping_threshold
+        best = self.best_metric
+        threshold = self.early_stopping_threshold
         if best is None:
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:

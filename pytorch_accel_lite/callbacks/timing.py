@@ -67,7 +67,8 @@ class TimingCallback(TrainerCallback):
         for callback, name in zip(trainer.callback_handler, trainer.callback_handler.callback_list, strict=True):
             number = sum(known == name or known.startswith(f"{name} (") for known in self._names.values()) + 1
             self._names[id(callback)] = name if number == 1 else f"{name} ({number})"
-        self._device, self._is_running = trainer.device, True
+        self._device = trainer.device
+        self._is_running = True
         self._on_gpu = is_asynchronous(trainer.device)
         self._epoch_start = time.perf_counter()
         trainer.callback_handler.timer = self._time
@@ -75,7 +76,8 @@ class TimingCallback(TrainerCallback):
     @contextmanager
     def _time(self, part: object) -> Iterator[None]:
         """Count the time of a callback or a named phase, without what happens in it and is counted by itself."""
-        start, counted = time.perf_counter(), self._counted
+        start = time.perf_counter()
+        counted = self._counted
         try:
             yield
         finally:
@@ -95,7 +97,8 @@ class TimingCallback(TrainerCallback):
             passed = max(now - self._mark - (self._counted - self._mark_counted), 0.0)
             self._phases[phase] += passed
             self._counted += passed
-        self._mark, self._mark_counted = now, self._counted
+        self._mark = now
+        self._mark_counted = self._counted
 
     def _lap_of_device(self, phase: str) -> None:
         if not self._on_gpu:
@@ -150,7 +153,8 @@ class TimingCallback(TrainerCallback):
             self._events[-1][-1][1].synchronize()  # the epoch's losses have been read: it has passed
         while self._events:
             self._read_events()
-        now, callbacks = time.perf_counter(), sum(self._callbacks.values())
+        now = time.perf_counter()
+        callbacks = sum(self._callbacks.values())
         mine = [self._phases[phase] for phase in _PHASES]
         mine += [callbacks - self._callbacks_before, now - self._epoch_start]
         *phases, in_callbacks, passed = (value / trainer.ranks.world_size for value in trainer.ranks.sum(mine))
@@ -158,7 +162,8 @@ class TimingCallback(TrainerCallback):
         measured = dict(zip(_PHASES, phases, strict=True)) | {"data_max": slowest}
         for name, seconds in (measured | {"run": passed}).items():
             self.totals[name] += seconds
-        self._callbacks_before, self._epoch_start = callbacks, now
+        self._callbacks_before = callbacks
+        self._epoch_start = now
         self._phases.clear()
         return measured | {"callbacks": in_callbacks, "epoch": passed}
 

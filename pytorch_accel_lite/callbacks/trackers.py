@@ -74,10 +74,15 @@ class TrackerCallback(StepLogger):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
-        self._trainer, self._started, self._known = trainer, None, {}
-        self._first_update, self._is_over = trainer.progress.update, False
+        self._trainer = trainer
+        self._started = None
+        self._known = {}
+        self._first_update = trainer.progress.update
+        self._is_over = False
         self.run_id = None
-        self._logged, self._latest, self._evaluated = self._counts(trainer), {}, False
+        self._logged = self._counts(trainer)
+        self._latest = {}
+        self._evaluated = False
         trainer.ranks.run_together(self._check_directory, only_first=True)
 
     def _check_directory(self) -> None:
@@ -112,7 +117,8 @@ class TrackerCallback(StepLogger):
     def _create(self, trainer: Trainer) -> Any:
         if not isinstance(self.tracker, str):
             return self.tracker
-        tracker_class, arguments = LOGGER_TYPE_TO_CLASS[self.tracker], dict(self.init_kwargs)
+        tracker_class = LOGGER_TYPE_TO_CLASS[self.tracker]
+        arguments = dict(self.init_kwargs)
         if self.tracker == "tensorboard":
             arguments.setdefault("purge_step", self._first_update)  # readers pass over what was logged from there
         elif self.run_id is not None:
@@ -130,7 +136,8 @@ class TrackerCallback(StepLogger):
         elif self.tracker == "mlflow":
             from mlflow.tracking import MlflowClient
 
-            self.run_id, self._client = self._started.active_run.info.run_id, MlflowClient()
+            self.run_id = self._started.active_run.info.run_id
+            self._client = MlflowClient()
             for name in self._client.get_run(self.run_id).data.metrics:
                 history = self._client.get_metric_history(self.run_id, name)
                 self._known[name] = {metric.step for metric in history}
@@ -160,9 +167,11 @@ class TrackerCallback(StepLogger):
             for name, count in counts.items()
             if count > self._logged.get(name, 0)
         }
-        self._logged, self._evaluated = counts, False
+        self._logged = counts
+        self._evaluated = False
         if new:
-            update, values = trainer.progress.update, {name: _plain(value) for name, value in new.items()}
+            update = trainer.progress.update
+            values = {name: _plain(value) for name, value in new.items()}
             earlier = self._latest["values"] if self._latest.get("update") == update else {}
             self._latest = {"update": update, "values": earlier | values}
             if trainer.accelerator.is_main_process:
@@ -227,7 +236,8 @@ class TrackerCallback(StepLogger):
 
     def _finish(self, trainer: Trainer) -> None:
         self._is_over = True
-        tracker, self._started = self._started, None
+        tracker = self._started
+        self._started = None
         if tracker is not None:
             trainer.accelerator.trackers.remove(tracker)
             tracker.finish()
@@ -255,8 +265,12 @@ class TrackerCallback(StepLogger):
         TensorBoard forgets what was logged at that update, as well as what came after it.
         """
         super().load_state_dict(state)
-        self.run_id, self._logged, self._latest = state["run_id"], dict(state["logged"]), dict(state.get("latest", {}))
-        trainer, row, latest = self._trainer, self._last_row, self._latest
+        self.run_id = state["run_id"]
+        self._logged = dict(state["logged"])
+        self._latest = dict(state.get("latest", {}))
+        trainer = self._trainer
+        row = self._last_row
+        latest = self._latest
         if trainer is None or self._is_over or not trainer.accelerator.is_main_process:
             return
         update = trainer.progress.update

@@ -127,12 +127,16 @@ class SaveTrainingStateCallback(TrainerCallback):
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         check_states_are_possible(trainer.accelerator)
         self._watched.start(trainer.run_history)
-        self._saved, self._saved_clock, self._best, self._value = None, 0.0, {}, math.nan
+        self._saved = None
+        self._saved_clock = 0.0
+        self._best = {}
+        self._value = math.nan
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        every, minutes = self.save_every_n_steps, self.save_every_n_minutes
+        every = self.save_every_n_steps
+        minutes = self.save_every_n_minutes
         due = every is not None and trainer.progress.update % every == 0
         if minutes is not None and trainer.clock - self._saved_clock >= 60 * minutes:
             due = True
@@ -180,13 +184,15 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._attempt(trainer, self._writer.wait)
         path = self._store.path_for(trainer.progress.update)
         self._note_best(trainer, path.name)
-        best, is_main = set(self._best), trainer.accelerator.is_main_process
+        best = set(self._best)
+        is_main = trainer.accelerator.is_main_process
 
         def rotate() -> None:
             if is_main:
                 self._store.rotate(self.max_checkpoints, best)
 
-        self._saved, self._saved_clock = moment, trainer.clock
+        self._saved = moment
+        self._saved_clock = trainer.clock
         self._attempt(trainer, lambda: trainer.save_training_state(path, writer=self._writer, then=rotate))
 
     def _attempt(self, trainer: Trainer, action: Callable[[], None]) -> None:
@@ -194,7 +200,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         try:
             action()
         except OSError as error:
-            self._saved, self._best = None, self._best_before
+            self._saved = None
+            self._best = self._best_before
             if not self.continue_on_error:
                 raise
             trainer.print(

@@ -11,7 +11,8 @@ from pytorch_accel_lite.events import TrainerCallback
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-_PRE, _POST = "pre_decay", "post_decay"
+_PRE = "pre_decay"
+_POST = "post_decay"
 
 
 class WSDCheckpointCallback(TrainerCallback):

@@ -63,7 +63,8 @@ def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
 
 def _collect_shared(trainer: Trainer) -> dict[str, Any]:
     """Return what is the same on all ranks."""
-    scaler, optimizer = trainer.accelerator.scaler, trainer.optimizer
+    scaler = trainer.accelerator.scaler
+    optimizer = trainer.optimizer
     keep = trainer.accelerator.is_main_process
     return {
         "optimizer": None if optimizer is None else full_state_dict(optimizer.state_dict(), keep),

@@ -89,7 +89,8 @@ def take_snapshot(
     """
     tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
     others = {name: value for name, value in weights.items() if name not in tensors}
-    shared, own = storable(shared | {"model_extra": others}, "state"), storable(own, "state")
+    shared = storable(shared | {"model_extra": others}, "state")
+    own = storable(own, "state")
     if rank > 0:
         return Snapshot({}, {}, {}, own, metadata)
     tensors, tied = untie(tensors)

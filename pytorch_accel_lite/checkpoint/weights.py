@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 from pytorch_accel_lite.checkpoint.files import durable_file, load_plain, storable
 
 StrPath = str | os.PathLike[str]
-_COMPILED, _PARALLEL = "_orig_mod.", "module."
+_COMPILED = "_orig_mod."
+_PARALLEL = "module."
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:

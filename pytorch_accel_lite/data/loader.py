@@ -126,7 +126,8 @@ class ShardedLoader(ABC):
         :param epoch: with a seed, the order and the randomness in the dataset follow from it
         :param steps_done: steps that the epoch has had before, which count for the limit
         """
-        self._epoch, self._steps_done = epoch, steps_done
+        self._epoch = epoch
+        self._steps_done = steps_done
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
         if self._device.type != "cpu":  # where batches are already
@@ -225,7 +226,8 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> list[Any]:
     """Drop so many batches. Unless the caller is certain, warn when they hold another number of samples than before."""
-    skipped, samples = 0, 0
+    skipped = 0
+    samples = 0
     for batch in islice(batches, count):
         skipped += 1
         try:

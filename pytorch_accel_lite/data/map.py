@@ -80,7 +80,8 @@ class _EpochShares:
 
     def shares(self, iteration: _Iteration) -> Iterator[tuple[Any, int]]:
         """Yield this process's indices of every step and their first position; note their counts."""
-        rank, world_size = self._ranks.rank, self._ranks.world_size
+        rank = self._ranks.rank
+        world_size = self._ranks.world_size
         epoch, position, limit, counts = iteration
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             flat = list(chain(*group)) if self.own_batches else group
@@ -102,7 +103,8 @@ class _EpochShares:
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the indices of all processes in each step; with own batches, the batches of each step."""
-        order, world_size = self._order.draw(epoch, self.rows is not None), self._ranks.world_size
+        order = self._order.draw(epoch, self.rows is not None)
+        world_size = self._ranks.world_size
         if self.rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
             order = _from_front(np.fromiter(order, dtype=np.int64), self.rows)  # once, not for each batch
         if self.own_batches:
@@ -125,7 +127,8 @@ class _EpochShares:
 
     def _in_turn(self, order: Any, start: int, sizes: list[int], size: int) -> Iterator[Any]:
         """Yield so many indices after one another; find out whether the length of the sampler was right."""
-        next_indices, position = take(order, start), start
+        next_indices = take(order, start)
+        position = start
         for count in sizes:
             indices = next_indices(count)
             position += len(indices)
@@ -165,9 +168,12 @@ class MapLoader(ShardedLoader):
         self._idle: DataLoader[Any] | None = None  # and its workers, for the next iteration
 
     def _create_inner(self, source: DataLoader[Any]) -> DataLoader[Any]:
-        dataset, collate_fn, generator = source.dataset, source.collate_fn, source.generator
+        dataset = source.dataset
+        collate_fn = source.collate_fn
+        generator = source.generator
         if self._seed is not None:
-            dataset, collate_fn = BatchReader(dataset, collate_fn), identity
+            dataset = BatchReader(dataset, collate_fn)
+            collate_fn = identity
             generator = torch.Generator().manual_seed(mix(self._seed) >> 1)
         return DataLoader(
             dataset,
@@ -219,7 +225,8 @@ class MapLoader(ShardedLoader):
     def _read_memory(self, iteration: _Iteration) -> Iterator[list[torch.Tensor]]:
         assert self._memory is not None
         tensors, subset = self._memory
-        rows, on_host = len(self.source.dataset), all(tensor.is_cpu for tensor in tensors)
+        rows = len(self.source.dataset)
+        on_host = all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self._seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)

@@ -107,7 +107,10 @@ def of_all_processes(sampler: Any) -> Any:
         # Nothing is repeated to fill up shares; what its drop_last leaves out stays left out.
         size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
         sampler = copy.copy(sampler)
-        sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size = 1, 0, size, size
+        sampler.num_replicas = 1
+        sampler.rank = 0
+        sampler.num_samples = size
+        sampler.total_size = size
     elif type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
         return BatchSampler(of_all_processes(sampler.sampler), sampler.batch_size, sampler.drop_last)
     return sampler
@@ -177,11 +180,13 @@ def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
     """Yield what a sampler draws from generators of its own, which go on from piece to piece."""
     with preserving_generators():
         seed_generators(seed)
-        drawn, states = iter(sampler), capture_generators()
+        drawn = iter(sampler)
+        states = capture_generators()
     while True:
         with preserving_generators():
             restore_generators(states)
-            piece, states = list(islice(drawn, _PIECE)), capture_generators()
+            piece = list(islice(drawn, _PIECE))
+            states = capture_generators()
         if not piece:
             return
         yield from piece

@@ -45,7 +45,8 @@ class PreShardedLoader(ShardedLoader):
         try:
             length = float(len(source))  # type: ignore[arg-type]
         except TypeError as error:
-            length, self._no_length = -1.0, error
+            length = -1.0
+            self._no_length = error
         self._length = int(ranks.max([length])[0])
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -54,7 +55,8 @@ class PreShardedLoader(ShardedLoader):
                 yield Batch(batch, None, None, is_last)
             return
         with preserving_generators() if start else nullcontext():
-            steps, samples = self._steps_together(), 0
+            steps = self._steps_together()
+            samples = 0
             while samples < start:
                 step = next(steps, None)
                 if step is None:
@@ -66,7 +68,8 @@ class PreShardedLoader(ShardedLoader):
 
     def _steps_together(self) -> Iterator[Batch]:
         batches = islice(self._start_reading(self.source), self.limit)
-        batch, ready = None, next(batches, None)
+        batch = None
+        ready = next(batches, None)
         while True:
             batch = batch if ready is None else ready
             size = 0 if ready is None else find_batch_size(batch)

@@ -36,7 +36,9 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     """
     if not isinstance(batches, DataLoader) or not batches.num_workers:
         return iter(batches)
-    was_enabled, worker_init_fn, context = gc.isenabled(), batches.worker_init_fn, batches.multiprocessing_context
+    was_enabled = gc.isenabled()
+    worker_init_fn = batches.worker_init_fn
+    context = batches.multiprocessing_context
     batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled)
     if (start_method() if context is None else context.get_start_method()) == "fork":
         batches.multiprocessing_context = _CheckedForkContext()
@@ -44,7 +46,8 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     try:
         return iter(batches)
     finally:
-        batches.worker_init_fn, batches.multiprocessing_context = worker_init_fn, context
+        batches.worker_init_fn = worker_init_fn
+        batches.multiprocessing_context = context
         if was_enabled:
             gc.enable()
 

@@ -71,11 +71,13 @@ class PreparedModel:
         self.outlives_runs = by_accelerate
         self.is_plain = not by_accelerate and accelerator.scaler is None
         if by_the_user:
-            self.model, self.optimizer = model, optimizer
+            self.model = model
+            self.optimizer = optimizer
         elif training or by_accelerate:
             self.model, self.optimizer = accelerator.prepare(model, optimizer)
         else:
-            self.model, self.optimizer = accelerator.prepare_model(model, evaluation_mode=True), optimizer
+            self.model = accelerator.prepare_model(model, evaluation_mode=True)
+            self.optimizer = optimizer
         if self.is_plain:
             self.optimizer = optimizer
 

@@ -86,7 +86,9 @@ class Ranks:
 
         :param only_first: run it on rank 0 only
         """
-        result, failure, problem = None, None, None
+        result = None
+        failure = None
+        problem = None
         if not only_first or self.rank == 0:
             try:
                 result = action()

@@ -66,7 +66,8 @@ class StopCoordinator:
             pace = (time_now - self._since) / self._updates
             asked, paused, pace, self._clock = self._ranks.max([asked, paused, pace, time_now - self._start])
             self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
-            self._updates, self._since = 0, time.monotonic()
+            self._updates = 0
+            self._since = time.monotonic()
         if asked:
             self._raise_first()
         if paused and can_save:
@@ -78,7 +79,8 @@ class StopCoordinator:
 
     def _raise_first(self) -> None:
         """Raise the error that was asked for first. On other ranks it is made anew: errors may not be picklable."""
-        mine, request = None, self._request
+        mine = None
+        request = self._request
         self._request = None  # it is answered: a later run or evaluation starts without it
         if request is not None:
             calls, error = request

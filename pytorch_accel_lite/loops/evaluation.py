@@ -45,7 +45,9 @@ def evaluate(
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-    history, within_a_run, stopped = self.run_history, self.is_running, None
+    history = self.run_history
+    within_a_run = self.is_running
+    stopped = None
     known = {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
     request = RunRequest("evaluation", num_epochs=1)
     with _in_last_epoch(self), evaluating(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
@@ -83,8 +85,11 @@ def evaluating(
 
     Within another run it leaves no trace on that; alone, an evaluation stays as the latest run.
     """
-    run, nested = trainer.current_run.derive(), trainer.is_running
-    run.eval_dataset, run.collate_fn, batch_size = dataset, collate_fn, int(batch_size)
+    run = trainer.current_run.derive()
+    nested = trainer.is_running
+    run.eval_dataset = dataset
+    run.collate_fn = collate_fn
+    batch_size = int(batch_size)
     if not nested:
         run.train_loader = run.train_loader_kwargs = run.stop_reason = None
         run.control = StopCoordinator(trainer.ranks)
@@ -109,7 +114,8 @@ def evaluating(
 @contextmanager
 def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
     """After a run, record metrics with its last epoch, not with one that has not been trained."""
-    history, progress = trainer.run_history, trainer.progress
+    history = trainer.run_history
+    progress = trainer.progress
     epoch = history.current_epoch
     is_over = not trainer.is_running and progress.epochs_completed and not progress.is_mid_epoch
     set_epoch = history._set_epoch
@@ -124,7 +130,8 @@ def create_eval_loaders(
     trainer: Trainer, run: Run, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None
 ) -> None:
     """Make the loaders of what is to be evaluated: a dataset, several by name, or nothing."""
-    run.eval_loader, run.eval_loaders = None, {}
+    run.eval_loader = None
+    run.eval_loaders = {}
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
         run.eval_dataset = part  # for who overrides create_eval_dataloader
         if part is None:
@@ -165,7 +172,9 @@ def run_evaluation(
             "run_evaluation() evaluates within a training run that was given an eval_dataset. Pass one to train(), "
             "or call evaluate(dataset)."
         )
-    run, own, handler = self.current_run.derive(), self.model, self.callback_handler
+    run = self.current_run.derive()
+    own = self.model
+    handler = self.callback_handler
     if model is not None:
         self.sync_buffers(model)
         run.trained_model = own
@@ -182,7 +191,8 @@ def run_evaluation(
             with autocast:
                 return evaluate_all(self, run, is_intermediate=is_intermediate)
         finally:
-            self.model, self.callback_handler = own, handler
+            self.model = own
+            self.callback_handler = handler
 
 
 @contextmanager

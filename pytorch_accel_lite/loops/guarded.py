@@ -58,7 +58,8 @@ class GuardedStep:
         """Add the gradients of a batch, and return the outputs of the step; ``None`` when the batch is skipped."""
         outputs: list[BatchOutput] = []
         while True:
-            before, error = StepSnapshot(trainer, run), None
+            before = StepSnapshot(trainer, run)
+            error = None
             try:
                 with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
                     outputs = self._attempt(trainer, run, batch)
@@ -100,7 +101,8 @@ class GuardedStep:
 
     def _agree(self, trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
         """Return how the step went, the same on every process, and the samples of the largest batch."""
-        outcome, size = _DONE, 0
+        outcome = _DONE
+        size = 0
         if self._splits and not isinstance(batch.data, FailedRead):
             size = batch_size_of(batch.data, batch.num_samples or None)
         if error is not None:
@@ -158,7 +160,10 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
     if parts <= 1 or batch.num_samples == 0:
         return [batch]
     whole = batch_size_of(batch.data, batch.num_samples)
-    total, indices, begin, pieces = batch.total_samples, batch.indices, 0, list[Batch]()
+    total = batch.total_samples
+    indices = batch.indices
+    begin = 0
+    pieces = list[Batch]()
     for data, size in split_batch(batch.data, parts, whole):
         part = batch._replace(
             data=data,

@@ -52,7 +52,8 @@ def create_train_loader(trainer: Trainer, run: Run, batch_size: int, loader_kwar
 
 def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and begin to count."""
-    request, ranks = run.request, trainer.ranks
+    request = run.request
+    ranks = trainer.ranks
     prepare_model(trainer, training=True)
     run.config = trainer._create_run_config(batch_size, request)
     run.window = GradientWindow(

@@ -65,7 +65,8 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     run.loss_trackers = LossTrackers()
     trainer.call_event("on_train_epoch_start")
     _finish_resuming(trainer, run)
-    progress, limit = run.progress, run.request.max_num_train_steps or math.inf
+    progress = run.progress
+    limit = run.request.max_num_train_steps or math.inf
     run.train_loader = share(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
     batches = run.train_loader.steps(progress.epoch, progress.samples_in_epoch, progress.step)
     while progress.update < limit and (batch := next(batches, None)) is not None:
@@ -83,7 +84,9 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
 
 def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     """Add the gradients of a batch; at the end of an accumulation window, update."""
-    step, window, hears = run.progress.step, run.window, trainer.callback_handler.listeners
+    step = run.progress.step
+    window = run.window
+    hears = trainer.callback_handler.listeners
     ends_window = batch.is_last or (step + 1) % window.steps == 0
     run.batch = batch
     if hears["on_train_step_start"]:
@@ -124,7 +127,8 @@ def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samp
 
     :param samples: samples of this process in the batch, and ``total`` those of all processes
     """
-    loss, hears = output["loss"], trainer.callback_handler.listeners
+    loss = output["loss"]
+    hears = trainer.callback_handler.listeners
     weighed = run.window.scale(loss, samples, total, output.get("num_items_in_batch"))
     if hears["on_backward_start"]:
         trainer.call_event("on_backward_start", batch=batch.data, batch_output=output, step=run.progress.step)
@@ -141,7 +145,8 @@ def update(trainer: Trainer, run: Run) -> None:
         average_gradients(run.outside_model, trainer.ranks)
     hears = trainer.callback_handler.listeners
     run.window.finish(trainer.optimizer)
-    run.gradient_norm, run.skips_update = None, False
+    run.gradient_norm = None
+    run.skips_update = False
     trainer.clip_gradients()
     if hears["on_optimizer_step_start"]:
         trainer.call_event("on_optimizer_step_start")
@@ -169,7 +174,8 @@ def _is_over(trainer: Trainer, run: Run) -> bool:
     """Whether there is nothing left to do for a resumed run; says so."""
     if run.resumed is None:
         return False
-    about, progress = run.resumed.metadata, run.progress
+    about = run.resumed.metadata
+    progress = run.progress
     if about["stop_reason"] is not None and not about["interrupted"]:
         run.stop_reason = about["stop_reason"]
         trainer.print(f"Nothing more to do: the run was stopped. {run.stop_reason}")
@@ -184,7 +190,8 @@ def _is_over(trainer: Trainer, run: Run) -> bool:
 def _finish_resuming(trainer: Trainer, run: Run) -> None:
     """Restore what must be restored last: what the starting events may have reset, and the generators."""
     if run.resumed is not None:
-        state, run.resumed = run.resumed, None
+        state = run.resumed
+        run.resumed = None
         restore_callbacks(trainer.callback_handler, state)
         restore_per_rank(trainer, state)
 

@@ -131,7 +131,8 @@ class PlannedLrScheduler(StatefulSchedulerBase):
                 f"The state for {type(self).__name__} is of {len(base_lr_values)} parameter groups; the optimizer has "
                 f"{len(self.base_lr_values)}."
             )
-        self._num_updates, self.base_lr_values = num_updates, list(base_lr_values)
+        self._num_updates = num_updates
+        self.base_lr_values = list(base_lr_values)
         for group, value in zip(self.optimizer.param_groups, base_lr_values, strict=True):
             group["initial_lr"] = value
         self.step_update(num_updates)

@@ -139,7 +139,8 @@ class WSDLrScheduler(PlannedLrScheduler):
     def get_updated_values(self, num_updates: int) -> list[float]:
         """Return the learning rate of each group after a number of updates."""
         if num_updates < self.num_warmup_steps:
-            start, done = self.warmup_starting_lr, num_updates / self.num_warmup_steps
+            start = self.warmup_starting_lr
+            done = num_updates / self.num_warmup_steps
             return [start + (base - start) * done for base in self.base_lr_values]
         period = self._period_at(num_updates)
         done = (num_updates - period["pre_decay_step"]) / period["decay_steps"]

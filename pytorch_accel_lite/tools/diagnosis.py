@@ -79,7 +79,9 @@ def diagnose(
     :return: the measurements and the advice, which are also printed
     """
     check_positive_int("num_steps", num_steps)
-    batch_size, loader_kwargs, request = per_device_batch_size, train_dataloader_kwargs, RunRequest(num_epochs=1)
+    batch_size = per_device_batch_size
+    loader_kwargs = train_dataloader_kwargs
+    request = RunRequest(num_epochs=1)
     with trial(self, "diagnose", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
         found = _measure(self, run.train_loader, num_steps)
     self.print(found)
@@ -119,7 +121,8 @@ def _read(loader: Any, num_steps: int) -> Iterable[Any]:
 
 def _time(trainer: Trainer, batches: Iterable[Any], step: Callable[[Trainer, Any], None]) -> tuple[float, int]:
     """Return the seconds of a step, and how many there were. Waits for the device once, not in every step."""
-    count, start = 0, _now(trainer)
+    count = 0
+    start = _now(trainer)
     for batch in batches:
         step(trainer, batch)
         count += 1

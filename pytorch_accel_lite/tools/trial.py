@@ -32,7 +32,9 @@ def restoring_state(trainer: Trainer) -> Iterator[None]:
     Those of the loss function, too. The weights are kept in host memory, so that the device has room for what is
     tried.
     """
-    model, optimizer, scaler = trainer.get_model(), trainer.optimizer, trainer.accelerator.scaler
+    model = trainer.get_model()
+    optimizer = trainer.optimizer
+    scaler = trainer.accelerator.scaler
     roots = [module for module in (model, trainer.loss_func) if isinstance(module, nn.Module)]
     modules = list(chain.from_iterable(root.modules() for root in roots))
     trained = [] if optimizer is None else optimized_parameters(optimizer)
@@ -84,7 +86,8 @@ def trial(
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
     run = Run.create(trainer.ranks, request)
     run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-    run.collate_fn, run.data_seed = collate_fn, trainer.seed or 0
+    run.collate_fn = collate_fn
+    run.data_seed = trainer.seed or 0
     with entering(trainer, run, keep=False):
         try:
             create_train_loader(trainer, run, batch_size, loader_kwargs)
@@ -98,13 +101,16 @@ def trial(
 @contextmanager
 def trying(trainer: Trainer) -> Iterator[None]:
     """Prepare a trainer for training outside of a run; its callbacks see nothing, and everything is restored."""
-    handler, scheduler = trainer.callback_handler, trainer.scheduler
+    handler = trainer.callback_handler
+    scheduler = trainer.scheduler
     prepare_model(trainer, training=True)
-    trainer.callback_handler, trainer.scheduler = CallbackHandler(), None
+    trainer.callback_handler = CallbackHandler()
+    trainer.scheduler = None
     try:
         with restoring_state(trainer):
             yield
     finally:
-        trainer.callback_handler, trainer.scheduler = handler, scheduler
+        trainer.callback_handler = handler
+        trainer.scheduler = scheduler
         if not trainer.is_running:
             release_model(trainer)

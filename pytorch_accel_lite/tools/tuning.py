@@ -99,7 +99,8 @@ def find_lr(
         gradient_clip_value=gradient_clip_value,
         gradient_clip_norm=gradient_clip_norm,
     )
-    batch_size, loader_kwargs = per_device_batch_size, train_dataloader_kwargs
+    batch_size = per_device_batch_size
+    loader_kwargs = train_dataloader_kwargs
     with trial(self, "find_lr", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
         found = _range_test(self, run, min_lr, max_lr, num_steps, diverged)
     self.print(found)
@@ -123,8 +124,11 @@ def _range_test(
     groups = trainer.optimizer.param_groups
     largest = max(float(group["lr"]) for group in groups)
     shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
-    lrs, losses = list[float](), list[float]()
-    mean, lowest, batches = 0.0, math.inf, _batches(run)
+    lrs = list[float]()
+    losses = list[float]()
+    mean = 0.0
+    lowest = math.inf
+    batches = _batches(run)
     trainer.train_epoch_start()
     for number in range(num_steps):
         lr = min_lr * (max_lr / min_lr) ** (number / (num_steps - 1))
@@ -180,7 +184,8 @@ def _batches(run: Run) -> Iterator[Batch]:
 
 def _update(trainer: Trainer, run: Run, batches: Iterator[Batch]) -> float:
     """Make an update, and return its mean loss over all processes."""
-    done, run.loss_trackers = run.progress.update, LossTrackers()
+    done = run.progress.update
+    run.loss_trackers = LossTrackers()
     while run.progress.update == done:
         train_step(trainer, run, next(batches))
     return run.loss_trackers.means(trainer.ranks, "{}")["loss"]
@@ -248,7 +253,9 @@ def _largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, mos
 
     :param load: returns a batch of so many samples
     """
-    fits, too_large, size = 0, most + 1, min(start, most)
+    fits = 0
+    too_large = most + 1
+    size = min(start, most)
     while True:
         if _fits(trainer, load(size), num_steps):
             fits = size
