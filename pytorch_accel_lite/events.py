@@ -255,6 +255,7 @@ class CallbackHandler:
     def clear_callbacks(self) -> None:
         """Remove all callbacks."""
         self.callbacks = []
+        self._muted = set()
         self.listeners.clear()
 
     def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:

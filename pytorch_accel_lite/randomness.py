@@ -77,6 +77,17 @@ def restore_generators(states: dict[str, Any]) -> None:
 
 
 @contextmanager
+def preserving_python() -> Iterator[None]:
+    """Restore python's and numpy's generators after a block of code."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
 def preserving_generators() -> Iterator[None]:
     """Restore all generators after a block of code."""
     states = capture_generators()

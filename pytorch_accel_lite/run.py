@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """What belongs to one run. A trainer always has one: that under way, or the last, or one in which nothing happens.
+    """What belongs to one run. A trainer always has one: the active run, the last one, or an idle one.
 
-    :ivar is_active: whether it is under way
-    :ivar before: the run within which it was begun, or the one that it takes the place of
+    :ivar before: the run that is restored when it ends; ``outer`` the one within which it was begun, if any
     :ivar request: what it was asked to do; ``config`` is what that comes to with its data
     :ivar train_loader: the batches of this process; so ``eval_loader``, the one of ``eval_loaders`` that is read
     :ivar batch: the batch that is being worked on, in training or evaluation
@@ -47,8 +46,8 @@ class Run:
     control: StopCoordinator
     window: GradientWindow
     request: RunRequest
-    is_active: bool = False
     before: Run | None = None
+    outer: Run | None = None
     config: TrainerRunConfig | None = None
     stop_reason: str | None = None
     interruption: RunPausedError | None = None
@@ -90,7 +89,7 @@ class Run:
         return run
 
     @property
-    def settings(self) -> TrainerRunConfig:
+    def required_config(self) -> TrainerRunConfig:
         """The config of a run that has one."""
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() was called.")
@@ -107,7 +106,7 @@ class Run:
         limit = self.request.max_num_train_steps
         if limit is not None:  # how many epochs these take is an estimate: batches may be skipped
             return self.progress.update >= limit
-        num_epochs = self.settings.num_epochs
+        num_epochs = self.required_config.num_epochs
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
@@ -115,7 +114,7 @@ class Run:
         """Whether the current epoch is followed by an evaluation: every n-th epoch and the last, if there are data."""
         epoch = self.progress.epoch
         no_limit = self.request.max_num_train_steps is None
-        is_last = self.is_finished or (no_limit and epoch == self.settings.num_epochs)
+        is_last = self.is_finished or (no_limit and epoch == self.required_config.num_epochs)
         return bool(self.all_eval_loaders) and (is_last or epoch % self.request.eval_every_n_epochs == 0)
 
     @property
@@ -152,6 +151,13 @@ class Run:
             history.update_metric(metric, value)
         self.recorded_losses = means
 
+    def forget_data(self) -> None:
+        """Drop what holds data: loaders, and the batch that was worked on."""
+        self.train_loader = None
+        self.eval_loader = None
+        self.eval_loaders = {}
+        self.batch = None
+
     def stop_workers(self) -> None:
         """Stop the worker processes of its loaders."""
         for loader in (self.train_loader, *self.all_eval_loaders):
@@ -159,7 +165,7 @@ class Run:
                 loader.stop_workers()
 
 
-def share(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
+def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
     """Return the loader that gives this process its share of a source of batches, as the run needs it."""
     request = run.request
     return shard(
@@ -176,44 +182,47 @@ def share(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoa
 
 
 @contextmanager
-def entering(trainer: Trainer, run: Run, keep: bool) -> Iterator[None]:
-    """Make a run the trainer's current one; at the end, however it comes, the one before is that again.
+def entering(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Make a run the trainer's current one; restore the previous run on exit, even after an error.
 
-    :param keep: leave it in its place when there is no run around it, once it has begun
+    A run that forgets what was ``before`` it, because it has begun, stays as the latest one.
     """
     run.before = trainer.current_run
-    run.is_active = True
+    run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
+    trainer.open_runs.append(run)
     trainer.current_run = run
     try:
         yield
     finally:
-        run.is_active = False
-        before = run.before
-        if keep and run.config is not None and not before.is_active and trainer.current_run is run:
-            run.before = None
-        else:
-            _take_out(trainer, run)
-        if not trainer.is_running:
+        if trainer.current_run is run and run.before is not None:
+            trainer.current_run = run.before
+        run.before = None
+        run.resumed = None
+        # Predictions that were begun within it, and that nobody reads to their end, are over too.
+        trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
+        run.outer = None
+        if not trainer.open_runs:
             release_model(trainer)
 
 
-def _take_out(trainer: Trainer, run: Run) -> None:
-    """Take a run out of the stack: mostly its top, but predictions may be read in turn."""
-    assert run.before is not None
-    if trainer.current_run is run:
+@contextmanager
+def suspended(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Let the run around a prediction be the current one while a part of the prediction is being used."""
+    if run.before is not None:
         trainer.current_run = run.before
-        return
-    above = trainer.current_run
-    while above.before is not run:
-        assert above.before is not None
-        above = above.before
-    above.before = run.before
+    try:
+        yield
+    finally:
+        if run in trainer.open_runs:
+            run.before = trainer.current_run
+            trainer.current_run = run
 
 
 def prepare_model(trainer: Trainer, training: bool) -> None:
     """Give the model and the optimizer to Accelerate, unless it has them."""
     prepared = trainer.prepared_model
-    if prepared is not None and (not prepared.outlives_runs or trainer.model is prepared.model):
+    is_same = prepared is not None and (trainer.model, trainer.optimizer) == (prepared.model, prepared.optimizer)
+    if prepared is not None and (is_same or not prepared.outlives_runs):
         return
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
@@ -241,18 +250,16 @@ def release_model(trainer: Trainer) -> None:
         trainer.prepared_model = None
 
 
-def end_early(trainer: Trainer, stop: StopTrainingError) -> None:
+def end_early(trainer: Trainer, run: Run, stop: StopTrainingError) -> None:
     """Note why a run is stopped, say it, and tell the callbacks."""
-    run = trainer.current_run
     run.stop_reason = str(stop) or type(stop).__name__
     run.interruption = stop if isinstance(stop, RunPausedError) else None
     trainer.print(run.stop_reason)
-    call_ending_event(trainer, "on_stop_training_error")
+    call_ending_event(trainer, run, "on_stop_training_error")
 
 
-def call_ending_event(trainer: Trainer, event: str) -> None:
+def call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
     """Fire an event when the run is ending anyway: there is nothing left to stop."""
-    run = trainer.current_run
     try:
         trainer.call_event(event)
         if trainer.ranks.world_size > 1:
@@ -261,14 +268,14 @@ def call_ending_event(trainer: Trainer, event: str) -> None:
         run.stop_reason = run.stop_reason or str(stop)
 
 
-def close_failed(trainer: Trainer, error: BaseException, ended: bool) -> None:
+def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) -> None:
     """Tell the callbacks that an error ends the run; the error itself goes on to the caller.
 
     A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
 
     :param ended: the ending events have been fired already
     """
-    trainer.current_run.control.forget()
+    run.control.forget()
     together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
     if together and not ended:

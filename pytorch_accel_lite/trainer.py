@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +119,9 @@ class Trainer:
     collate_fn: Callable[[Any], Any] | None = _of_the_run("collate_fn")
     train_dataloader: Any = _of_the_run("train_loader", "This process's training batches.")
     eval_dataloader: Any = _of_the_run("eval_loader", "This process's evaluation batches.")
-    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders", "Those of every dataset, when a dict was given.")
+    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders", "The evaluation loaders of all datasets.")
     _train_dataloader: Any = train_dataloader  # the names that the ancestor's users know
     _eval_dataloader: Any = eval_dataloader
-    is_running: bool = _of_the_run("is_active", "Whether a run of training, evaluation or prediction is under way.")
     is_finished: bool = _of_the_run("is_finished", "Whether all epochs or updates that were asked for are made.")
     evaluation_is_due: bool = _of_the_run(
         "evaluation_is_due", "Whether the current epoch is followed by an evaluation."
@@ -167,6 +167,7 @@ class Trainer:
         self.create_scheduler_fn: Callable[..., Any] | None = None
         self.registered_objects: dict[str, Any] = {}
         self.prepared_model: prepared.PreparedModel | None = None
+        self.open_runs: list[Run] = []
         self.current_run = Run.create(self.ranks)
         self.current_run.data_seed = self.seed
         self._adapter = BatchAdapter(model)
@@ -251,7 +252,6 @@ class Trainer:
         check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
         warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
         batch_size = per_device_batch_size
-        last = self.progress
         self._check_data("train_dataset", train_dataset, batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, batch_size, eval_dataloader_kwargs, collate_fn)
@@ -261,12 +261,12 @@ class Trainer:
         run.collate_fn = collate_fn
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
-        with entering(self, run, keep=True):
+        with entering(self, run):
             find_data(self, run, int(batch_size), train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
             begin_training(self, run, int(batch_size))  # of numpy's integers, too
             self.scheduler = self.create_scheduler()
             self._check_scheduler(request)
-            start_or_resume(self, run, reset_run_history, last)
+            start_or_resume(self, run, reset_run_history)
             try:
                 with ending_in_order(run.control.request, request.ends_at_signals):
                     self._run_training(run.resumed)
@@ -310,9 +310,7 @@ class Trainer:
     def _create_callback_handler(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> CallbackHandler:
         handler = CallbackHandler(callbacks)
         if LIMIT_BATCHES_VARIABLE in os.environ:
-            from pytorch_accel_lite.callbacks.limits import limit_from_environment
-
-            handler.add_callbacks(limit_from_environment())
+            handler.add_callbacks(import_module("pytorch_accel_lite.callbacks.limits").limit_from_environment())
         return handler
 
     def _create_accelerator(self) -> Accelerator:
@@ -400,16 +398,14 @@ class Trainer:
 
     def clip_gradients(self) -> None:
         """Clip the gradients as the run config says. Called once an update, on unscaled gradients."""
-        config = self.current_run.config or self.current_run.settings
-        value = config.gradient_clip_value
-        norm = config.gradient_clip_norm
-        if value is None and norm is None:
+        config = self.current_run.required_config
+        if config.gradient_clip_value is None and config.gradient_clip_norm is None:
             return
         clipped = list(self.model.parameters()) if self.is_sharded else updated_parameters(self.model, self.optimizer)
-        if value is not None:
-            self.accelerator.clip_grad_value_(clipped, value)
-        if norm is not None:
-            self.current_run.gradient_norm = clip_norm(self.accelerator, clipped, norm)
+        if config.gradient_clip_value is not None:
+            self.accelerator.clip_grad_value_(clipped, config.gradient_clip_value)
+        if config.gradient_clip_norm is not None:
+            self.current_run.gradient_norm = clip_norm(self.accelerator, clipped, config.gradient_clip_norm)
 
     def optimizer_step(self) -> None:
         """Update the weights."""
@@ -419,7 +415,7 @@ class Trainer:
         """Step the scheduler. Called once an update, unless a gradient scaler skipped it, or once an epoch."""
         if self.scheduler is None:
             return
-        metric = self.current_run.settings.scheduler_metric
+        metric = self.current_run.required_config.scheduler_metric
         if metric is None:
             self.scheduler.step()
             return
@@ -538,7 +534,7 @@ class Trainer:
         """
         run = self.current_run
         if run.gradient_norm is None:
-            if self.accelerator.scaler is not None and run.settings.gradient_clip_value is None:
+            if self.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
                 self.accelerator.unscale_gradients(self.optimizer)
             gradients = [
                 parameter.grad for parameter in optimized_parameters(self.optimizer) if parameter.grad is not None
@@ -547,11 +543,15 @@ class Trainer:
         return run.gradient_norm
 
     @property
+    def is_running(self) -> bool:
+        """Whether a run of training, evaluation or prediction is under way."""
+        return bool(self.open_runs)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the weights of the model are spread over the processes (FSDP, DeepSpeed, ``fully_shard``)."""
-        if self.prepared_model is not None:
-            return self.prepared_model.is_sharded
-        return prepared.is_sharded(self.accelerator, self.model)
+        known = self.prepared_model
+        return prepared.is_sharded(self.accelerator, self.model) if known is None else known.is_sharded
 
     @property
     def device(self) -> torch.device:
@@ -568,7 +568,7 @@ class Trainer:
         Happens by itself at the end of the program, when the job of several processes is left in order.
         """
         if shutdown.unregister(self):
-            self.current_run = Run.create(self.ranks)
+            self.current_run.forget_data()
             self.accelerator.free_memory()
 
     def __enter__(self) -> Self:

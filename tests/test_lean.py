@@ -89,10 +89,10 @@ QUIET = get_default_callbacks(progress_bar=False)
 @pytest.mark.parametrize(
     ("trainer_class", "data", "callbacks", "kwargs", "budget"),
     [
-        (Ready, batches, (), {}, 23),
-        (Ready, batches, QUIET, {}, 31),
-        (Trainer, lambda steps: Whole(8 * steps), (), {}, 27),
-        (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 35),
+        (Ready, batches, (), {}, 24),
+        (Ready, batches, QUIET, {}, 32),
+        (Trainer, lambda steps: Whole(8 * steps), (), {}, 28),
+        (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 36),
     ],
     ids=["list", "list and default callbacks", "dataset", "dataset with a seed"],
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from pytorch_accel_lite import StopTrainingError, TrainerCallback
+from pytorch_accel_lite import CallbackHandler, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveTrainingStateCallback
-from tests.cases import sharded
+from tests.cases import evaluation, sharded
 from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
 
 EVENTS = ("on_train_step_start", "on_train_step_end", "on_update_end", "on_train_epoch_end")
@@ -192,3 +196,113 @@ def test_an_evaluation_that_is_stopped_after_a_run_is_no_end_of_that_run(tmp_pat
     first.evaluate(make_data())
     assert first.stop_reason == "seen enough"
     assert run(4).progress.epochs_completed == 4
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_what_is_evaluated_or_predicted_alone_leaves_the_generators_to_the_user(method):
+    trainer = quiet_trainer(dropout_model(), seed=0)
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    drawn = []
+    for _ in range(3):
+        getattr(trainer, method)(Rows(regression_data(5)))
+        drawn.append((random.random(), np.random.rand()))
+    random.seed(0), np.random.seed(0)
+    assert drawn == [(random.random(), np.random.rand()) for _ in range(3)]
+
+
+def test_a_prediction_that_is_left_in_its_middle_is_over_with_the_run_around_it():
+    errors: list[BaseException] = []
+
+    def leave(trainer: Any, **kwargs: Any) -> None:
+        for _ in trainer.predict_iter(regression_data(9), 4):
+            raise errors[-1]
+
+    for error in (StopTrainingError("enough"), ValueError("no")):
+        errors.append(error)  # which keeps the iterator, with its traceback
+        trainer = make_trainer([listener(on_train_step_end=leave)], model=dropout_model(), loss_func=nn.MSELoss())
+        with pytest.raises(ValueError, match="no") if isinstance(error, ValueError) else nullcontext():
+            trainer.train(regression_data(8), 1)
+        assert trainer.stop_reason == ("enough" if isinstance(error, StopTrainingError) else None)
+        assert not trainer.is_running
+        assert trainer.progress.update == 1
+        trainer.callback_handler.clear_callbacks()
+        trainer.train(regression_data(8), 1)
+        assert trainer.progress.epochs_completed == 1
+
+
+def test_parts_of_predictions_come_from_their_own_batches_in_evaluation_mode():
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_predict_step_end(self, trainer, **kwargs):
+            seen.append((trainer.batch_indices, trainer.model.training))
+
+    trainer = quiet_trainer(dropout_model(), callbacks=[Looks])
+    first, second = (trainer.predict_iter(Rows(regression_data(size)), 2) for size in (5, 3))
+    for parts in (first, second, first, second, first):
+        next(parts)
+        assert trainer.model.training
+        assert trainer.batch_indices is None
+    assert seen == [([0, 1], False), ([0, 1], False), ([2, 3], False), ([2], False), ([4], False)]
+
+
+def test_a_prediction_that_is_read_step_by_step_does_not_hide_the_run():
+    parts: list[Any] = []
+
+    class Reads(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs):
+            parts.append(trainer.predict_iter(regression_data(40), 2))
+
+        def on_optimizer_step_start(self, trainer, **kwargs):
+            next(parts[0])
+            trainer.skip_update()
+
+    model = dropout_model()
+    before = weights(model)
+    trainer = quiet_trainer(model, callbacks=[Reads])
+    trainer.train(regression_data(8), 1, per_device_batch_size=2)
+    named = dict(model.named_parameters())
+    assert all(torch.equal(before[name], named[name]) for name in named)
+    assert trainer.progress.update == 4
+
+
+def test_the_data_of_a_run_are_forgotten_when_the_next_begins():
+    alive: list[bool] = []
+    data = Rows(regression_data(8))
+    held = weakref.ref(data)
+    watch = listener(on_train_epoch_start=lambda trainer, **_: alive.append(held() is not None))
+    trainer = quiet_trainer(dropout_model(), callbacks=[watch])
+    trainer.train(data, 1)
+    del data
+    trainer.train(Rows(regression_data(8)), 1)
+    assert alive == [True, False]
+
+
+def test_what_is_known_of_a_run_is_there_after_the_trainer_was_closed():
+    with quiet_trainer(dropout_model()) as trainer:
+        trainer.train(regression_data(8), 1, per_device_batch_size=4)
+        left = trainer.predict_iter(regression_data(9), 4)
+        next(left)
+    left.close()
+    assert trainer.progress.update == 2
+    assert trainer.run_config.num_epochs == 1
+
+
+def test_a_callback_that_is_added_after_others_were_removed_is_heard():
+    handler = CallbackHandler()
+    for _ in range(50):
+        callback = listener(on_update_end=lambda trainer, **_: None)
+        handler.add_callback(callback)
+        handler.set_listening(callback, False, "on_update_end")
+        assert not handler.listeners["on_update_end"]
+        handler.clear_callbacks()
+        del callback
+        handler.add_callback(listener(on_update_end=lambda trainer, **_: None))
+        assert len(handler.listeners["on_update_end"]) == 1
+        handler.clear_callbacks()
+
+
+@pytest.mark.processes
+def test_predicting_within_a_run_with_unequal_shares_does_not_hang(ranks):
+    for shapes in ranks(evaluation.predict_one_sample_within_a_run):
+        assert shapes == [[1, 1], [1, 1]]

@@ -20,14 +20,13 @@ class StopCoordinator:
         self._seconds = seconds
         self._request: tuple[int, Exception] | None = None
         self._pause: RunPausedError | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was asked for, and begin to count anew."""
-        self.forget()
         self._calls = 0
         self._updates = 0
         self._interval = 1
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Begin to measure the time of the run."""
         self._start = self._since = time.monotonic()
         self._clock = 0.0
 

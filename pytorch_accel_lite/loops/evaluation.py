@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,19 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import complete_output
-from pytorch_accel_lite.distributed.prepared import evaluation_mode, preserving_modes, reshard, sync_ddp_buffers, unwrap
+from pytorch_accel_lite.distributed.prepared import preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler, StopTrainingError
-from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, call_ending_event, close_failed, end_early, entering, prepare_model, share
+from pytorch_accel_lite.randomness import preserving_generators, preserving_python
+from pytorch_accel_lite.run import (
+    Run,
+    call_ending_event,
+    close_failed,
+    create_loader,
+    end_early,
+    entering,
+    prepare_model,
+)
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import LossTrackers, RunHistory
 from pytorch_accel_lite.validation import has_no_batch
@@ -46,12 +54,12 @@ def evaluate(
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     history = self.run_history
-    within_a_run = self.is_running
+    within_a_run = self.current_run in self.open_runs
     stopped = None
     known = {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
     request = RunRequest("evaluation", num_epochs=1)
-    with _in_last_epoch(self), evaluating(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
-        run = self.current_run
+    arguments = dataset, per_device_batch_size, dataloader_kwargs, collate_fn
+    with _in_last_epoch(self), inference_run(self, request, *arguments) as run, _leaving_alone(self, run):
         try:
             try:
                 self.call_event("on_dataloaders_created")
@@ -61,12 +69,12 @@ def evaluate(
             except StopTrainingError as stop:
                 stopped = stop
                 if not within_a_run:
-                    end_early(self, stop)
+                    end_early(self, run, stop)
             self.evaluation_run_end()
-            call_ending_event(self, "on_evaluation_run_end")
+            call_ending_event(self, run, "on_evaluation_run_end")
         except BaseException as error:
             if not within_a_run:  # that has its own end, if it does not catch the error
-                close_failed(self, error, ended=True)
+                close_failed(self, run, error, ended=True)
             raise
     if stopped is not None and within_a_run:
         raise stopped  # it ends that run
@@ -78,37 +86,50 @@ def evaluate(
 
 
 @contextmanager
-def evaluating(
+def inference_run(
     trainer: Trainer, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
-) -> Iterator[None]:
+) -> Iterator[Run]:
     """Enter a run that evaluates or predicts a dataset, with its loaders and the model prepared.
 
-    Within another run it leaves no trace on that; alone, an evaluation stays as the latest run.
+    Within another run it leaves the outer run unchanged; alone, an evaluation stays as the latest run.
     """
     run = trainer.current_run.derive()
-    nested = trainer.is_running
+    nested = trainer.current_run in trainer.open_runs
     run.eval_dataset = dataset
     run.collate_fn = collate_fn
     batch_size = int(batch_size)
     if not nested:
         run.train_loader = run.train_loader_kwargs = run.stop_reason = None
         run.control = StopCoordinator(trainer.ranks)
-    is_evaluation = request.kind == "evaluation"
-    generators = preserving_generators() if nested or is_evaluation else nullcontext()  # a user reads predictions
-    with entering(trainer, run, keep=is_evaluation), generators:
+    with entering(trainer, run):
         trainer.callback_handler.configure_run(trainer, request)
         asked = replace(run.request, max_batches=request.max_batches, first_sample=request.first_sample)
         run.request = asked if nested else request
         try:
             create_eval_loaders(trainer, run, dataset, batch_size, loader_kwargs)
-            with evaluation_mode(trainer.model) if nested else nullcontext():
-                prepare_model(trainer, training=False)
-                if not nested:
-                    run.config = trainer._create_run_config(batch_size, request)
-                yield
+            prepare_model(trainer, training=False)
+            if not nested:
+                run.config = trainer._create_run_config(batch_size, request)
+            if not nested and request.kind == "evaluation":
+                run.before = None
+            yield run
         finally:
             for loader in run.all_eval_loaders:
                 loader.stop_workers()
+
+
+@contextmanager
+def _leaving_alone(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Restore what an evaluation changes of the generators, and within a run of the model's modes."""
+    with preserving_randomness(run), preserving_modes(trainer.model) if run.outer is not None else nullcontext():
+        yield
+
+
+def preserving_randomness(run: Run) -> AbstractContextManager[None]:
+    """Leave the generators to the run around this one as they were; alone, those that reading under a seed changes."""
+    if run.outer is not None:
+        return preserving_generators()
+    return nullcontext() if run.data_seed is None else preserving_python()
 
 
 @contextmanager
@@ -136,7 +157,8 @@ def create_eval_loaders(
         run.eval_dataset = part  # for who overrides create_eval_dataloader
         if part is None:
             return
-        run.eval_loader = share(trainer, run, trainer.create_eval_dataloader(batch_size, loader_kwargs), training=False)
+        source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
+        run.eval_loader = create_loader(trainer, run, source, training=False)
         if has_no_batch(run.eval_loader):
             raise ValueError(
                 "eval_dataset makes no batch: with drop_last=True it needs at least a batch for every process."
@@ -179,12 +201,7 @@ def run_evaluation(
         self.sync_buffers(model)
         run.trained_model = own
     autocast = nullcontext() if model is None else self.accelerator.autocast()
-    with (
-        entering(self, run, keep=False),
-        preserving_generators(),
-        preserving_modes(own),
-        _prefixed(self.run_history, prefix),
-    ):
+    with entering(self, run), preserving_generators(), preserving_modes(own), _prefixed(self.run_history, prefix):
         self.model = own if model is None else model
         self.callback_handler = handler if callbacks is None else callbacks
         try:
@@ -227,7 +244,8 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     trainer.eval_epoch_start()
     run.loss_trackers = LossTrackers()
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
-    loader = share(trainer, run, source, training=False)
+    loader = create_loader(trainer, run, source, training=False)
+    sync_ddp_buffers(trainer.model, trainer.ranks)
     with unwrapped_model(trainer), torch.no_grad():
         for batch in loader.steps(run.progress.epoch):
             run.batch = batch
@@ -247,10 +265,9 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
 def unwrapped_model(trainer: Trainer) -> Iterator[None]:
     """Use the module inside ``DistributedDataParallel``, whose forward pass communicates.
 
-    Ranks may then have different numbers of batches.
+    Ranks may then have different numbers of batches. Their buffers are to be synchronised before.
     """
     wrapped = trainer.model
-    sync_ddp_buffers(wrapped, trainer.ranks)
     is_sharded = trainer.is_sharded
     if not is_sharded:
         trainer.model = unwrap(wrapped)

@@ -14,6 +14,7 @@ from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput, batch_size_of, concatenate_if_possible, find_batch_size, split_batch
 from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.gradients import average_gradients, optimized_parameters
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
@@ -61,6 +62,7 @@ class GuardedStep:
             before = StepSnapshot(trainer, run)
             error = None
             try:
+                sync_ddp_buffers(trainer.model, trainer.ranks)
                 with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
                     outputs = self._attempt(trainer, run, batch)
             except (StopTrainingError, NonFiniteLossError):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.batches import batch_size_of, concatenate, to_cpu
-from pytorch_accel_lite.distributed.prepared import evaluation_mode
-from pytorch_accel_lite.loops.evaluation import evaluating, unwrapped_model
-from pytorch_accel_lite.run import Run, close_failed
+from pytorch_accel_lite.distributed.prepared import evaluation_mode, sync_ddp_buffers
+from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
+from pytorch_accel_lite.run import Run, close_failed, suspended
 from pytorch_accel_lite.run_config import RunRequest
 
 if TYPE_CHECKING:
@@ -53,30 +53,36 @@ def predict_iter(
 ) -> Iterator[Any]:
     """Yield what :meth:`predict` returns in parts, in the order of the dataset, the same on every process.
 
-    Only a few batches are in memory at any time. To be iterated to its end on every process; meanwhile the
-    model is in evaluation mode.
+    Only a few batches are in memory at any time. To be iterated to its end on every process. The model is in evaluation
+    mode while a part is computed, and in its own between them.
     """
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
-    within_a_run = self.is_running
     request = RunRequest("prediction", num_epochs=1)
-    with evaluating(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn):
-        run = self.current_run
-        with evaluation_mode(self.model):
-            try:
-                self.call_event("on_predict_run_start")
-                outputs = _outputs(self, run)
-                while parts := [p for p in self.ranks.all_gather_object(next(outputs, None)) if p is not None]:
+    with inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run:
+        outputs = _outputs(self, run)
+        try:
+            self.call_event("on_predict_run_start")
+            sync_ddp_buffers(self.model, self.ranks)
+            while parts := _next_parts(self, run, outputs):
+                with suspended(self, run):
                     yield concatenate(parts)
-                self.call_event("on_predict_run_end")
-            except GeneratorExit:  # who iterates has seen enough
-                self.call_event("on_predict_run_end")
-                raise
-            except BaseException as error:
-                if not within_a_run:
-                    close_failed(self, error, ended=True)
-                raise
+            self.call_event("on_predict_run_end")
+        except GeneratorExit:  # who iterates has seen enough
+            self.call_event("on_predict_run_end")
+            raise
+        except BaseException as error:
+            if run.outer is None:  # that has its own end, if it does not catch the error
+                close_failed(self, run, error, ended=True)
+            raise
+
+
+def _next_parts(trainer: Trainer, run: Run, outputs: Iterator[Any]) -> list[Any]:
+    """Return the next outputs of every process that has some."""
+    with preserving_randomness(run), evaluation_mode(trainer.model):
+        mine = next(outputs, None)
+    return [part for part in trainer.ranks.all_gather_object(mine) if part is not None]
 
 
 def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:

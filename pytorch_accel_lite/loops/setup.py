@@ -13,8 +13,8 @@ from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parame
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import GuardedStep, check_guard
 from pytorch_accel_lite.randomness import seed_run
-from pytorch_accel_lite.run import Run, apply_model_options, prepare_model, share
-from pytorch_accel_lite.tracking import Progress
+from pytorch_accel_lite.run import Run, apply_model_options, create_loader, prepare_model
+from pytorch_accel_lite.validation import check_training
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -31,6 +31,7 @@ def find_data(
     """Find the state to resume from, seed, and make the loaders, whose order may follow from that state."""
     request = run.request
     trainer.callback_handler.configure_run(trainer, request)
+    check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # again, with theirs
     run.resumed = state = find_state(trainer, request.state_sources, resume_from)
     run.data_seed = trainer.seed
     if trainer.seed is not None:
@@ -47,7 +48,8 @@ def find_data(
 
 def create_train_loader(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
     """Make the loader of training batches."""
-    run.train_loader = share(trainer, run, trainer.create_train_dataloader(batch_size, loader_kwargs), training=True)
+    source = trainer.create_train_dataloader(batch_size, loader_kwargs)
+    run.train_loader = create_loader(trainer, run, source, training=True)
 
 
 def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
@@ -69,14 +71,13 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         run.guard = GuardedStep(request.auto_microbatch, request.skips_failed_batches)
 
 
-def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool, last: Progress) -> None:
-    """Start from the beginning, or from a state.
-
-    :param last: how far the run before had come
-    """
+def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:
+    """Start from the beginning, or from a state."""
+    was_mid_epoch = run.before is not None and run.before.progress.is_mid_epoch
+    run.before = None  # the latest run can be forgotten, and its data with it
     if reset_run_history:
         trainer.run_history.reset()
-    elif last.is_mid_epoch:
+    elif was_mid_epoch:
         trainer.run_history._increment_epoch()
     if run.resumed is not None:
         restore(trainer, run.resumed)

@@ -13,7 +13,7 @@ from pytorch_accel_lite.events import StopTrainingError
 from pytorch_accel_lite.gradients import NOTHING, average_gradients, clear_gradients, gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, call_ending_event, close_failed, end_early, share
+from pytorch_accel_lite.run import Run, call_ending_event, close_failed, create_loader, end_early
 from pytorch_accel_lite.tracking import LossTrackers
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def train(trainer: Trainer, run: Run) -> None:
     """Make a run, or what is left of it; say why, when it is stopped early."""
     ended = False
+    run.control.start_clock()
     try:
         try:
             trainer.training_run_start()
@@ -33,12 +34,12 @@ def train(trainer: Trainer, run: Run) -> None:
             while not over and (run.progress.is_mid_epoch or not run.is_finished):
                 _train_and_evaluate(trainer, run)
         except StopTrainingError as stop:
-            end_early(trainer, stop)
+            end_early(trainer, run, stop)
         ended = True
         trainer.training_run_end()
-        call_ending_event(trainer, "on_training_run_end")
+        call_ending_event(trainer, run, "on_training_run_end")
     except BaseException as error:
-        close_failed(trainer, error, ended)
+        close_failed(trainer, run, error, ended)
         raise
 
 
@@ -67,7 +68,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     _finish_resuming(trainer, run)
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
-    run.train_loader = share(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
+    run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
     batches = run.train_loader.steps(progress.epoch, progress.samples_in_epoch, progress.step)
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.must_warm_up_ddp:

@@ -88,10 +88,10 @@ def trial(
     run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
     run.collate_fn = collate_fn
     run.data_seed = trainer.seed or 0
-    with entering(trainer, run, keep=False):
+    with entering(trainer, run):
         try:
             create_train_loader(trainer, run, batch_size, loader_kwargs)
-            with trying(trainer):
+            with prepared_for_trial(trainer):
                 begin_training(trainer, run, batch_size)
                 yield run
         finally:
@@ -99,7 +99,7 @@ def trial(
 
 
 @contextmanager
-def trying(trainer: Trainer) -> Iterator[None]:
+def prepared_for_trial(trainer: Trainer) -> Iterator[None]:
     """Prepare a trainer for training outside of a run; its callbacks see nothing, and everything is restored."""
     handler = trainer.callback_handler
     scheduler = trainer.scheduler

@@ -14,6 +14,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.batches import total_loss
 from pytorch_accel_lite.data import Batch, NamedDatasets
+from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.guarded import is_out_of_memory
 from pytorch_accel_lite.loops.setup import create_train_loader
@@ -269,6 +270,7 @@ def _largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, mos
 def _fits(trainer: Trainer, batch: Any, num_steps: int) -> bool:
     """Make a few updates with a batch, without the other processes: one that fails must not leave them waiting."""
     failed = False
+    sync_ddp_buffers(trainer.model, trainer.ranks)
     with unwrapped_model(trainer):
         try:
             for _ in range(num_steps):

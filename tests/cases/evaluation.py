@@ -225,3 +225,18 @@ def training_metrics(folder: Path) -> Any:
     trainer = quiet_trainer(small_model(), callbacks=[counts, saver], seed=0)
     trainer.train(regression_data(7), 1, per_device_batch_size=3)
     return trainer.run_history.to_dict()
+
+
+def predict_one_sample_within_a_run() -> Any:
+    """Some processes have no share of it; the model has buffers."""
+    shapes: list[Any] = []
+
+    class Predicts(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            shapes.append(list(trainer.predict(regression_data(1)).shape))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    trainer = quiet_trainer(model, callbacks=[Predicts])
+    trainer.train(regression_data(12), 2, per_device_batch_size=2)
+    return shapes
