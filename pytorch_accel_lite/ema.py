@@ -62,7 +62,7 @@ class ModelEma(nn.Module):
         return self.decay * ema_model_weights + (1 - self.decay) * updated_model_weights
 
     def set(self, model: nn.Module) -> None:
-        """Begin anew from the model's present weights and buffers."""
+        """Begin again from the model's present weights and buffers."""
         with torch.no_grad():
             for average, value in self._pairs(model):
                 average.copy_(value)

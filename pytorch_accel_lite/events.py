@@ -92,12 +92,12 @@ class TrainerCallback:
     ``trainer.progress`` holds all counts. Accept ``**kwargs``
     in every event: arguments may be added.
 
-    ``configure_run`` is called first of all: there a callback says what a run needs for it. A callback with
+    ``configure_run`` is called first, so that a callback can declare what it needs of a run. A callback with
     ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
     """
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
-        """Say what a run needs for this callback. Called once for each run, before its dataloaders are made.
+        """Declare what this callback needs of a run. Called once for each run, before its dataloaders are made.
 
         :param request: what the run is asked to do; change what you need,
             see :class:`~pytorch_accel_lite.run_config.RunRequest`
@@ -274,7 +274,7 @@ class CallbackHandler:
         return [type(callback).__name__ for callback in self.callbacks]
 
     def configure_run(self, trainer: Trainer, request: RunRequest) -> None:
-        """Let every callback say what a run needs for it."""
+        """Let every callback declare what it needs of a run."""
         for callback in self.callbacks:
             if type(callback).configure_run is TrainerCallback.configure_run:
                 _read_flags(callback, request)

@@ -68,7 +68,7 @@ class GradientWindow:
 
     @property
     def counts(self) -> tuple[Count, Count, bool]:
-        """What has been added since the last update; to be put back after a step that failed."""
+        """What has been added since the last update; to be restored after a step that failed."""
         return self._nominal, self._true, self.is_open
 
     @counts.setter

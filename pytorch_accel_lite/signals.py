@@ -15,7 +15,7 @@ from pytorch_accel_lite.events import RunInterruptedError
 def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Iterator[None]:
     """While the block runs, SIGTERM, SIGUSR1 and SIGINT ask for an end of the run; a second one ends at once.
 
-    Nothing is changed in threads other than the main one, which receive no signals. Handlers are put back.
+    Nothing is changed in threads other than the main one, which receive no signals. Handlers are restored.
 
     :param request: is given a :class:`RunInterruptedError`; only sets a flag
     """

@@ -588,7 +588,7 @@ class Trainer:
 
     @property
     def clock(self) -> float:
-        """Seconds since the start of the run, the same on every process (as of their last talk)."""
+        """Seconds since the start of the run, the same on every process (as of when they last synchronised)."""
         return self.current_run.control.clock
 
 

@@ -63,7 +63,7 @@ def warn_if_optimizer_misses_model(optimizer: Any, attributes: Iterable[Any]) ->
         warnings.warn(
             f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
             "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
-            "that the trainer is given: anew, whenever you make the model anew.",
+            "that the trainer is given: again, whenever you make the model again.",
             stacklevel=3,
         )
 

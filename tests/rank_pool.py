@@ -85,7 +85,9 @@ class RankPool:
                 replies |= {rank: pickle.loads(rank.recv_bytes()) for rank in ready}
             except (AssertionError, EOFError, ConnectionError) as error:
                 self._kill()
-                raise AssertionError(f"{function.__qualname__}: {error!r}\n{self._printed(start)}") from None
+                printed = self._printed(start)
+                self._folder.cleanup()
+                raise AssertionError(f"{function.__qualname__}: {error!r}\n{printed}") from None
         in_order = [replies[rank] for rank in self._ranks]
         for rank, (_, failure) in enumerate(in_order):
             assert failure is None, f"{function.__qualname__} failed on rank {rank}:\n{failure}"

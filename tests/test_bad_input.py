@@ -544,7 +544,7 @@ def test_callbacks_refuse(make, error, match):
 
 def test_an_optimizer_of_another_model_is_warned_of():
     forgotten = torch.optim.SGD(make_model(1).parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*anew"):
+    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*again"):
         train(make_trainer(optimizer=forgotten))
 
 

@@ -778,7 +778,7 @@ WATCHING: dict[str, Any] = {
 def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
     first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
     before = (
-        r"begins anew: it watches 'accuracy' \(greater is better\), and its training state is of '\w*eval_loss_epoch'"
+        r"begins again: it watches 'accuracy' \(greater is better\), and its training state is of '\w*eval_loss_epoch'"
     )
     with pytest.warns(UserWarning, match=f"{name} {before}"):
         resumed(here, first, again)
@@ -804,7 +804,7 @@ def test_the_best_states_by_another_metric_do_not_count_after_a_resume(here):
         train(make_trainer([record, saver], seed=0), epochs=epochs, eval_dataset=True, resume_from="latest")
 
     run(1, KeepBest("eval_loss_epoch"))
-    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback begins anew: it watches 'new'"):
+    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback begins again: it watches 'new'"):
         run(4, KeepBest("new"))  # smaller than the loss or not, the first value is that of epoch 2
     assert sorted(path.name for path in Path("states").glob("update-*")) == ["update-000000006", "update-000000012"]
 

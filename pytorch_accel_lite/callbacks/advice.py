@@ -114,7 +114,7 @@ class AdviceCallback(TrainerCallback):
             return
         own = float(trainer.optimizer.param_groups[0].get("initial_lr", 0.0))
         name = type(trainer.scheduler).__name__
-        next_rate = _learning_rate(trainer)  # a cyclic schedule may begin anew here
+        next_rate = _learning_rate(trainer)  # a cyclic schedule may begin again here
         if self._rate < 0.01 * self._highest and next_rate < 0.01 * self._highest:
             yield (
                 f"{name} has brought the learning rate from {self._highest:.3g} down to {self._rate:.3g} in this epoch "

@@ -18,7 +18,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
     """Turns batch norm into ``torch.nn.SyncBatchNorm``, in place, at the start of a run on several processes.
 
     Its statistics are then those of the batches of all processes together, which matters where a process has few
-    samples. Parameters and buffers stay the same objects, so the optimizer need not be made anew, and checkpoints fit
+    samples. Parameters and buffers stay the same objects, so the optimizer need not be made again, and checkpoints fit
     either form. On the CPU, where torch cannot train ``SyncBatchNorm``, it warns and leaves the model as it is.
 
     :raises ValueError: at the start of the run, for a class derived from batch norm with a forward pass of its own

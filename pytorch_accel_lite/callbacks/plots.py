@@ -88,7 +88,7 @@ class SnapshotCallback(TrainerCallback):
     """Lets a function of yours draw what the model makes of fixed samples, and keeps the pictures.
 
     They are saved as PNG files, and sent to every tracker of the trainer. The model is in evaluation mode meanwhile;
-    modes and generators are put back, so training is the same with and without. A function that raises an error is
+    modes and generators are restored, so training is the same with and without. A function that raises an error is
     reported once, and the run goes on.
 
     :param fn: called as ``fn(model, samples)`` on the first process, without gradients; returns a picture or a dict of

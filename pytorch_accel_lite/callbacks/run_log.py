@@ -35,7 +35,7 @@ class RunLogCallback(TrainerCallback):
     They hold the run's configuration and yours, the command line, versions, the git commit (when the program is run in
     a repository), host and processes, every attempt with its beginning, end and outcome, and all metrics. The page is
     one file with its curves in it (extra ``plot``; without it, only tables). All is replaced whole after each epoch;
-    the curves are drawn anew when that takes less than a fiftieth of the time, and at the end.
+    the curves are drawn again when that takes less than a fiftieth of the time, and at the end.
 
     A run that is resumed adds an attempt; another run in the same folder replaces it.
 

@@ -32,7 +32,7 @@ _COLUMNS = ("update", "epoch", "loss")
 
 
 class BackgroundWorker:
-    """Does one job after the other, in a thread of its own. A job must not talk to other processes."""
+    """Does one job after the other, in a thread of its own. A job must not communicate with other processes."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_JOBS_BEHIND)

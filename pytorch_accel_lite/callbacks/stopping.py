@@ -116,7 +116,7 @@ class EarlyStoppingCallback(TrainerCallback):
     :param early_stopping_threshold: a change that is not larger than this is no improvement
     :param watch_metric: the name of the metric in the run history
     :param greater_is_better: whether larger values are better
-    :param reset_on_train: begin anew in every training run
+    :param reset_on_train: begin again in every training run
     :param threshold_mode: ``"absolute"``, or ``"relative"``: the threshold is a share of the best value's size
     :param baseline: a value that is to be improved upon from the start; ``None``: any first value is an improvement
     :param patience_in: ``"epochs"``, or ``"evaluations"``: every new value of the metric counts, also in mid-epoch,

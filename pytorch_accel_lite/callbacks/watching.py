@@ -63,7 +63,7 @@ class WatchedMetric:
         theirs = mine | {key: value for key, value in state.items() if key in mine}  # older states do not name it
         if (self.name, self.greater_is_better) != (theirs["watch_metric"], theirs["greater_is_better"]):
             warnings.warn(
-                f"{type(owner).__name__} begins anew: it watches {_described(mine)}, and its training state is of "
+                f"{type(owner).__name__} begins again: it watches {_described(mine)}, and its training state is of "
                 f"{_described(theirs)}. Give callbacks of one kind in the order in which they were saved.",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""What a training state holds of a trainer, and how it is put back."""
+"""What a training state holds of a trainer, and how it is restored."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def restore_callbacks(callbacks: Iterable[Any], state: TrainingState) -> None:
 def restore_per_rank(trainer: Trainer, state: TrainingState) -> None:
     """Put back the running losses and, last before training goes on, the generators of this rank.
 
-    With another number of processes, generators are seeded anew, and rank 0 goes on from the sums of all ranks' losses.
+    With another number of processes, generators are seeded again, and rank 0 has the sums of all ranks' losses.
     """
     if state.own is None:
         for name, (total, count) in state.shared["losses"].items() if trainer.ranks.rank == 0 else ():

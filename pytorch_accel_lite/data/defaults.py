@@ -19,7 +19,7 @@ def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
     """Return how many worker processes a dataloader gets unless told otherwise.
 
     None for data that are in memory or read a whole batch at a time, for iterable datasets (workers would each
-    repeat the stream), and where workers are started anew instead of forked; else one for each core that this
+    repeat the stream), and where workers are new interpreters instead of forks; else one for each core that this
     process can count on, up to eight.
     """
     if _is_in_memory(dataset) or reads_batches(dataset):

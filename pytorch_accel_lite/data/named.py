@@ -15,7 +15,7 @@ from pytorch_accel_lite.utils import check_choice
 class NamedDatasets(Dataset[Any]):
     """Map datasets by name. A sample is a dict with a sample of each, so a batch is a dict with a batch of each.
 
-    :param datasets: the datasets by name; they are paired at random anew in every epoch when shuffled
+    :param datasets: the datasets by name; they are paired at random in every epoch when shuffled
     :param length: ``"min"``: an epoch is as long as the shortest, and takes that many samples of each;
         ``"max"``: as long as the longest, and the shorter ones are gone through several times
     :raises ValueError: when there are none, or one is empty or without a length

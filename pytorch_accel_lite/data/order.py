@@ -67,7 +67,7 @@ class BatchReader(Dataset[Any]):
 
     Every sample is read with generators seeded from its place in the epoch's order; a dataset that reads many samples
     at once (``__getitems__``) has one seed for them, and what collates a batch goes on from there. So neither workers,
-    nor processes, nor an interruption change what is read. Without workers, torch's generator is put back afterwards;
+    nor processes, nor an interruption change what is read. Without workers, torch's generator is restored afterwards;
     python's and numpy's are seeded by the loader.
     """
 

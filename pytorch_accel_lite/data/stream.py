@@ -29,7 +29,9 @@ class StreamLoader(ShardedLoader):
         groups = iter(lambda: list(islice(batches, self._ranks.world_size)), [])
         steps = chain(with_last(islice(groups, self._left)), [None])
         is_last = False
-        while not is_last:  # then a process without a batch is done: the others may talk before they ask for another
+        while (
+            not is_last
+        ):  # then a process without a batch is done: the others may communicate before they ask for another
             step = self._ranks.broadcast_object(lambda: next(steps))
             if step is None:
                 return

@@ -1,4 +1,4 @@
-"""What a launcher has started: whether Accelerate sees it, and not outliving it."""
+"""Checks of what a launcher has started, and ending when it is killed."""
 
 from __future__ import annotations
 

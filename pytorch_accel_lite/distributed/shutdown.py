@@ -27,13 +27,13 @@ _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
 def register(owner: Closable, accelerator: Accelerator) -> None:
-    """Have something closed, and the job left in order, at the end of the program. It cannot be entered again."""
+    """Have something closed, and the job left in order, at the end of the program. A job cannot be joined again."""
     _open.add(owner)
     _job[:] = [accelerator]
 
 
 def unregister(owner: Closable) -> bool:
-    """Return whether something is still to be closed; it is taken to be closed then."""
+    """Mark something as closed, and return whether it was open."""
     is_open = owner in _open
     _open.discard(owner)
     return is_open

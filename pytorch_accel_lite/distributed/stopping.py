@@ -11,7 +11,7 @@ from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, R
 class StopCoordinator:
     """Lets any rank ask for an end, and makes all ranks learn of it at the same update.
 
-    Ranks talk at most every ``seconds``: after each talk they agree on the number of updates until the next, from
+    Ranks synchronise at most every ``seconds``: each time they agree on the number of updates until the next, from
     the slowest rank's time for an update. With one process nothing is needed: errors are raised where they occur.
     """
 
@@ -32,7 +32,7 @@ class StopCoordinator:
 
     @property
     def clock(self) -> float:
-        """Seconds since the start of the run, the same on every rank: as of their last talk."""
+        """Seconds since the start of the run, the same on every rank: as of when they last synchronised."""
         return time.monotonic() - self._start if self._ranks.world_size == 1 else self._clock
 
     def request(self, error: Exception) -> None:
@@ -49,7 +49,7 @@ class StopCoordinator:
     def sync(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
 
-        :param now: talk in any case, as at the end of an epoch
+        :param now: synchronise in any case, as at the end of an epoch
         :param can_save: the run could go on from here exactly; only then is a :class:`RunPausedError` raised
         """
         self._calls += 1
@@ -77,7 +77,7 @@ class StopCoordinator:
             raise RunPausedError(next(filter(None, self._ranks.all_gather_object(message))))
 
     def _raise_first(self) -> None:
-        """Raise the error that was asked for first. On other ranks it is made anew: errors may not be picklable."""
+        """Raise the error that was asked for first. On other ranks it is made again: errors may not be picklable."""
         mine = None
         request = self._request
         self._request = None  # it is answered: a later run or evaluation starts without it

@@ -178,7 +178,7 @@ def run_evaluation(
     """Evaluate on the run's ``eval_dataset`` within a training run, of which nothing is changed.
 
     To be called in a callback, on every process. Weights that are trained later are those that they would have
-    been without it: modes, running losses and generators are put back.
+    been without it: modes, running losses and generators are restored.
 
     :param model: a module to evaluate in place of the trainer's model, averaged weights say. What is saved
         meanwhile is still the trainer's own.

@@ -200,7 +200,7 @@ def _finish_resuming(trainer: Trainer, run: Run) -> None:
 def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
     """Go forward and back once, and leave no trace but one.
 
-    ``DistributedDataParallel`` arranges gradients anew after its first backward pass. With three processes or more
+    ``DistributedDataParallel`` rearranges gradients after its first backward pass. With three processes or more
     the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
     """
     run.must_warm_up_ddp = False

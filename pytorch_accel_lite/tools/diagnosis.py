@@ -73,7 +73,7 @@ def diagnose(
     """Find out what limits the speed of training, and say what to change.
 
     Reads data without training, goes forward without going back, and trains, for so many steps each, without
-    callbacks. The model, the optimizer and the generators are put back afterwards. To be called on every process.
+    callbacks. The model, the optimizer and the generators are restored afterwards. To be called on every process.
 
     :param num_steps: steps of each kind
     :return: the measurements and the advice, which are also printed

@@ -31,7 +31,7 @@ class Replay:
 
 
 def replay(path: str | os.PathLike[str], trainer: Trainer) -> Replay:
-    """Run the step of a report again, forward and backward, as it was; the trainer is put back afterwards.
+    """Run the step of a report again, forward and backward, as it was; the trainer is restored afterwards.
 
     Set a breakpoint in the model, or wrap the call in ``torch.autograd.detect_anomaly()``, to look closer.
 

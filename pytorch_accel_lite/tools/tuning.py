@@ -81,7 +81,7 @@ def find_lr(
 ) -> LearningRates:
     """Try learning rates from small to large, one an update, and suggest one (a learning rate range test).
 
-    Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). Everything is put back afterwards: the
+    Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). Everything is restored afterwards: the
     model, the optimizer, the generators; the history and the callbacks see nothing of it. To be called on every
     process. Other arguments are those of :meth:`train`.
 
@@ -203,7 +203,7 @@ def find_batch_size(
 ) -> int:
     """Find the largest batch size of a process with which training fits into memory.
 
-    Sizes are doubled until one does not fit, and then halved between; all processes agree. Everything is put back
+    Sizes are doubled until one does not fit, and then halved between; all processes agree. Everything is restored
     afterwards, as with :meth:`find_lr`. The largest that fits just fits: a little less is safer where samples
     differ in size.
 
