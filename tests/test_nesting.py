@@ -241,7 +241,6 @@ def test_parts_of_predictions_come_from_their_own_batches_in_evaluation_mode():
     first, second = (trainer.predict_iter(Rows(regression_data(size)), 2) for size in (5, 3))
     for parts in (first, second, first, second, first):
         next(parts)
-        assert trainer.model.training
         assert trainer.batch_indices is None
     assert seen == [([0, 1], False), ([0, 1], False), ([2, 3], False), ([2], False), ([4], False)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +54,8 @@ def predict_iter(
 ) -> Iterator[Any]:
     """Yield what :meth:`predict` returns in parts, in the order of the dataset, the same on every process.
 
-    Only a few batches are in memory at any time. To be iterated to its end on every process. The model is in evaluation
-    mode while a part is computed, and in its own between them.
+    Only a few batches are in memory at any time. To be iterated to its end on every process; meanwhile the model is in
+    evaluation mode, but within another run, where it is in its own mode between the parts.
     """
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if isinstance(dataset, dict):
@@ -65,9 +66,10 @@ def predict_iter(
         try:
             self.call_event("on_predict_run_start")
             sync_ddp_buffers(self.model, self.ranks)
-            while parts := _next_parts(self, run, outputs):
-                with suspended(self, run):
-                    yield concatenate(parts)
+            with evaluation_mode(self.model) if run.outer is None else nullcontext():
+                while parts := _next_parts(self, run, outputs):
+                    with suspended(self, run):
+                        yield concatenate(parts)
             self.call_event("on_predict_run_end")
         except GeneratorExit:  # who iterates has seen enough
             self.call_event("on_predict_run_end")
