@@ -73,6 +73,7 @@ class Run:
     step_metrics: dict[str, Any] = field(default_factory=dict)
     gradient_norm: torch.Tensor | None = None
     skips_update: bool = False
+    skipped_updates: int = 0
 
     @classmethod
     def create(cls, ranks: Ranks, request: RunRequest | None = None) -> Run:
@@ -177,7 +178,6 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         limit=request.max_batches,
         channels_last=trainer.channels_last,
         yields_failures=training and request.skips_failed_batches,
-        measures_waiting=training and request.measures_waiting,
     )
 
 

@@ -90,7 +90,7 @@ QUIET = get_default_callbacks(progress_bar=False)
     ("trainer_class", "data", "callbacks", "kwargs", "budget"),
     [
         (Ready, batches, (), {}, 24),
-        (Ready, batches, QUIET, {}, 32),
+        (Ready, batches, QUIET, {}, 28),
         (Trainer, lambda steps: Whole(8 * steps), (), {}, 28),
         (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 36),
     ],

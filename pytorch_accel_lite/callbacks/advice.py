@@ -48,20 +48,21 @@ class AdviceCallback(TrainerCallback):
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._watches = True
         self._advice = []
-        trainer.callback_handler.set_listening(self, True, *_STEP_EVENTS)
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._watches:
             return
         self._start = time.perf_counter()
-        self._updates = self._skipped = 0
+        self._updates_before = trainer.progress.update
+        self._skipped = -trainer.current_run.skipped_updates
         self._clipped: Any = 0
         self._norms: Any = 0.0
         self._rate = self._highest = 0.0
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
+        looks = self._limit is not None or trainer.scheduler is not None or trainer.accelerator.scaler is not None
+        trainer.callback_handler.set_listening(self, looks, *_STEP_EVENTS)
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._updates += 1
         if self._limit is not None:
             norm: Any = trainer.gradient_norm.detach()
             norm = to_float(norm) if norm.is_cpu else norm
@@ -72,11 +73,14 @@ class AdviceCallback(TrainerCallback):
             self._highest = max(self._highest, self._rate)
 
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._skipped += trainer.update_was_skipped
+        self._skipped += trainer.update_was_skipped and not trainer.current_run.skips_update
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if self._watches and self._updates:
+        self._updates = trainer.progress.update - self._updates_before if self._watches else 0
+        if self._updates:
             self._watches = False
+            self._skipped += trainer.current_run.skipped_updates
+            trainer.current_run.request.measures_waiting = False
             trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 

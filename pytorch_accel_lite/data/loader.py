@@ -65,8 +65,6 @@ class LoaderOptions:
     :param channels_last: lay out batches of images, tensors of 4 dimensions, with the channels last in memory
     :param yields_failures: give a :class:`FailedRead` for a batch that cannot be read, and go on, where the source can
         be indexed
-    :param measures_waiting: measure, in ``seconds_waited``, how long an epoch has waited for its batches, but for the
-        first
     """
 
     seed: int | None = None
@@ -74,7 +72,6 @@ class LoaderOptions:
     limit: int | None = None
     channels_last: bool = False
     yields_failures: bool = False
-    measures_waiting: bool = False
 
 
 class FailedRead:
@@ -120,11 +117,12 @@ class ShardedLoader(ABC):
     @abstractmethod
     def _num_steps(self) -> int: ...
 
-    def steps(self, epoch: int, start: int = 0, steps_done: int = 0) -> Iterator[Batch]:
+    def steps(self, epoch: int, start: int = 0, steps_done: int = 0, measured: bool = False) -> Iterator[Batch]:
         """Return the steps of an epoch, from the position after ``start`` samples of the whole job.
 
         :param epoch: with a seed, the order and the randomness in the dataset follow from it
         :param steps_done: steps that the epoch has had before, which count for the limit
+        :param measured: measure, in ``seconds_waited``, how long the epoch waits for its batches, but for the first
         """
         self._epoch = epoch
         self._steps_done = steps_done
@@ -134,7 +132,7 @@ class ShardedLoader(ABC):
             steps = (s._replace(data=send_to_device(s.data, self._device, non_blocking=True)) for s in steps)
         if self.options.channels_last:
             steps = (s._replace(data=recursively_apply(_to_channels_last, s.data)) for s in steps)
-        return self._measured(steps) if self.options.measures_waiting else steps
+        return self._measured(steps) if measured else steps
 
     def _measured(self, steps: Iterator[Batch]) -> Iterator[Batch]:
         yield from islice(steps, 1)  # its time is that of starting workers

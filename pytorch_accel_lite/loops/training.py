@@ -69,7 +69,8 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
     run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
-    batches = run.train_loader.steps(progress.epoch, progress.samples_in_epoch, progress.step)
+    done = progress.samples_in_epoch, progress.step
+    batches = run.train_loader.steps(progress.epoch, *done, measured=run.request.measures_waiting)
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.must_warm_up_ddp:
             _warm_up_ddp(trainer, run, batch)
@@ -151,7 +152,9 @@ def update(trainer: Trainer, run: Run) -> None:
     trainer.clip_gradients()
     if hears["on_optimizer_step_start"]:
         trainer.call_event("on_optimizer_step_start")
-    if not run.skips_update:
+    if run.skips_update:
+        run.skipped_updates += 1
+    else:
         trainer.optimizer_step()
     run.progress.update += 1
     each_update = trainer.scheduler is not None and run.request.scheduler_interval == "update"
