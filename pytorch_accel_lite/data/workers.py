@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
-import select
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from multiprocessing.context import ForkContext, ForkProcess
-from multiprocessing.popen_fork import Popen
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.utils.data import DataLoader
 
 T = TypeVar("T")
-
-#: A forked process that has not begun after so many seconds is replaced; the next one gets twice as many.
-SECONDS_TO_BEGIN = 2.0
-_ATTEMPTS = 6
 
 
 def start_method() -> str:
@@ -41,7 +33,9 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     context = batches.multiprocessing_context
     batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled)
     if (start_method() if context is None else context.get_start_method()) == "fork":
-        batches.multiprocessing_context = _CheckedForkContext()
+        from pytorch_accel_lite.data.forking import CheckedForkContext  # which not every system has
+
+        batches.multiprocessing_context = CheckedForkContext()
     gc.disable()
     try:
         return iter(batches)
@@ -67,50 +61,3 @@ def ignore_in_worker(worker_init_fn: Callable[[int], None] | None, worker_id: in
         signal.signal(number, signal.SIG_IGN)
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
-
-
-class _CheckedPopen(Popen):
-    """Forks a process, and makes sure that it begins.
-
-    A thread of torch that is about to enter the interpreter holds a lock of it for an instant, without holding the
-    global one. Python up to 3.11 waits in a child that was forked just then for that thread, which the child has not.
-    """
-
-    def _launch(self, process_obj: _CheckedProcess) -> None:
-        for attempt in range(_ATTEMPTS):
-            process_obj.pipe = begun, _ = os.pipe()
-            try:
-                super()._launch(process_obj)  # type: ignore[misc]
-                has_begun = bool(select.select([begun], [], [], SECONDS_TO_BEGIN * 2**attempt)[0])
-            finally:
-                process_obj.close_pipe()
-            if has_begun:
-                return
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.finalizer()  # type: ignore[misc]
-        raise RuntimeError(
-            f"A worker of a DataLoader did not begin, tried {_ATTEMPTS} times. Is the machine overloaded?"
-        )
-
-
-class _CheckedProcess(ForkProcess):
-    pipe: tuple[int, int]  # through which the child says that it is there
-
-    def close_pipe(self) -> None:
-        for end in self.pipe:
-            os.close(end)
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Popen:  # noqa: N802 (its name in multiprocessing)
-        return _CheckedPopen(process_obj)
-
-    def _bootstrap(self, parent_sentinel: int | None = None) -> int:
-        os.write(self.pipe[1], b"1")
-        self.close_pipe()
-        code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
-        return code
-
-
-class _CheckedForkContext(ForkContext):
-    Process = _CheckedProcess
