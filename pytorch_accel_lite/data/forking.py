@@ -18,8 +18,7 @@ class CheckedPopen(Popen):
     """Forks a process, and makes sure that it begins.
 
     A thread of torch that is about to enter the interpreter holds a lock of it for an instant, without holding the
-    global one. In a child that was forked just then, Python (3.11 at least) waits for that thread, which only the parent
-    has.
+    global one. In a child that was forked just then, Python (3.11 at least) waits for that thread, which is not there.
     """
 
     def _launch(self, process_obj: CheckedProcess) -> None:
