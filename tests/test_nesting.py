@@ -18,6 +18,7 @@ from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveTrainingStateC
 from tests.cases import evaluation, sharded
 from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
 
+HERE = {"num_workers": 0}
 EVENTS = ("on_train_step_start", "on_train_step_end", "on_update_end", "on_train_epoch_end")
 
 
@@ -67,16 +68,16 @@ class Witness(TrainerCallback):
 
 
 def evaluate(trainer: Any) -> None:
-    found = trainer.evaluate(Rows(regression_data(9)), 4)
+    found = trainer.evaluate(Rows(regression_data(9)), 4, HERE)
     assert found.keys() == {"evaluation_loss"}
 
 
 def predict(trainer: Any) -> None:
-    assert trainer.predict(Rows(regression_data(9)), 4).shape == (9, 1)
+    assert trainer.predict(Rows(regression_data(9)), 4, HERE).shape == (9, 1)
 
 
 def predict_a_part(trainer: Any) -> None:
-    parts = trainer.predict_iter(Rows(regression_data(9)), 4)
+    parts = trainer.predict_iter(Rows(regression_data(9)), 4, HERE)
     next(parts)
     parts.close()
 
@@ -88,7 +89,7 @@ def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested
     trainer.train(
         Rows(regression_data(22)), 2, Rows(regression_data(7)), 4, gradient_accumulation_steps=2,
         gradient_clip_norm=0.5,
-        train_dataloader_kwargs={"num_workers": 0}, eval_dataloader_kwargs={"num_workers": 0},
+        train_dataloader_kwargs=HERE, eval_dataloader_kwargs=HERE,
     )  # fmt: skip
     return trainer, witness, nested
 
@@ -169,7 +170,7 @@ def test_what_fails_within_a_run_and_is_caught_there_does_not_end_it(event, styl
     def fails(trainer: Any) -> None:
         for method in (trainer.evaluate, trainer.predict):
             with pytest.raises(OSError, match="unreadable"):
-                method(Broken())
+                method(Broken(), 4, HERE)
 
     nested = Nested(event, fails)
     look = listener(on_exception=lambda trainer, **_: told.append("exception"))
@@ -204,7 +205,7 @@ def test_what_is_evaluated_or_predicted_alone_leaves_the_generators_to_the_user(
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     drawn = []
     for _ in range(3):
-        getattr(trainer, method)(Rows(regression_data(5)))
+        getattr(trainer, method)(Rows(regression_data(5)), 4, HERE)
         drawn.append((random.random(), np.random.rand()))
     random.seed(0), np.random.seed(0)
     assert drawn == [(random.random(), np.random.rand()) for _ in range(3)]
@@ -238,7 +239,7 @@ def test_parts_of_predictions_come_from_their_own_batches_in_evaluation_mode():
             seen.append((trainer.batch_indices, trainer.model.training))
 
     trainer = quiet_trainer(dropout_model(), callbacks=[Looks])
-    first, second = (trainer.predict_iter(Rows(regression_data(size)), 2) for size in (5, 3))
+    first, second = (trainer.predict_iter(Rows(regression_data(size)), 2, HERE) for size in (5, 3))
     for parts in (first, second, first, second, first):
         next(parts)
         assert trainer.batch_indices is None

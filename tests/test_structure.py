@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests import interface
 from tests.launching import ROOT, run_python
 
@@ -77,6 +79,7 @@ def test_nothing_imports_in_a_circle():
 DEFAULTS = {"advice", "bars", "devices", "progress", "stopping", "watching"}
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_the_core_and_the_default_callbacks_alone():
     code = "import json, sys, pytorch_accel_lite; print(json.dumps(list(sys.modules)))"
     loaded = {name for name in json.loads(run_python(code)) if name.startswith("pytorch_accel_lite.")}
