@@ -133,6 +133,7 @@ class Run:
 
     def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
         """Track the losses of a training batch, and count its samples; return those of this process and of all."""
+        # What track(), Batch.samples() and Progress.add_samples() do, without calling them: this is done in every step.
         own = batch.num_samples
         progress = self.progress
         if own == 0:  # it only keeps this process in step with the others
@@ -269,7 +270,7 @@ def call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
 
 
 def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) -> None:
-    """Tell the callbacks that an error ends the run; the error itself goes on to the caller.
+    """Tell the callbacks that an error ends the run; the error itself is raised to the caller.
 
     A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
 

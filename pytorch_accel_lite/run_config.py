@@ -23,7 +23,7 @@ class RunRequest:
     :param ends_at_signals: SIGTERM, SIGUSR1 and SIGINT end the run after the current update
     :param measures_waiting: the training dataloader measures, in ``seconds_waited``, how long an epoch has waited
     :param max_batches: batches that each process reads in an epoch of training and in an evaluation
-    :param first_sample: a prediction begins after so many samples
+    :param first_sample: the position of the first sample to be predicted
     :param state_sources: where ``resume_from="latest"`` looks: objects with ``find_latest(trainer)`` and ``save_dir``
     """
 

@@ -9,7 +9,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
 
-#: A forked process that has not begun after so many seconds is replaced; the next one gets twice as many.
+#: A forked process that has not begun after this many seconds is replaced; the next one gets twice as long.
 SECONDS_TO_BEGIN = 2.0
 _ATTEMPTS = 6
 

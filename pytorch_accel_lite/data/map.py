@@ -48,8 +48,8 @@ class _EpochShares:
 
     It knows nothing of its loader: a reference cycle would keep workers from being stopped when it is dropped.
 
-    :ivar rows: of data in memory, so many: give indices into them as tensors, where their order is fixed when the
-        epoch begins
+    :ivar rows: how many rows data in memory have; indices into them are given as tensors, where their order is fixed
+        when the epoch begins
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, seed: int | None, fill: bool) -> None:
@@ -126,7 +126,7 @@ class _EpochShares:
         return self._in_turn(order, start, sizes, size)
 
     def _in_turn(self, order: Any, start: int, sizes: list[int], size: int) -> Iterator[Any]:
-        """Yield so many indices after one another; find out whether the length of the sampler was right."""
+        """Yield the indices of each step in turn; check the length that the sampler claimed."""
         next_indices = take(order, start)
         position = start
         for count in sizes:

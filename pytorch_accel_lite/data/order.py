@@ -66,7 +66,7 @@ class BatchReader(Dataset[Any]):
     """Reads and collates whole batches, with randomness that is a function of (seed, epoch, position).
 
     Every sample is read with generators seeded from its place in the epoch's order; a dataset that reads many samples
-    at once (``__getitems__``) has one seed for them, and what collates a batch goes on from there. So neither workers,
+    at once (``__getitems__``) has one seed for them, and collating a batch continues from there. So neither workers,
     nor processes, nor an interruption change what is read. Without workers, torch's generator is restored afterwards;
     python's and numpy's are seeded by the loader.
     """

@@ -72,8 +72,8 @@ def diagnose(
 ) -> Diagnosis:
     """Find out what limits the speed of training, and say what to change.
 
-    Reads data without training, goes forward without going back, and trains, for so many steps each, without
-    callbacks. The model, the optimizer and the generators are restored afterwards. To be called on every process.
+    Times reading the data, the forward pass, and training, for ``num_steps`` steps each, without callbacks. The model,
+    the optimizer and the generators are restored afterwards. To be called on every process.
 
     :param num_steps: steps of each kind
     :return: the measurements and the advice, which are also printed
@@ -93,20 +93,16 @@ def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
     held = list(itertools.islice((batch.data for batch in loader.steps(1)), 8))
     if not held:
         raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
-    again = itertools.islice(itertools.cycle(held), num_steps)
-    in_memory = list(again)
+    in_memory = list(itertools.islice(itertools.cycle(held), num_steps))
     warm_up = in_memory[: min(10, num_steps)]
-    try:
-        trainer.train_epoch_start()
-        for step in (_forward, _backward, _update):
-            _time(trainer, warm_up, step)
-        data, count = _time(trainer, _read(loader, num_steps), lambda *_: None)
-        forward, _ = _time(trainer, in_memory, _forward)
-        backward, _ = _time(trainer, in_memory, _backward)
-        update, _ = _time(trainer, in_memory, _update)
-        whole, _ = _time(trainer, _read(loader, num_steps), _update)
-    finally:
-        loader.stop_workers()
+    trainer.train_epoch_start()
+    for step in (_forward, _backward, _update):
+        _time(trainer, warm_up, step)
+    data, count = _time(trainer, _read(loader, num_steps), lambda *_: None)
+    forward, _ = _time(trainer, in_memory, _forward)
+    backward, _ = _time(trainer, in_memory, _backward)
+    update, _ = _time(trainer, in_memory, _update)
+    whole, _ = _time(trainer, _read(loader, num_steps), _update)
     samples = sum(map(find_batch_size, held)) / len(held)
     found = Diagnosis(count, samples, data, forward, max(backward - forward, 0), max(update - backward, 0), whole)
     found.advice = list(_advise(trainer, found))

@@ -89,7 +89,7 @@ def find_lr(
         proportion
     :param max_lr: the last
     :param num_steps: updates, at least 10
-    :param diverged: stop when the smoothed loss is so many times its smallest value
+    :param diverged: stop when the smoothed loss exceeds its smallest value by this factor
     :return: the rates, the losses, a ``suggestion`` and ``plot()``; what it says is also printed
     """
     _check_range_test(min_lr, max_lr, num_steps)
