@@ -269,6 +269,7 @@ def test_expressions_print_as_they_were_written():
     assert text == "((2 * NUM_EPOCHS) - (TRAIN_DATALOADER_LEN // 3))"
     assert repr(P.max(1, round(P.NUM_EPOCHS))) == "max(1, round(TrainerPlaceholderValues.NUM_EPOCHS))"
     assert repr(-P.NUM_EPOCHS) == "-TrainerPlaceholderValues.NUM_EPOCHS"
+    assert repr(round(P.NUM_EPOCHS / 3, 2)) == "round((TrainerPlaceholderValues.NUM_EPOCHS / 3), 2)"
 
 
 # ------------------------------------------------------------------------------------ where they may be
