@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from accelerate import Accelerator
+
+from pytorch_accel_lite.utils import find_length
 
 
 @dataclass
@@ -67,14 +69,13 @@ class RunRequest:
 class TrainerRunConfig:
     """The settings of a training or evaluation run, fixed when it starts.
 
+    What is not listed here is the argument of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`.
+
     :param num_epochs: epochs of training; ``None`` when the data have no length and the number of updates is limited
     :param train_per_device_batch_size: samples in a training batch of one process
     :param train_dl_kwargs: arguments that the training dataloader was created with
     :param eval_per_device_batch_size: samples in an evaluation batch of one process
     :param eval_dl_kwargs: arguments that the evaluation dataloader was created with
-    :param gradient_accumulation_steps: batches of each process in one update
-    :param gradient_clip_value: largest absolute value of a gradient's elements, ``None``: not clipped
-    :param gradient_clip_norm: largest total norm of the gradients, ``None``: not clipped
     :param train_total_batch_size: samples in one update of the whole job
     :param eval_total_batch_size: samples in one evaluation step of the whole job
     :param num_update_steps_per_epoch: optimizer updates in an epoch; ``None`` when the data have no length
@@ -87,10 +88,6 @@ class TrainerRunConfig:
     :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
     :param num_processes: processes in the job
     :param seed: the seed given to the trainer, ``None`` when there is none
-    :param scheduler_interval: the scheduler is stepped after every ``"update"`` or every ``"epoch"``
-    :param scheduler_metric: the metric whose latest value the scheduler is given, ``None``: it is given nothing
-    :param eval_every_n_epochs: epochs of training from one evaluation to the next
-    :param auto_microbatch: batches that do not fit into memory are split
     """
 
     num_epochs: int | None
@@ -119,8 +116,7 @@ class TrainerRunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+        return {k: dict(v) if isinstance(v, dict) else v for k, v in vars(self).items()}
 
 
 def resolve_run_config(
@@ -136,10 +132,8 @@ def resolve_run_config(
 
     :raises ValueError: when the training data do not make a single batch
     """
-    updates_per_epoch: int | None = None
-    if train_dataloader is not None:
-        updates_per_epoch = _updates_per_epoch(train_dataloader, request.gradient_accumulation_steps)
-        request = _limit(request, updates_per_epoch)
+    updates_per_epoch = _updates_per_epoch(train_dataloader, request.gradient_accumulation_steps)
+    request = _limit(request, updates_per_epoch)
     processes = accelerator.num_processes
     train_batch_size = (train_dl_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (eval_dl_kwargs or {}).get("batch_size") or batch_size
@@ -164,16 +158,13 @@ def resolve_run_config(
 
 
 def _updates_per_epoch(dataloader: Any, accumulation: int) -> int | None:
-    try:
-        steps = len(dataloader)
-    except TypeError:
-        return None
+    steps = find_length(dataloader)
     if steps == 0:
         raise ValueError(
             "train_dataset makes no batch: with drop_last=True it needs at least per_device_batch_size samples for "
             "every process. Lower per_device_batch_size, or leave drop_last out."
         )
-    return math.ceil(steps / accumulation)
+    return None if steps is None else math.ceil(steps / accumulation)
 
 
 def _limit(request: RunRequest, updates_per_epoch: int | None) -> RunRequest:

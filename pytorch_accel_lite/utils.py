@@ -122,21 +122,18 @@ def world_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that all processes run, one of each machine before the others: a download, say.
-
-    To be called on every process.
-    """
+    """Decorate a function that every process must call; it runs on one of each machine first: a download, say."""
 
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         state = _process()
         if not state.is_local_main_process:
             state.wait_for_everyone()
-            return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         finally:
-            state.wait_for_everyone()
+            if state.is_local_main_process:
+                state.wait_for_everyone()
 
     return wrapper
 
@@ -144,36 +141,64 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
 def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
     """Return a tensor without the entries of its first dimension that consist of padding.
 
-    :param padded_tensor: a tensor; of one with several dimensions, rows are removed that are all padding
-    :param pad_value: what was padded with; may be NaN
+    :param padded_tensor: of one with several dimensions, rows are removed that are all padding
+    :param pad_value: may be NaN
     """
     is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
     return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]
 
 
+def find_length(thing: Any) -> int | None:
+    """Return the length of what may have none."""
+    try:
+        return len(thing)
+    except TypeError:
+        return None
+
+
+def check_number(name: str, value: Any, kind: type = numbers.Real, called: str = "a number") -> Any:
+    """Return ``value`` when it is a number of that kind, else raise an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be {called}, not {type(value).__name__}.")
+    return value
+
+
 def check_positive_int(name: str, value: object) -> int:
     """Return ``value`` when it is an integer of at least one, else raise an error that names the argument."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}={value!r} must be a whole number, not {type(value).__name__}.")
-    if value < 1:
+    number = int(check_number(name, value, numbers.Integral, "a whole number"))
+    if number < 1:
         raise ValueError(f"{name}={value!r} must be at least 1.")
-    return int(value)
+    return number
 
 
 def check_positive_number(name: str, value: object) -> float:
-    """Return ``value`` as a float when it is a number above zero, else raise an error naming the argument."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
-    if not float(value) > 0:
+    """Return ``value`` as a float when it is above zero, infinity included, else raise an error naming the argument."""
+    number = float(check_number(name, value))
+    if not number > 0:
         raise ValueError(f"{name}={value!r} must be greater than 0. Leave it out for no limit.")
-    return float(value)
+    return number
+
+
+def check_range(
+    name: str, value: object, least: float = 0, most: float = math.inf, above: float | None = None
+) -> float:
+    """Return ``value`` as a float when it is finite and within limits, else raise an error naming the argument.
+
+    :param above: a limit that the number must exceed, instead of ``least``
+    """
+    number = float(check_number(name, value))
+    large_enough = number >= least if above is None else number > above
+    if not (large_enough and number <= most and math.isfinite(number)):
+        limits = f"at least {least}" if above is None else f"greater than {above}"
+        limits += f" and at most {most}" if math.isfinite(most) else ""
+        raise ValueError(f"{name}={value!r} must be {limits}.")
+    return number
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     """Return ``value`` when it is one of a few words, else raise an error that names the argument and lists them."""
     if value not in choices:
-        listed = " or ".join([", ".join(map(repr, choices[:-1])), repr(choices[-1])])
-        raise ValueError(f"{name}={value!r} must be {listed}.")
+        raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
     return str(value)
 
 
@@ -188,8 +213,7 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        name = module.partition(".")[0]
-        package = {"PIL": "pillow"}.get(name, name)
+        package = "pillow" if module.startswith("PIL") else module.partition(".")[0]
         raise ImportError(f"{purpose} needs {package}. Install it with: {install_command(extra, package)}") from error
 
 
@@ -199,7 +223,6 @@ def install_command(extra: str, package: str) -> str:
     It names the requirements of the extra and not the extra: ``pip install 'pytorch-accel-lite[extra]'`` finds nothing,
     or another version, where this package was installed from a clone, a git address or a file.
 
-    :param extra: the name of the extra
     :param package: what to install when the extra is not known, as in a checkout that was never installed
     """
     try:
@@ -217,38 +240,14 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-def check_range(
-    name: str, value: object, least: float = 0, most: float = math.inf, above: float | None = None
-) -> float:
-    """Return ``value`` as a float when it is a number within limits, else raise an error naming the argument.
-
-    :param above: a limit that the number must exceed, instead of ``least``
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
-    number = float(value)
-    large_enough = number >= least if above is None else number > above
-    if not (large_enough and number <= most and math.isfinite(number)):
-        limits = f"at least {least}" if above is None else f"greater than {above}"
-        limits += f" and at most {most}" if math.isfinite(most) else ""
-        raise ValueError(f"{name}={value!r} must be {limits}.")
-    return number
-
-
 class LazyMethod:
-    """A method that is defined in a module of its own, which is loaded when the method is first named.
-
-    :param module: has a function of the method's name
-    """
+    """A method that is a module's function of the same name; the module is loaded when the method is named."""
 
     def __init__(self, module: str) -> None:
         self._module = module
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._owner = owner
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        function = getattr(importlib.import_module(self._module), self._name)
-        setattr(self._owner, self._name, function)
-        return getattr(owner if instance is None else instance, self._name)
+        return getattr(importlib.import_module(self._module), self._name).__get__(instance, owner)

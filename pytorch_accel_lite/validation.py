@@ -1,4 +1,7 @@
-"""Checks of what the user asked for, before anything happens. Each error names the argument and its value."""
+"""Checks of what the user asked for, before anything happens.
+
+Each raises a ``TypeError`` or ``ValueError`` for the first argument that is wrong, with its name and value.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
-from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
 
 _SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
 
 
 def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest, create_scheduler_fn: Any) -> None:
-    """Check the arguments of a training run.
-
-    :raises TypeError, ValueError: for the first that is wrong
-    """
+    """Check the arguments of a training run."""
     if optimizer is None:
         raise ValueError("optimizer=None: train() needs a trainer that was given an optimizer.")
     if request.num_epochs is None and request.max_num_train_steps is None:
@@ -57,9 +57,9 @@ def warn_if_optimizer_misses_model(optimizer: Any, attributes: Iterable[Any]) ->
     :param attributes: the values of the trainer's attributes
     """
     modules = [value for value in attributes if isinstance(value, nn.Module)]
-    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    known = {parameter for module in modules for parameter in module.parameters()}
     optimized = list(optimized_parameters(optimizer))
-    if optimized and not any(id(parameter) in known for parameter in optimized):
+    if optimized and known.isdisjoint(optimized):
         warnings.warn(
             f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
             "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
@@ -82,7 +82,6 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
     :param steps_itself: the user's own method steps the scheduler, with whatever it takes
-    :raises TypeError, ValueError: when it does not fit what was asked for
     """
     interval = request.scheduler_interval
     metric = request.scheduler_metric
@@ -130,21 +129,19 @@ def check_data(
     """Check a dataset and how it is to be read.
 
     :param builds_loader: the user's own method makes the dataloader, from whatever the dataset may be
-    :raises TypeError, ValueError: for the first argument that is wrong
     """
-    kwargs_name = {"train_dataset": "train_dataloader_kwargs", "eval_dataset": "eval_dataloader_kwargs"}
     if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
-        raise TypeError(f"{kwargs_name.get(name, 'dataloader_kwargs')}={loader_kwargs!r} must be a dict.")
+        raise TypeError(f"{name.replace('dataset', 'dataloader_kwargs')}={loader_kwargs!r} must be a dict.")
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch of a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
-    if type(dataset) is dict:
-        if not dataset:
-            raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")
+    if type(dataset) is not dict:
+        _check_dataset(name, dataset, builds_loader)
+    elif not dataset:
+        raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")
+    else:
         for key, part in dataset.items():
             _check_dataset(f"{name}[{key!r}]", part, builds_loader)
-    else:
-        _check_dataset(name, dataset, builds_loader)
 
 
 def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
@@ -160,29 +157,14 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
             raise TypeError(
                 f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, or to be an IterableDataset."
             )
-    try:
-        size = len(dataset)
-    except TypeError:
-        return
-    if size == 0:
+    if find_length(dataset) == 0:
         raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Look at how it was made.")
-
-
-def has_no_batch(dataloader: Any) -> bool:
-    """Whether a dataloader is known to give no batch at all."""
-    try:
-        return len(dataloader) == 0
-    except TypeError:
-        return False
 
 
 def check_constructor(
     model: Any, loss_func: Any, optimizer: Any, run_history: Any, accelerator: Any, seed: Any
 ) -> None:
-    """Check the arguments of a trainer.
-
-    :raises TypeError, ValueError: for the first that is wrong
-    """
+    """Check the arguments of a trainer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} must be a torch.nn.Module.")
     if isinstance(loss_func, type) and issubclass(loss_func, nn.Module):
@@ -196,17 +178,13 @@ def check_constructor(
     if accelerator is not None and not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator={accelerator!r} must be an accelerate.Accelerator, or None.")
     if seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-            raise TypeError(f"seed={seed!r} must be a whole number, or None.")
-        if not 0 <= int(seed) < _SEEDS:
+        check_number("seed", seed, numbers.Integral, "a whole number, or None")
+        if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")
 
 
 def check_model_options(compile_model: Any, channels_last: Any) -> None:
-    """Check how the model is to be prepared.
-
-    :raises TypeError: for the first argument that is wrong
-    """
+    """Check how the model is to be prepared."""
     if not isinstance(compile_model, (bool, dict)):
         raise TypeError(
             f"compile_model={compile_model!r} must be True, False, or a dict of arguments for torch.compile, for "

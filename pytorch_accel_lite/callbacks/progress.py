@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from pytorch_accel_lite.callbacks.bars import RichBars, TqdmBars
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_choice, check_positive_number, check_range, in_notebook
+from pytorch_accel_lite.utils import check_choice, check_positive_number, check_range, find_length, in_notebook
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -76,7 +76,7 @@ class ProgressBarCallback(TrainerCallback):
         self._interval = refresh_seconds
 
     def _start(self, trainer: Trainer, loader: Any, description: str) -> Any:
-        return self._bars.start(description, _length(loader), "batch", disable=not self._shows_bars(trainer))
+        return self._bars.start(description, find_length(loader), "batch", disable=not self._shows_bars(trainer))
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._run_start = time.monotonic()
@@ -149,7 +149,7 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self.eval_pbar.n:  # a later callback may have limited the evaluation
-            self.eval_pbar.total = _length(trainer.eval_dataloader)
+            self.eval_pbar.total = find_length(trainer.eval_dataloader)
         self.eval_pbar.update(1)
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -193,13 +193,6 @@ def _epoch_of(trainer: Trainer) -> str:
     epoch = trainer.progress.epoch
     planned = None if config is None else config.num_epochs
     return f"Epoch {epoch}" if planned is None or epoch > planned else f"Epoch {epoch}/{planned}"
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _is_watched() -> bool:

@@ -23,11 +23,12 @@ from pytorch_accel_lite.data.loader import (
     ended,
     with_last,
 )
-from pytorch_accel_lite.data.order import BatchReader, EpochOrder, Share, find_length, identity, of_all_processes, take
+from pytorch_accel_lite.data.order import BatchReader, EpochOrder, Share, identity, of_all_processes, take
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.data.workers import ignore_in_worker
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, seed_python
+from pytorch_accel_lite.utils import find_length
 
 
 class _Iteration(NamedTuple):

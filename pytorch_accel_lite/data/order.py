@@ -28,6 +28,7 @@ from pytorch_accel_lite.randomness import (
     restore_generators,
     seed_generators,
 )
+from pytorch_accel_lite.utils import find_length
 
 #: What is drawn at a time of a sampler without a length.
 _PIECE = 1024
@@ -166,14 +167,6 @@ class EpochOrder:
         drawn = chain.from_iterable([sampler])
         pieces = iter(lambda: self._ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
         return chain.from_iterable(pieces)
-
-
-def find_length(sampler: Any) -> int | None:
-    """Return the length of a sampler, ``None`` when it has none."""
-    try:
-        return len(sampler)
-    except TypeError:
-        return None
 
 
 def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:

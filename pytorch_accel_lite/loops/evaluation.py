@@ -26,7 +26,7 @@ from pytorch_accel_lite.run import (
 )
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import LossTrackers, RunHistory
-from pytorch_accel_lite.validation import has_no_batch
+from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -159,7 +159,7 @@ def create_eval_loaders(
             return
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.eval_loader = create_loader(trainer, run, source, training=False)
-        if has_no_batch(run.eval_loader):
+        if find_length(run.eval_loader) == 0:
             raise ValueError(
                 "eval_dataset makes no batch: with drop_last=True it needs at least a batch for every process."
             )
