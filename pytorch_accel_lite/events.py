@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pytorch_accel_lite.utils import did_you_mean
 
@@ -199,11 +200,12 @@ EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.s
 
 Listener = Callable[..., object]
 Timer = Callable[[object], AbstractContextManager[None]]
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class _Listeners(dict[str, tuple[Listener, ...]]):
-    """The bound methods that listen to each event, in order: worked out when an event is looked up first."""
+    """The bound methods that listen to each event, in order: found when an event is first looked up."""
 
     def __init__(self, find: Callable[[str], Iterable[Listener]]) -> None:
         super().__init__()
@@ -217,18 +219,15 @@ class _Listeners(dict[str, tuple[Listener, ...]]):
 class CallbackHandler:
     """Calls the callbacks of a trainer, in the order in which they were given.
 
-    Who listens to an event is worked out once, so an event without listeners costs a dictionary look-up.
-
     :param callbacks: instances of :class:`TrainerCallback`, or its subclasses, which are then instantiated
         without arguments. Several callbacks of one class are fine.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
-        #: Who listens to each event, in order.
+        #: Who listens to each event, in order: one that nobody hears costs a look-up.
         self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
-        #: Called with each callback that is about to take part in an event, and with the name of a phase that is about
-        #: to begin (``"saving"``); returns a context in which that happens.
+        #: Returns a context for what it is called with: a callback about to hear an event, or the phase ``"saving"``.
         self.timer: Timer | None = None
         self._muted: set[tuple[int, str]] = set()
         self.add_callbacks(callbacks)
@@ -282,10 +281,9 @@ class CallbackHandler:
                 callback.configure_run(trainer, request)
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method named ``event`` of every callback that defines it, with the given arguments.
+        """Call the method named ``event``, which may be one of your own, of every callback that defines it.
 
-        Any name will do: an event of your own is fired like this and reaches the callbacks that define it. What is to
-        end the run is raised when all have been called; the first of several, but a pause gives way to a stop.
+        What is to end the run is raised when all have been called: of several the first stop, else the first pause.
         """
         listeners = self.listeners[event]
         if len(listeners) == 1 and self.timer is None:
@@ -315,7 +313,7 @@ class CallbackHandler:
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""
         errors = []
-        for listener in self._find_listeners(event):
+        for listener in self.listeners[event]:
             try:
                 listener(*args, **kwargs)
             except Exception as error:
@@ -327,11 +325,8 @@ class CallbackHandler:
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         default = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
-            if not hasattr(type(callback), event) and event not in vars(callback):
-                continue
-            method = getattr(callback, event)
-            if getattr(method, "__func__", method) is not default and (id(callback), event) not in self._muted:
-                yield method
+            if getattr_static(callback, event, default) is not default and (id(callback), event) not in self._muted:
+                yield getattr(callback, event)
 
     def __iter__(self) -> Iterator[TrainerCallback]:
         return iter(self.callbacks)
@@ -343,25 +338,22 @@ class CallbackHandler:
         """List each event that has listeners, with the classes that listen, in the order they are called."""
         lines = []
         for event in EVENTS:
-            names = [type(getattr(call, "__self__", call)).__name__ for call in self._find_listeners(event)]
+            names = [type(getattr(call, "__self__", call)).__name__ for call in self.listeners[event]]
             if names:
                 lines.append(f"{event}: {', '.join(names)}")
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
 
 
-def timed(phase: str) -> Callable[[_Method], _Method]:
-    """Make a method of the trainer a phase that the callback handler's timer, if there is one, is told of."""
+def timed_as_saving(method: Callable[Concatenate[Trainer, _P], _R]) -> Callable[Concatenate[Trainer, _P], _R]:
+    """Make a method of the trainer one that the callback handler's timer, if there is one, counts as saving."""
 
-    def decorate(method: _Method) -> _Method:
-        @wraps(method)
-        def call(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-            timer = trainer.callback_handler.timer
-            with nullcontext() if timer is None else timer(phase):
-                return method(trainer, *args, **kwargs)
+    @wraps(method)
+    def call(trainer: Trainer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        timer = trainer.callback_handler.timer
+        with nullcontext() if timer is None else timer("saving"):
+            return method(trainer, *args, **kwargs)
 
-        return cast("_Method", call)
-
-    return decorate
+    return call
 
 
 def _read_flags(callback: TrainerCallback, request: RunRequest) -> None:
@@ -380,7 +372,5 @@ def _read_flags(callback: TrainerCallback, request: RunRequest) -> None:
 
 def _warn_about_misspelt_events(callback_class: type) -> None:
     for name in dir(callback_class):
-        if name.startswith("on_") and name not in EVENTS:
-            hint = did_you_mean(name, EVENTS, cutoff=0.88)
-            if hint:
-                warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=4)
+        if name.startswith("on_") and name not in EVENTS and (hint := did_you_mean(name, EVENTS, cutoff=0.88)):
+            warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=4)

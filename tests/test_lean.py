@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from typing import Any
@@ -28,6 +29,7 @@ class Calls:
             self.by_name[frame.f_code.co_name] += 1
 
     def __enter__(self) -> Calls:
+        gc.collect()  # generators that other tests have left are closed by calls, too
         sys.setprofile(self._look)
         return self
 

@@ -19,7 +19,7 @@ from pytorch_accel_lite.checkpoint.snapshot import (
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.checkpoint.weights import read_checkpoint, write_checkpoint, write_weights
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.events import NonFiniteLossError, timed
+from pytorch_accel_lite.events import NonFiniteLossError, timed_as_saving
 from pytorch_accel_lite.gradients import optimized_parameters
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 StrPath = str | os.PathLike[str]
 
 
-@timed("saving")
+@timed_as_saving
 def save_checkpoint(
     self: Trainer,
     save_path: StrPath,
@@ -91,7 +91,7 @@ def load_checkpoint(
     return checkpoint
 
 
-@timed("saving")
+@timed_as_saving
 def save_model(self: Trainer, path: StrPath) -> None:
     """Save the weights only, as safetensors, whole or not at all, once in the job. For use by others.
 
@@ -137,7 +137,7 @@ def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
     self.registered_objects[name] = obj
 
 
-@timed("saving")
+@timed_as_saving
 def save_training_state(
     self: Trainer,
     directory: StrPath,
