@@ -103,6 +103,13 @@ class TrainerCallback:
         :param request: what the run is asked to do; change what you need,
             see :class:`~pytorch_accel_lite.run_config.RunRequest`
         """
+        # What callbacks written for version 0.1 say in attributes.
+        request.saves_training_states |= bool(getattr(self, "saves_training_states", False))
+        request.skips_failed_batches |= bool(getattr(self, "skips_failed_batches", False))
+        request.auto_microbatch |= bool(getattr(self, "splits_batches", False))
+        request.ends_at_signals |= bool(getattr(self, "save_on_signal", False))
+        if hasattr(self, "find_latest"):
+            request.state_sources.append(self)
 
     def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The trainer has been constructed."""
@@ -275,10 +282,7 @@ class CallbackHandler:
     def configure_run(self, trainer: Trainer, request: RunRequest) -> None:
         """Let every callback declare what it needs of a run."""
         for callback in self.callbacks:
-            if type(callback).configure_run is TrainerCallback.configure_run:
-                _read_flags(callback, request)
-            else:
-                callback.configure_run(trainer, request)
+            callback.configure_run(trainer, request)
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method named ``event``, which may be one of your own, of every callback that defines it.
@@ -354,20 +358,6 @@ def timed_as_saving(method: Callable[Concatenate[Trainer, _P], _R]) -> Callable[
             return method(trainer, *args, **kwargs)
 
     return call
-
-
-def _read_flags(callback: TrainerCallback, request: RunRequest) -> None:
-    """Read what callbacks written for version 0.1 say in attributes."""
-    for flag, name in (
-        ("saves_training_states", "saves_training_states"),
-        ("skips_failed_batches", "skips_failed_batches"),
-        ("splits_batches", "auto_microbatch"),
-        ("save_on_signal", "ends_at_signals"),
-    ):
-        if getattr(callback, flag, False):
-            setattr(request, name, True)
-    if hasattr(callback, "find_latest"):
-        request.state_sources.append(callback)
 
 
 def _warn_about_misspelt_events(callback_class: type) -> None:

@@ -61,12 +61,9 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take over counts returned by :meth:`state_dict`."""
-        if state.keys() != self.__dataclass_fields__.keys():
-            unknown = sorted(state.keys() ^ self.__dataclass_fields__.keys())
-            raise KeyError(
-                f"The counts {', '.join(map(repr, unknown))} are missing or unknown; progress has "
-                f"{', '.join(self.__dataclass_fields__)}."
-            )
+        wrong = sorted(state.keys() ^ asdict(self).keys())
+        if wrong:
+            raise KeyError(f"The counts {wrong} are missing or unknown; progress has {', '.join(asdict(self))}.")
         for name, value in state.items():
             setattr(self, name, int(value))
 
@@ -125,12 +122,14 @@ class RunHistory(ABC):
 class InMemoryRunHistory(RunHistory):
     """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
 
+    metric_name_prefix: str = ""
+    current_epoch: int = 1
+
     def __init__(self) -> None:
-        self._prefix = ""
         self.reset()
 
     def reset(self) -> None:
-        self._current_epoch = 1
+        self.current_epoch = 1
         self._metrics: dict[str, list[Any]] = {}
         self._epochs: dict[str, list[int]] = {}
 
@@ -150,44 +149,36 @@ class InMemoryRunHistory(RunHistory):
         return values[-1]
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
-        name = f"{self._prefix}{metric_name}"
+        name = f"{self.metric_name_prefix}{metric_name}"
         self._metrics.setdefault(name, []).append(metric_value)
-        self._epochs.setdefault(name, []).append(self._current_epoch)
+        self._epochs.setdefault(name, []).append(self.current_epoch)
 
     def delete_metric(self, metric_name: str) -> None:
         self.get_latest_metric(metric_name)
         del self._metrics[metric_name], self._epochs[metric_name]
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
-        self._prefix = prefix
+        self.metric_name_prefix = prefix
 
-    @property
-    def metric_name_prefix(self) -> str:
-        return self._prefix
+    def _increment_epoch(self) -> None:
+        self.current_epoch += 1
 
-    @property
-    def current_epoch(self) -> int:
-        return self._current_epoch
+    def _set_epoch(self, epoch: int) -> None:
+        self.current_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that was recorded, and the current epoch."""
         return {
-            "current_epoch": self._current_epoch,
+            "current_epoch": self.current_epoch,
             "metrics": self.to_dict(),
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        self._current_epoch = state["current_epoch"]
+        self.current_epoch = state["current_epoch"]
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
-
-    def _increment_epoch(self) -> None:
-        self._current_epoch += 1
-
-    def _set_epoch(self, epoch: int) -> None:
-        self._current_epoch = epoch
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the values of every metric by name, oldest first, as copies."""
@@ -199,10 +190,7 @@ class InMemoryRunHistory(RunHistory):
         :raises ValueError: when a metric was recorded as ``epoch``
         """
         if "epoch" in self._metrics:
-            raise ValueError(
-                "A metric was recorded as 'epoch', the column with the number of the epoch. Record it under "
-                "another name."
-            )
+            raise ValueError("A metric was recorded as 'epoch', the epochs' own column. Record it under another name.")
         table: dict[int, dict[str, Any]] = {}
         for name, values in self._metrics.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -229,11 +217,10 @@ class InMemoryRunHistory(RunHistory):
         """
         from pytorch_accel_lite.plotting import plot_curves
 
-        for name in metrics or ():
+        chosen = list(self._metrics if metrics is None else metrics)
+        for name in chosen:
             self.get_latest_metric(name)  # raises an error that lists those that there are
-        chosen = self._metrics if metrics is None else metrics
-        curves = {name: (self._epochs[name], self._metrics[name]) for name in chosen}
-        return plot_curves(curves, path)
+        return plot_curves({name: (self._epochs[name], self._metrics[name]) for name in chosen}, path)
 
 
 class LossTracker:
@@ -260,13 +247,12 @@ class LossTracker:
         :param loss_batch_value: the mean over the batch, a number or a tensor with one element
         :param batch_size: the weight, a number or a tensor with one element
         """
-        loss = loss_batch_value
+        loss: Any = loss_batch_value
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
             batch_size = to_float(batch_size)
         if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
             # The usual case is read without a call of ours, in every step.
-            number: Any = loss.tolist() if type(loss) is torch.Tensor and not loss.ndim else to_float(loss)
-            loss = number
+            loss = loss.tolist() if type(loss) is torch.Tensor and not loss.ndim else to_float(loss)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             self._add_on_device(loss, batch_size)
@@ -289,10 +275,9 @@ class LossTracker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over sums returned by :meth:`state_dict`."""
-        self.total_loss, self.running_count, self.loss_value = (
-            value.clone() if isinstance(value, torch.Tensor) else value
-            for value in (state["total_loss"], state["running_count"], state["loss_value"])
-        )
+        for name in ("loss_value", "total_loss", "running_count"):
+            value = state[name]
+            setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
 
     @property
     def average(self) -> float:

@@ -101,24 +101,22 @@ def _process() -> PartialState:
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
-def local_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function that only one process of each machine is to run; the others get ``None`` at once."""
-
+def _only_where(attribute: str, func: Callable[P, R]) -> Callable[P, R | None]:
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return func(*args, **kwargs) if _process().is_local_main_process else None
+        return func(*args, **kwargs) if getattr(_process(), attribute) else None
 
     return wrapper
+
+
+def local_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
+    """Decorate a function that only one process of each machine is to run; the others get ``None`` at once."""
+    return _only_where("is_local_main_process", func)
 
 
 def world_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
     """Decorate a function that only one process of the whole job is to run; the others get ``None`` at once."""
-
-    @wraps(func)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return func(*args, **kwargs) if _process().is_main_process else None
-
-    return wrapper
+    return _only_where("is_main_process", func)
 
 
 def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:

@@ -226,6 +226,11 @@ def test_a_plot_changes_nothing_of_pyplot_and_needs_no_display(monkeypatch):
     assert pyplot is None or pyplot.get_fignums() == []
 
 
+def test_metrics_to_plot_may_come_from_a_generator():
+    figure = filled().plot(metrics=(name for name in ["accuracy"]))
+    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == ["accuracy"]
+
+
 def test_there_is_no_plot_of_nothing():
     with pytest.raises(ValueError, match="nothing to plot"):
         InMemoryRunHistory().plot()
