@@ -30,10 +30,7 @@ class RunPausedError(StopTrainingError):
 
 
 class RunInterruptedError(RunPausedError):
-    """A signal asked for the end of the run.
-
-    :ivar signum: the number of the signal
-    """
+    """A signal, number ``signum``, asked for the end of the run."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"Stopping because of {signal.Signals(signum).name}.")
@@ -88,10 +85,9 @@ class TrainerCallback:
 
         on_init_end fires once, when a trainer has been made; on_exception when an error ends a run.
 
-    Where both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. Callbacks
-    are called in the order of the list they were given in. ``step`` counts batches from 0 within an epoch;
-    ``trainer.progress`` holds all counts. Accept ``**kwargs``
-    in every event: arguments may be added.
+    Where both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
+    batches from 0 within an epoch; ``trainer.progress`` holds all counts. Accept ``**kwargs`` in every event:
+    arguments may be added.
 
     ``configure_run`` is called first, so that a callback can declare what it needs of a run. A callback with
     ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
@@ -206,7 +202,6 @@ class TrainerCallback:
 EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 Listener = Callable[..., object]
-Timer = Callable[[object], AbstractContextManager[None]]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -235,7 +230,7 @@ class CallbackHandler:
         #: Who listens to each event, in order: one that nobody hears costs a look-up.
         self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
         #: Returns a context for what it is called with: a callback about to hear an event, or the phase ``"saving"``.
-        self.timer: Timer | None = None
+        self.timer: Callable[[object], AbstractContextManager[None]] | None = None
         self._muted: set[tuple[int, str]] = set()
         self.add_callbacks(callbacks)
 
@@ -265,10 +260,7 @@ class CallbackHandler:
         self.listeners.clear()
 
     def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:
-        """Say whether a callback is called at events that it defines, which costs time at each step.
-
-        :param callback: one of those of this handler
-        """
+        """Say whether a callback of this handler is called at events that it defines, which costs time at each step."""
         muted = {(id(callback), event) for event in events}
         self._muted = self._muted - muted if listens else self._muted | muted
         for event in events:

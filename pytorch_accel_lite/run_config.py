@@ -51,8 +51,7 @@ class RunRequest:
     def claim_path(self, owner: object, argument: str, path: str | os.PathLike[str] | None) -> None:
         """Say that a callback writes to a path, to which no other callback may write.
 
-        :param owner: the callback
-        :param argument: the name of its argument with the path
+        :param argument: the name of the callback's argument with the path
         :raises ValueError: when another callback writes there; names the argument, the path and both callbacks
         """
         if path is None:
@@ -132,7 +131,13 @@ def resolve_run_config(
 
     :raises ValueError: when the training data do not make a single batch
     """
-    updates_per_epoch = _updates_per_epoch(train_dataloader, request.gradient_accumulation_steps)
+    steps = find_length(train_dataloader)
+    if steps == 0:
+        raise ValueError(
+            "train_dataset makes no batch: with drop_last=True it needs at least per_device_batch_size samples for "
+            "every process. Lower per_device_batch_size, or leave drop_last out."
+        )
+    updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
     request = _limit(request, updates_per_epoch)
     processes = accelerator.num_processes
     train_batch_size = (train_dl_kwargs or {}).get("batch_size") or batch_size
@@ -155,16 +160,6 @@ def resolve_run_config(
         num_processes=processes,
         seed=seed,
     )
-
-
-def _updates_per_epoch(dataloader: Any, accumulation: int) -> int | None:
-    steps = find_length(dataloader)
-    if steps == 0:
-        raise ValueError(
-            "train_dataset makes no batch: with drop_last=True it needs at least per_device_batch_size samples for "
-            "every process. Lower per_device_batch_size, or leave drop_last out."
-        )
-    return None if steps is None else math.ceil(steps / accumulation)
 
 
 def _limit(request: RunRequest, updates_per_epoch: int | None) -> RunRequest:

@@ -198,22 +198,18 @@ class InMemoryRunHistory(RunHistory):
         return [table[epoch] for epoch in sorted(table)]
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return a ``pandas.DataFrame`` with a row for each epoch and a column for each metric.
-
-        A metric recorded several times in an epoch shows its last value there. Needs the extra ``dataframe``.
-        """
+        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
         pandas = import_extra("pandas", "dataframe", "to_dataframe()")
         return pandas.DataFrame(self.rows(), columns=["epoch", *self._metrics]).set_index("epoch")
 
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
         """Draw the curve of every metric over the epochs; train and eval of one metric share a panel.
 
+        Needs the extra ``plot``.
+
         :param path: where to save the picture, by suffix (``.png``, ``.pdf``, ``.svg``); ``None``: not saved
         :param metrics: the names of those to draw; ``None``: all
-        :return: the matplotlib figure
         :raises ValueError: when nothing has been recorded
-
-        Needs the extra ``plot``.
         """
         from pytorch_accel_lite.plotting import plot_curves
 
@@ -242,11 +238,7 @@ class LossTracker:
         self.running_count: Any = 0
 
     def update(self, loss_batch_value: torch.Tensor | float, batch_size: Any = 1) -> None:
-        """Add the mean loss of a batch.
-
-        :param loss_batch_value: the mean over the batch, a number or a tensor with one element
-        :param batch_size: the weight, a number or a tensor with one element
-        """
+        """Add the mean loss of a batch, weighted by its size; each is a number or a tensor with one element."""
         loss: Any = loss_batch_value
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
             batch_size = to_float(batch_size)

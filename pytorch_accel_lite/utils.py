@@ -32,10 +32,7 @@ LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
 
 
 class LimitBatches:
-    """Trainers that are made within a ``with LimitBatches(n):`` block read at most n batches of any data.
-
-    :param num_batches: batches that each process reads in an epoch and in an evaluation
-    """
+    """Trainers made within ``with LimitBatches(n):`` read at most n batches per process, epoch and evaluation."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = check_positive_int("num_batches", num_batches)
@@ -54,10 +51,7 @@ class LimitBatches:
 
 
 class TimeBudget:
-    """Keeps to a share of the time what is done again and again, drawing a plot after each epoch say.
-
-    :param share: of the time, above 0 and at most 1
-    """
+    """Keeps to a share (0 to 1) of the time what is done again and again, drawing a plot after each epoch say."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -78,11 +72,7 @@ class TimeBudget:
 
 
 class DataLoaderSlice:
-    """The first batches of a dataloader; each iteration starts from its beginning.
-
-    :param dl: a dataloader, or any other iterable
-    :param slice_size: how many batches
-    """
+    """The first ``slice_size`` batches of a dataloader or other iterable, from its beginning in each iteration."""
 
     def __init__(self, dl: Iterable[Any], slice_size: int) -> None:
         self.dl = dl
@@ -137,11 +127,7 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
-    """Return a tensor without the entries of its first dimension that consist of padding.
-
-    :param padded_tensor: of one with several dimensions, rows are removed that are all padding
-    :param pad_value: may be NaN
-    """
+    """Return a tensor without the entries of its first dimension that are all ``pad_value``, which may be NaN."""
     is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
     return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]
 

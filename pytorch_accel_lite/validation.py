@@ -52,10 +52,7 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
 
 
 def warn_if_optimizer_misses_model(optimizer: Any, attributes: Iterable[Any]) -> None:
-    """Warn when an optimizer has no parameter of any module that the trainer knows: training may change nothing.
-
-    :param attributes: the values of the trainer's attributes
-    """
+    """Warn when an optimizer has no parameter of a module among the trainer's attributes: it may train nothing."""
     modules = [value for value in attributes if isinstance(value, nn.Module)]
     known = {parameter for module in modules for parameter in module.parameters()}
     optimized = list(optimized_parameters(optimizer))
