@@ -249,7 +249,10 @@ class CallbackHandler:
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
-        _warn_about_misspelt_events(type(instance))
+        kind = type(instance)
+        for name in dir(kind):
+            if name.startswith("on_") and name not in EVENTS and (hint := did_you_mean(name, EVENTS, cutoff=0.88)):
+                warnings.warn(f"{kind.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=3)
         self.callbacks.append(instance)
         self.listeners.clear()
 
@@ -350,9 +353,3 @@ def timed_as_saving(method: Callable[Concatenate[Trainer, _P], _R]) -> Callable[
             return method(trainer, *args, **kwargs)
 
     return call
-
-
-def _warn_about_misspelt_events(callback_class: type) -> None:
-    for name in dir(callback_class):
-        if name.startswith("on_") and name not in EVENTS and (hint := did_you_mean(name, EVENTS, cutoff=0.88)):
-            warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=4)

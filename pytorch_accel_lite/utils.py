@@ -67,8 +67,7 @@ class TimeBudget:
         """Do it in this context: the longer it takes, the longer it is not due."""
         begin = time.monotonic()
         yield
-        end = time.monotonic()
-        self._next = begin + (end - begin) / self._share
+        self._next = begin + (time.monotonic() - begin) / self._share
 
 
 class DataLoaderSlice:
@@ -133,7 +132,7 @@ def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tenso
 
 
 def find_length(thing: Any) -> int | None:
-    """Return the length of what may have none."""
+    """Return ``len(thing)``, or ``None`` when it has no length."""
     try:
         return len(thing)
     except TypeError:
