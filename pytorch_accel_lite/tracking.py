@@ -257,9 +257,9 @@ class LossTracker:
         if not isinstance(self.total_loss, torch.Tensor):
             self.total_loss = torch.full((), self.total_loss, dtype=accumulation_dtype(loss.device), device=loss.device)
         if isinstance(batch_size, torch.Tensor):
-            self.total_loss.add_(loss.to(self.total_loss.dtype) * batch_size)
-        else:
-            self.total_loss.add_(loss, alpha=batch_size)
+            loss = loss.to(self.total_loss.dtype) * batch_size
+            batch_size = 1
+        self.total_loss.add_(loss.reshape(()), alpha=batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums."""

@@ -380,6 +380,16 @@ def test_the_sums_stay_on_the_device_of_the_loss_without_being_read():
     assert tracker.running_count == 8
 
 
+@pytest.mark.parametrize("weight", [4, torch.ones(1, device="meta")], ids=["number", "tensor"])
+def test_a_loss_of_one_element_is_taken_whatever_its_shape(weight):
+    tracker = LossTracker()
+    tracker.update(torch.ones(1, device="meta"), weight)
+    assert tracker.total_loss.shape == ()
+    tracker = LossTracker()
+    tracker.update(torch.full((1, 1), 2.0), 4)
+    assert tracker.total_loss == 8.0
+
+
 def test_a_running_mean_keeps_no_graph_and_does_not_change_the_loss():
     loss = torch.tensor(2.0, requires_grad=True) * 1
     tracker = LossTracker()
