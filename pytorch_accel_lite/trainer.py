@@ -172,7 +172,7 @@ class Trainer:
         self.current_run.data_seed = self.seed
         self._adapter = BatchAdapter(model)
         self._latest_eval_dataset: Any = None
-        shutdown.register(self, self.accelerator)
+        shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
 
     # ------------------------------------------------------------------- training, evaluation, prediction
