@@ -28,18 +28,12 @@ def barrier(self: Trainer) -> None:
 
 
 def broadcast_object(self: Trainer, obj: T) -> T:
-    """Return what the first process gave, on every process. To be called on every process.
-
-    :param obj: anything that can be pickled; that of the other processes is not looked at
-    """
+    """Return the first process's picklable object on every process. To be called on every process."""
     return self.ranks.broadcast_object(lambda: obj)
 
 
 def all_gather_object(self: Trainer, obj: T) -> list[T]:
-    """Return what each process gave, in the order of their ranks. To be called on every process.
-
-    :param obj: anything that can be pickled
-    """
+    """Return the picklable objects of all processes, in the order of their ranks. To be called on every process."""
     return self.ranks.all_gather_object(obj)
 
 

@@ -179,11 +179,11 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
 
 
 class StepSnapshot:
-    """What a step changes besides what it returns: gradients, buffers, generators, the counts of the window."""
+    """What a step changes besides what it returns: gradients, buffers, generators, the sizes of the window."""
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         self._window = run.window
-        self._counts = self._window.counts
+        self._sizes = self._window.sizes
         self._generators = capture_generators()
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.get_model().buffers()]
         self._held = [(parameter, parameter.grad) for parameter in _parameters(trainer)]
@@ -200,7 +200,7 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Undo the step."""
-        self._window.counts = self._counts
+        self._window.sizes = self._sizes
         restore_generators(self._generators)
         for buffer, before in self._buffers:
             buffer.copy_(before)
