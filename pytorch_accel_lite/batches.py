@@ -73,17 +73,14 @@ def _is_as_long(data: Any, size: int) -> bool:
 def is_list_of_samples(data: Any, size: int) -> bool:
     """Whether a list has an element for each sample, and not a column of all of them in each element.
 
-    Where it could be either, as many elements as samples, those of samples are alike.
+    Where it could be either, as many elements as samples, those of samples are alike: in their types and, but for the
+    length, in their shapes.
     """
     if not isinstance(data, (list, tuple)) or len(data) != size:
         return False
     as_long = [_is_as_long(element, size) for element in data]
-    return not any(as_long) or (not all(as_long) and len(set(map(_kind, data))) == 1)
-
-
-def _kind(element: Any) -> Any:
-    """Return what elements of samples have in common: their type; of tensors, all but the length, too."""
-    return (type(element), element.shape[1:]) if isinstance(element, torch.Tensor) else type(element)
+    kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
+    return not any(as_long) or (not all(as_long) and len(kinds) == 1)
 
 
 def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
@@ -173,8 +170,6 @@ class BatchAdapter:
 
     def _call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return the model's outputs, and the targets: what the batch holds besides the inputs (or ``None``)."""
-        if type(batch) in (tuple, list) and len(batch) == 2:
-            return model(batch[0]), batch[1]
         if isinstance(batch, Mapping):
             inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
             if not inputs:
@@ -224,11 +219,12 @@ def _check_loss(output: Any, method: str, training: bool) -> None:
     if "loss" not in output:
         raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.")
     losses = output["loss"]
-    if isinstance(losses, Mapping) and not losses:
+    named = losses if isinstance(losses, Mapping) else {"loss": losses}
+    if not named:
         raise ValueError(f"{method} returned an empty dict of losses.")
-    if isinstance(losses, Mapping) and "loss" in losses and len(losses) > 1:
+    if "loss" in named and len(named) > 1:
         raise ValueError(f"{method} returned a dict of losses with one called 'loss', as their sum is. Rename it.")
-    for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
+    for name, loss in named.items():
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
         if loss.ndim:

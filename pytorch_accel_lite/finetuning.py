@@ -26,11 +26,7 @@ class LayerGroup(_PartOfModel):
 
 
 class Layer(_PartOfModel):
-    """A module that has no modules of its own.
-
-    :param layer_group_idx: the index of its layer group, counted from the first group and from the last
-    :param is_frozen: whether it has parameters, and none of them is trained
-    """
+    """A module that has no modules of its own; ``layer_group_idx`` is that of its :class:`LayerGroup`."""
 
 
 class ModelFreezer:
@@ -69,10 +65,10 @@ class ModelFreezer:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
-        """Freeze the layer groups between two indices, both included; by default all but the last.
+        """Freeze the layer groups between two indices, both included and in any order; by default all but the last.
 
-        :param from_index: the first group; negative ones count from the last group
-        :param to_index: the last group
+        :param from_index: one end; negative ones count from the last group
+        :param to_index: the other end
         :param set_modules_as_eval: keep what is frozen in evaluation mode, also when the model is set to training mode:
             no dropout, and batch norms that are frozen keep their statistics
         :raises IndexError: when there is no such group
@@ -88,14 +84,11 @@ class ModelFreezer:
     def unfreeze(
         self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
     ) -> dict[int, dict[str, list[nn.Parameter]]]:
-        """Unfreeze the layer groups between two indices, both included and in any order; by default all.
+        """Unfreeze the layer groups between two indices, as in :meth:`freeze`; by default all.
 
-        :param from_index: the one end; negative ones count from the last group
-        :param to_index: the other end
         :param set_modules_as_training: set the modules to training mode
         :return: by the index of each group that was frozen, ``{"params": [...]}``: what has been unfrozen, in the form
             that ``optimizer.add_param_group`` takes
-        :raises IndexError: when there is no such group
         """
         unfrozen = {}
         for index, group, parameters in self._between(from_index, to_index):
@@ -187,6 +180,5 @@ def layer_group_parameters(model: nn.Module, lr: float, decay: float = 1 / 2.6) 
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)
     groups = [parameters for parameters in parameters_by_group(model) if parameters]
-    return [
-        {"params": parameters, "lr": lr * decay ** (len(groups) - 1 - index)} for index, parameters in enumerate(groups)
-    ]
+    last = len(groups) - 1
+    return [{"params": group, "lr": lr * decay ** (last - index)} for index, group in enumerate(groups)]

@@ -147,12 +147,12 @@ def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], no
 
 def clear_gradients(optimizer: Any) -> None:
     """Clear the gradients as ``optimizer.zero_grad()`` does, which takes 20 times as long unless it is overridden."""
-    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+    if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
         optimizer.zero_grad()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def _as_weight(count: Count) -> Count:

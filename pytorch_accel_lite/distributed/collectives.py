@@ -15,8 +15,8 @@ T = TypeVar("T")
 def gather(self: Trainer, tensor: Any, padding_value: float | None = None) -> Any:
     """Concatenate tensors of all processes along their first dimension. To be called on every process.
 
-    :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ from
-        process to process.
+    :param tensor: a tensor, or nested lists, tuples and dicts of tensors, whose first dimension may differ from process
+        to process. Tensors without dimensions become one with an element for each.
     :param padding_value: accepted for the ancestor's users and not needed: nothing of the padding is left
     """
     return self.ranks.gather(tensor)
@@ -40,7 +40,6 @@ def all_gather_object(self: Trainer, obj: T) -> list[T]:
 def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
     """Return a tensor of one element as a Python number.
 
-    :param tensor: of one element
     :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must all call it then; ``None``:
         this process's own
     """

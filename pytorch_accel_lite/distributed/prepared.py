@@ -58,7 +58,6 @@ class PreparedModel:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
-        self._accelerator = accelerator
         self._given = model, optimizer
         self._forward = vars(model).get("forward")
         # Its lists of what was prepared. free_memory() would empty them of what others prepared too, and collect
@@ -77,33 +76,8 @@ class PreparedModel:
             self.optimizer = optimizer
 
     def can_rewrap(self, model: nn.Module) -> bool:
-        """Whether :meth:`rewrap` can be used on the prepared model: not with sharded weights, nor once compiled."""
+        """Whether the prepared model can be wrapped again: not with sharded weights, nor once compiled."""
         return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
-
-    def rewrap(self, model: nn.Module) -> nn.Module:
-        """Return the model in a new ``DistributedDataParallel``, if it is in one.
-
-        The wrapper averages the gradients of the parameters that were trained when it was made, and no others.
-        """
-        if not isinstance(model, DistributedDataParallel):
-            return model
-        handler = self._accelerator.ddp_handler
-        for name in ("reducer", "logger"):  # takes the old one's hooks off the parameters
-            delattr(model, name)
-        wrapped = DistributedDataParallel(
-            model.module,
-            device_ids=model.device_ids,
-            output_device=model.output_device,
-            **({} if handler is None else handler.to_kwargs()),
-        )
-        if handler is not None:
-            handler.register_comm_hook(wrapped)
-        vars(wrapped)["_is_accelerate_prepared"] = True
-        models = self._accelerator._models
-        models[:] = [wrapped if held is model else held for held in models]
-        if self.model is model:
-            self.model = wrapped
-        return wrapped
 
     def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
         """Return the model, which a callback may have replaced, and the optimizer as the user knows them."""
@@ -177,17 +151,31 @@ def get_model(self: Trainer, keep_torch_compile: bool = True) -> nn.Module:
 def rewrap_model(self: Trainer) -> None:
     """Tell ``DistributedDataParallel`` that other parameters are trained now. To be called on every process.
 
-    Call it after freezing or unfreezing in the middle of a run, between updates, as in ``on_train_epoch_start``:
-    otherwise gradients of unfrozen parameters would not be averaged. With one process it does nothing.
+    Call it after freezing or unfreezing in the middle of a run, between updates, as in ``on_train_epoch_start``: the
+    wrapper averages the gradients of those that were trained when it was made. With one process it does nothing.
 
     :raises RuntimeError: when the weights are sharded, or Accelerate has compiled the wrapper
     """
-    if self.prepared_model is None:
-        return
     if not self.can_rewrap_model:
         raise RuntimeError(
             "The parameters that are trained cannot change in the middle of this run: the model is sharded "
             f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
             "Freeze before the run, or compile the model yourself with torch.compile."
         )
-    self.model = self.prepared_model.rewrap(self.model)
+    old = self.model
+    prepared = self.prepared_model
+    if prepared is None or not isinstance(old, DistributedDataParallel):
+        return
+    for name in ("reducer", "logger"):  # takes the old one's hooks off the parameters
+        delattr(old, name)
+    handler = self.accelerator.ddp_handler
+    kwargs = {} if handler is None else handler.to_kwargs()
+    new = DistributedDataParallel(old.module, device_ids=old.device_ids, output_device=old.output_device, **kwargs)
+    if handler is not None:
+        handler.register_comm_hook(new)
+    vars(new)["_is_accelerate_prepared"] = True
+    models = self.accelerator._models
+    models[:] = [new if held is old else held for held in models]
+    if prepared.model is old:
+        prepared.model = new
+    self.model = new

@@ -106,11 +106,7 @@ class Ranks:
             dist.barrier(group=self._group)
 
     def gather(self, data: Any) -> Any:
-        """Concatenate tensors over the ranks along their first dimension, whatever its length on each.
-
-        :param data: a tensor, or nested lists, tuples and dicts of tensors, of the same structure on all ranks;
-            tensors without dimensions become one of length ``world_size``
-        """
+        """Concatenate tensors over the ranks along their first dimension, see :meth:`Trainer.gather`."""
         if self.world_size == 1:
             return data
         leaves, structure = torch.utils._pytree.tree_flatten(data)
