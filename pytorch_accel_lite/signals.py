@@ -20,7 +20,7 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
 
     def handle(signum: int, frame: object) -> None:
         for number in before:
