@@ -41,6 +41,8 @@ class GradientWindow:
         self.sizes: tuple[float, Count] | None = None
         #: Whether batches are split into parts, which are weighed then even on one process.
         self.is_split = False
+        #: Whether ranks may fail within a step, in which they must not communicate then.
+        self.is_guarded = False
         #: Items in a nominal micro-batch, fixed at the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
 
@@ -59,7 +61,9 @@ class GradientWindow:
         nominal: float = self._batch_size
         if items is not None:
             local = added = _as_weight(items) if num_samples else 0
-            if self.items_per_batch is None:  # once in a run: the only read of the device
+            if self.items_per_batch is None and self.is_guarded:
+                self.items_per_batch = nominal  # any number will do that is the same on all ranks
+            elif self.items_per_batch is None:  # once in a run: the only read of the device
                 self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
             nominal = self.items_per_batch
         true = added if self.sizes is None else self.sizes[1] + added

@@ -183,7 +183,7 @@ class StepSnapshot:
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         self._window = run.window
-        self._sizes = self._window.sizes
+        self._counted = self._window.sizes, self._window.items_per_batch
         self._generators = capture_generators()
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.get_model().buffers()]
         self._held = [(parameter, parameter.grad) for parameter in _parameters(trainer)]
@@ -200,7 +200,7 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Undo the step."""
-        self._window.sizes = self._sizes
+        self._window.sizes, self._window.items_per_batch = self._counted
         restore_generators(self._generators)
         for buffer, before in self._buffers:
             buffer.copy_(before)
