@@ -6,57 +6,45 @@ import dataclasses
 import inspect
 import itertools
 import numbers
+import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from accelerate.utils.operations import honor_type
 from torch import nn
 
 BatchOutput = dict[str, Any]
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    return (part for part in itertools.chain([data], _parts(data)) if isinstance(part, torch.Tensor))
-
-
-def find_batch_size(batch: Any) -> int:
-    """Return the length of the first tensor with dimensions in a batch.
-
-    :raises ValueError: when there is none
-    """
-    if type(batch) in (tuple, list) and batch and isinstance(batch[0], torch.Tensor) and batch[0].ndim:
-        return batch[0].shape[0]  # the usual case, without a look at abstract types
-    for tensor in _tensors(batch):
-        if tensor.ndim:
-            return tensor.shape[0]
-    raise ValueError(
-        f"No batch size can be told from a batch of type {type(batch).__name__} without tensors. Return "
-        "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss."
-    )
-
-
-def batch_size_of(batch: Any, expected: int | None) -> int:
+def find_batch_size(batch: Any, expected: int | None = None) -> int:
     """Return how many samples a batch holds.
 
     :param expected: how many were collated, ``None`` when that is not known. It is the answer where anything in the
-        batch is as long; else (the collate function has left some out) as many as the first tensor is long.
+        batch is as long; else (the collate function has left some out) the length of the first tensor with dimensions.
+    :raises ValueError: when nothing tells it
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else None
     if isinstance(first, torch.Tensor) and first.ndim and expected in (None, first.shape[0]):
         return first.shape[0]  # the usual case, without a look at abstract types
-    if expected is not None and (
-        any(_is_as_long(part, expected) for part in _parts(batch)) or not any(map(_has_length, _parts(batch)))
-    ):
+    if expected is not None and any(_is_as_long(part, expected) for part in _parts(batch)):
         return expected
-    return find_batch_size(batch)
+    length = next((len(tensor) for tensor in _tensors(batch)), expected)
+    if length is None:
+        raise ValueError(
+            f"No batch size can be told from a batch of type {type(batch).__name__} without tensors. Return "
+            "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss."
+        )
+    return length
 
 
-def _has_length(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.ndim > 0
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with dimensions in something nested."""
+    return (part for part in _parts([data]) if isinstance(part, torch.Tensor) and part.ndim)
 
 
 def _parts(data: Any) -> Iterator[Any]:
@@ -85,17 +73,14 @@ def _is_as_long(data: Any, size: int) -> bool:
 def is_list_of_samples(data: Any, size: int) -> bool:
     """Whether a list has an element for each sample, and not a column of all of them in each element.
 
-    Where it could be either, as many elements as samples, those of samples are alike.
+    Where it could be either, as many elements as samples, those of samples are alike: in their types and, but for the
+    length, in their shapes.
     """
     if not isinstance(data, (list, tuple)) or len(data) != size:
         return False
     as_long = [_is_as_long(element, size) for element in data]
-    return not any(as_long) or (not all(as_long) and len(set(map(_kind, data))) == 1)
-
-
-def _kind(element: Any) -> Any:
-    """Return what elements of samples have in common: their type; of tensors, all but the length, too."""
-    return (type(element), element.shape[1:]) if isinstance(element, torch.Tensor) else type(element)
+    kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
+    return not any(as_long) or (not all(as_long) and len(kinds) == 1)
 
 
 def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
@@ -107,7 +92,7 @@ def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
     :param size: how many samples it has
     :raises ValueError: when nothing in it has an element for each
     """
-    if not any(_is_as_long(part, size) for part in itertools.chain([batch], _parts(batch))):
+    if not any(_is_as_long(part, size) for part in _parts([batch])):
         raise ValueError(
             f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
             f"for each of its {size} samples. Let collate_fn return tensors, lists or dicts of such."
@@ -126,8 +111,7 @@ def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
     if isinstance(data, (list, tuple)):
         if is_list_of_samples(data, size):
             return data[begin:end]
-        values = [slice_batch(value, begin, end, size) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return honor_type(data, [slice_batch(value, begin, end, size) for value in data])
     return data
 
 
@@ -164,13 +148,28 @@ class BatchAdapter:
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
             return outputs, loss_func(outputs, batch[1])
-        outputs, targets = self.call(model, batch)
-        return outputs, self.loss(loss_func, outputs, targets, batch)
+        outputs, targets = self._call(model, batch)
+        if loss_func is None:
+            return outputs, self._own_loss(outputs, targets, batch)
+        if isinstance(batch, Mapping):
+            targets = _targets_of(targets, batch)
+        if targets is None:
+            raise ValueError(
+                f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
+                "(inputs, targets), or override calculate_train_batch_loss."
+            )
+        return outputs, loss_func(outputs, targets)
 
-    def call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's outputs for a batch, whose targets, if any, are not used."""
+        if isinstance(batch, Mapping):
+            batch = {k: v for k, v in batch.items() if k not in TARGET_KEYS}
+        elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+            batch = batch[:1]
+        return self._call(model, batch)[0]
+
+    def _call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return the model's outputs, and the targets: what the batch holds besides the inputs (or ``None``)."""
-        if type(batch) in (tuple, list) and len(batch) == 2:
-            return model(batch[0]), batch[1]
         if isinstance(batch, Mapping):
             inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
             if not inputs:
@@ -188,65 +187,44 @@ class BatchAdapter:
             return model(batch[0]), batch[1] if len(batch) == 2 else None
         return model(batch), None
 
-    def loss(self, loss_func: Any, outputs: Any, targets: Any, batch: Any) -> Any:
-        """Return ``loss_func(outputs, targets)``, or the loss that the model itself returned."""
-        if loss_func is None:
-            if isinstance(batch, Mapping) and targets and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{self._name}.forward takes no argument named {', '.join(map(repr, targets))}: left out of "
-                    "the call. Drop them from the dataset, or override calculate_train_batch_loss to use them.",
-                    stacklevel=2,
-                )
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-            if loss is None:
-                raise ValueError(
-                    f"loss_func is None and {self._name} returned no loss in its {type(outputs).__name__}. "
-                    "Pass a loss_func, or feed the model the labels that make it return one."
-                )
-            return loss
-        if not isinstance(batch, (tuple, list, torch.Tensor)) and isinstance(batch, Mapping):
-            targets = self._mapping_targets(targets, batch)
-        if targets is None:
-            raise ValueError(
-                f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
-                "(inputs, targets), or override calculate_train_batch_loss."
+    def _own_loss(self, outputs: Any, left_out: Any, batch: Any) -> Any:
+        """Return the loss that the model itself returned."""
+        if isinstance(batch, Mapping) and left_out and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._name}.forward takes no argument named {', '.join(map(repr, left_out))}: left out of "
+                "the call. Drop them from the dataset, or override calculate_train_batch_loss to use them.",
+                stacklevel=2,
             )
-        return loss_func(outputs, targets)
-
-    def _mapping_targets(self, rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
-        """The one key that forward does not take; else all such keys; else a key with a usual name."""
-        if len(rest) == 1:
-            return next(iter(rest.values()))
-        if rest:
-            return rest
-        return next((batch[key] for key in TARGET_KEYS if key in batch), None)
-
-    def predict(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's outputs for a batch, whose targets, if any, are not used."""
-        if isinstance(batch, Mapping):
-            return self.call(model, {k: v for k, v in batch.items() if k not in TARGET_KEYS})[0]
-        if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-            return self.call(model, batch[:1])[0]
-        return self.call(model, batch)[0]
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"loss_func is None and {self._name} returned no loss in its {type(outputs).__name__}. "
+                "Pass a loss_func, or feed the model the labels that make it return one."
+            )
+        return loss
 
 
-def check_loss(output: Any, method: str, training: bool) -> None:
-    """Check what a step returned.
+def _targets_of(rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+    """The one key that forward does not take; else all such keys; else a key with a usual name."""
+    if rest:
+        return next(iter(rest.values())) if len(rest) == 1 else rest
+    return next((batch[key] for key in TARGET_KEYS if key in batch), None)
 
-    :raises TypeError, ValueError: when it is no dict with a ``loss`` that is a scalar (or a dict of scalars) and,
-        in training, requires gradients
-    """
+
+def _check_loss(output: Any, method: str, training: bool) -> None:
+    """Check that a step returned a scalar loss, or several by name, which in training requires gradients."""
     if not isinstance(output, Mapping):
         raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
     if "loss" not in output:
         raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.")
     losses = output["loss"]
-    if isinstance(losses, Mapping) and not losses:
+    named = losses if isinstance(losses, Mapping) else {"loss": losses}
+    if not named:
         raise ValueError(f"{method} returned an empty dict of losses.")
-    if isinstance(losses, Mapping) and "loss" in losses and len(losses) > 1:
+    if "loss" in named and len(named) > 1:
         raise ValueError(f"{method} returned a dict of losses with one called 'loss', as their sum is. Rename it.")
-    for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
+    for name, loss in named.items():
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
         if loss.ndim:
@@ -260,15 +238,6 @@ def check_loss(output: Any, method: str, training: bool) -> None:
         )
 
 
-def check_batch_size(size: Any, method: str) -> None:
-    """Check the ``batch_size`` that a step returned."""
-    if isinstance(size, int):
-        if size < 1:
-            raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
-    elif not isinstance(size, (numbers.Real, torch.Tensor)):
-        raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
-
-
 def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:
     """Check what a step returned, and add what it left out.
 
@@ -277,13 +246,15 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
     """
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
-        check_loss(output, method, training)  # the usual case is done without a look at abstract types
+        _check_loss(output, method, training)  # the usual case is done without a look at abstract types
         losses = output["loss"]
     if "batch_size" not in output:
-        output["batch_size"] = batch_size_of(data, num_samples or None)
+        output["batch_size"] = find_batch_size(data, num_samples or None)
     size = output["batch_size"]
-    if type(size) is not int or size < 1:
-        check_batch_size(size, method)
+    if type(size) is not int and not isinstance(size, (numbers.Real, torch.Tensor)):
+        raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
+    if isinstance(size, int) and size < 1:
+        raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
     if not isinstance(losses, torch.Tensor):
         output["loss"] = total_loss(losses)
         if losses.keys() != {"loss"}:
@@ -292,12 +263,8 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
 
 def total_loss(losses: Any) -> torch.Tensor:
     """Return the loss that is minimised: the sum, when there are several by name."""
-    if isinstance(losses, Mapping):
-        first, *others = losses.values()
-        for other in others:
-            first = first + other
-        return first  # type: ignore[no-any-return]
-    return losses  # type: ignore[no-any-return]
+    total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses
+    return total
 
 
 class ListOfSamples(list[Any]):
@@ -321,11 +288,9 @@ def to_cpu(outputs: Any, size: int | None = None) -> Any:
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
     if isinstance(outputs, Mapping):
-        return {k: to_cpu(v) for k, v in outputs.items() if any(t.ndim for t in _tensors(v))}
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*map(to_cpu, outputs))
+        return {k: to_cpu(v) for k, v in outputs.items() if next(_tensors(v), None) is not None}
     if isinstance(outputs, (list, tuple)):
-        return type(outputs)(to_cpu(value) for value in outputs)
+        return honor_type(outputs, map(to_cpu, outputs))
     raise TypeError(
         f"predict: the model returned {type(outputs).__name__}; tensors, or tuples, lists and dicts of tensors, "
         "were expected. Override calculate_predict_batch_output to return such."
@@ -362,5 +327,4 @@ def concatenate(parts: Sequence[Any]) -> Any:
             f"predict: the model returned lists of {sorted({len(part) for part in parts})} elements, which cannot be "
             "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list of one for each sample."
         )
-    columns = [concatenate(column) for column in zip(*parts, strict=True)]
-    return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return honor_type(first, map(concatenate, zip(*parts, strict=True)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,30 +11,22 @@ from pytorch_accel_lite.utils import check_positive_number
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class LayerGroup(NamedTuple):
+class _PartOfModel(NamedTuple):
+    layer_group_idx: tuple[int, int]
+    module: nn.Module
+    is_frozen: bool
+
+
+class LayerGroup(_PartOfModel):
     """A module that is an attribute of the model.
 
     :param layer_group_idx: its index, counted from the first group and from the last
-    :param module: the module
-    :param is_frozen: whether nothing of it that can be frozen is trained
+    :param is_frozen: whether it has parameters that can be frozen, and none of them is trained
     """
 
-    layer_group_idx: tuple[int, int]
-    module: nn.Module
-    is_frozen: bool
 
-
-class Layer(NamedTuple):
-    """A module that has no modules of its own.
-
-    :param layer_group_idx: the index of its layer group, counted from the first group and from the last
-    :param module: the module
-    :param is_frozen: whether it has parameters, and none of them is trained
-    """
-
-    layer_group_idx: tuple[int, int]
-    module: nn.Module
-    is_frozen: bool
+class Layer(_PartOfModel):
+    """A module that has no modules of its own; ``layer_group_idx`` is that of its :class:`LayerGroup`."""
 
 
 class ModelFreezer:
@@ -57,12 +48,8 @@ class ModelFreezer:
 
     def get_layer_groups(self) -> list[LayerGroup]:
         """Return the layer groups, from the input to the head."""
-        groups = list(self.model.children())
-        parameters = self._parameters_of_groups()
-        return [
-            LayerGroup((index, index - len(groups)), module, _is_frozen(parameters[index]))
-            for index, module in enumerate(groups)
-        ]
+        groups = self._groups()
+        return [LayerGroup((i, i - len(groups)), group, _is_frozen(owned)) for i, group, owned in groups]
 
     def get_layers(self) -> list[Layer]:
         """Return the modules without modules of their own, in the order of the groups."""
@@ -70,7 +57,7 @@ class ModelFreezer:
             Layer(group.layer_group_idx, module, _is_frozen(list(module.parameters())))
             for group in self.get_layer_groups()
             for module in group.module.modules()
-            if not any(True for _ in module.children())
+            if next(module.children(), None) is None
         ]
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
@@ -78,39 +65,34 @@ class ModelFreezer:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
-        """Freeze the layer groups between two indices, both included; by default all but the last.
+        """Freeze the layer groups between two indices, both included and in any order; by default all but the last.
 
-        :param from_index: the first group; negative ones count from the last group
-        :param to_index: the last group
+        :param from_index: one end; negative ones count from the last group
+        :param to_index: the other end
         :param set_modules_as_eval: keep what is frozen in evaluation mode, also when the model is set to training mode:
             no dropout, and batch norms that are frozen keep their statistics
         :raises IndexError: when there is no such group
         """
-        parameters = self._parameters_of_groups()
-        for index, group in self._between(from_index, to_index):
-            for parameter in parameters[index]:
+        for _, group, parameters in self._between(from_index, to_index):
+            for parameter in parameters:
                 parameter.requires_grad = False
                 parameter.grad = None  # else an optimizer would go on using it
-            if set_modules_as_eval:
-                for module in self._freezable_modules(group):
+            for module in group.modules() if set_modules_as_eval else ():
+                if not self._spares(module):
                     _keep_in_eval(module)
 
     def unfreeze(
         self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
     ) -> dict[int, dict[str, list[nn.Parameter]]]:
-        """Unfreeze the layer groups between two indices, both included and in any order; by default all.
+        """Unfreeze the layer groups between two indices, as in :meth:`freeze`; by default all.
 
-        :param from_index: the one end; negative ones count from the last group
-        :param to_index: the other end
         :param set_modules_as_training: set the modules to training mode
         :return: by the index of each group that was frozen, ``{"params": [...]}``: what has been unfrozen, in the form
             that ``optimizer.add_param_group`` takes
-        :raises IndexError: when there is no such group
         """
-        parameters = self._parameters_of_groups()
         unfrozen = {}
-        for index, group in self._between(from_index, to_index):
-            frozen = [parameter for parameter in parameters[index] if not parameter.requires_grad]
+        for index, group, parameters in self._between(from_index, to_index):
+            frozen = [parameter for parameter in parameters if not parameter.requires_grad]
             for parameter in frozen:
                 parameter.requires_grad = True
             if frozen:
@@ -121,8 +103,8 @@ class ModelFreezer:
                 group.train()
         return unfrozen
 
-    def _between(self, from_index: int, to_index: int) -> list[tuple[int, nn.Module]]:
-        groups = list(enumerate(self.model.children()))
+    def _between(self, from_index: int, to_index: int) -> list[tuple[int, nn.Module, list[nn.Parameter]]]:
+        groups = self._groups()
         if not groups:
             raise ValueError(
                 f"{type(self.model).__name__} has no layer groups: no module is an attribute of it. Set "
@@ -140,16 +122,14 @@ class ModelFreezer:
             ends.append(index % len(groups))
         return groups[min(ends) : max(ends) + 1]
 
-    def _freezable_modules(self, group: nn.Module) -> Iterator[nn.Module]:
-        return (m for m in group.modules() if self.freeze_batch_norms or not isinstance(m, _BATCH_NORMS))
+    def _spares(self, module: nn.Module) -> bool:
+        return isinstance(module, _BATCH_NORMS) and not self.freeze_batch_norms
 
-    def _parameters_of_groups(self) -> list[list[nn.Parameter]]:
-        """Return what can be frozen of each group."""
-        spared: set[nn.Parameter] = set()
-        if not self.freeze_batch_norms:
-            norms = [module for module in self.model.modules() if isinstance(module, _BATCH_NORMS)]
-            spared = {parameter for norm in norms for parameter in norm.parameters()}
-        return [[p for p in parameters if p not in spared] for parameters in parameters_by_group(self.model)]
+    def _groups(self) -> list[tuple[int, nn.Module, list[nn.Parameter]]]:
+        """Return the layer groups, each with its index and the parameters that can be frozen."""
+        spared = {p for module in self.model.modules() if self._spares(module) for p in module.parameters()}
+        groups = zip(self.model.children(), parameters_by_group(self.model), strict=False)
+        return [(i, group, [p for p in owned if p not in spared]) for i, (group, owned) in enumerate(groups)]
 
 
 def _is_frozen(parameters: list[nn.Parameter]) -> bool:
@@ -178,22 +158,20 @@ def parameters_by_group(model: nn.Module) -> list[list[nn.Parameter]]:
 
     What the model itself owns is in the first group; what several groups share is in the first of them.
     """
-    groups = [list(module.parameters()) for module in model.children()] or [[]]
-    groups[0] = [*model.parameters(recurse=False), *groups[0]]
-    owners: dict[nn.Parameter, int] = {}
+    owners = dict.fromkeys(model.parameters(recurse=False), 0)
+    groups = list(model.children())
     for index, group in enumerate(groups):
-        for parameter in group:
+        for parameter in group.parameters():
             owners.setdefault(parameter, index)
-    return [[parameter for parameter in group if owners[parameter] == index] for index, group in enumerate(groups)]
+    return [[p for p, owner in owners.items() if owner == index] for index in range(max(len(groups), 1))]
 
 
 def layer_group_parameters(model: nn.Module, lr: float, decay: float = 1 / 2.6) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
 
     Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"
-    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. A layer group is a module that is an attribute of
-    the model; those without parameters do not count. Give the result to the optimizer:
-    ``AdamW(layer_group_parameters(...))``.
+    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of :class:`ModelFreezer`;
+    those without parameters do not count. Give the result to the optimizer: ``AdamW(layer_group_parameters(...))``.
 
     :param model: the model, not wrapped
     :param lr: the learning rate of the last group, the head
@@ -202,6 +180,5 @@ def layer_group_parameters(model: nn.Module, lr: float, decay: float = 1 / 2.6) 
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)
     groups = [parameters for parameters in parameters_by_group(model) if parameters]
-    return [
-        {"params": parameters, "lr": lr * decay ** (len(groups) - 1 - index)} for index, parameters in enumerate(groups)
-    ]
+    last = len(groups) - 1
+    return [{"params": group, "lr": lr * decay ** (last - index)} for index, group in enumerate(groups)]

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pytorch_accel_lite.devices import accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.prepared import are_sharded
 
 NOTHING = nullcontext()
 Count = int | float | torch.Tensor
-_NO_GRADIENT = -1
-_DENSE = 0  # a sparse gradient has at least one sparse dimension
+_NO_GRADIENT = -1  # in place of its number of sparse dimensions, which is 0 where it is dense
 
 
 class GradientWindow:
@@ -36,12 +37,12 @@ class GradientWindow:
         self._device = device
         self.steps = steps
         self._batch_size = batch_size
-        self._nominal: Count = 0
-        self._true: Count = 0
-        #: Whether micro-batches have been added since the last update.
-        self.is_open = False
+        #: Its nominal and its true size so far; ``None`` when nothing has been added since the last update.
+        self.sizes: tuple[float, Count] | None = None
         #: Whether batches are split into parts, which are weighed then even on one process.
         self.is_split = False
+        #: Whether ranks may fail within a step, in which they must not communicate then.
+        self.is_guarded = False
         #: Items in a nominal micro-batch, fixed at the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
 
@@ -52,56 +53,35 @@ class GradientWindow:
         :param total_samples: samples of this micro-batch over all ranks
         :param items: what the loss is a mean over, when these are not samples
         """
-        self.is_open = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
+            self.sizes = 1, 1
             return loss
         local: Count = num_samples
+        added: Count = total_samples
         nominal: float = self._batch_size
-        if items is None:
-            self._true = self._true + total_samples
-        else:
-            local = _as_weight(items) if num_samples else 0
-            nominal = self._nominal_items(local)
-            self._true = self._true + local
-        self._nominal = nominal * self.steps * self._ranks.world_size
+        if items is not None:
+            local = added = _as_weight(items) if num_samples else 0
+            if self.items_per_batch is None and self.is_guarded:
+                self.items_per_batch = nominal  # any number will do that is the same on all ranks
+            elif self.items_per_batch is None:  # once in a run: the only read of the device
+                self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
+            nominal = self.items_per_batch
+        true = added if self.sizes is None else self.sizes[1] + added
+        self.sizes = nominal * self.steps * self._ranks.world_size, true
         return loss * (local / (nominal * self.steps))
-
-    @property
-    def counts(self) -> tuple[Count, Count, bool]:
-        """What has been added since the last update; to be restored after a step that failed."""
-        return self._nominal, self._true, self.is_open
-
-    @counts.setter
-    def counts(self, counts: tuple[Count, Count, bool]) -> None:
-        self._nominal, self._true, self.is_open = counts
-
-    def _nominal_items(self, items: Count) -> float:
-        if self.items_per_batch is None:  # once in a run: the only read of the device
-            self.items_per_batch = max(self._ranks.sum([float(items)])[0] / self._ranks.world_size, 1.0)
-        return self.items_per_batch
 
     def finish(self, optimizer: Any) -> None:
         """Correct the gradients when the window's true size differs from the nominal one, and begin the next."""
-        nominal = self._nominal
-        true = self._true
-        self.is_open = False
-        self._nominal = self._true = 0
+        nominal, true = self.sizes or (1, 1)
+        self.sizes = None
         if self.items_per_batch is not None and self._ranks.world_size > 1:
-            device = self._device
-            mine = torch.zeros(
-                (), dtype=accumulation_dtype(device), device=device
-            )  # a number is not copied there: that waits
-            true = self._ranks.sum_on_device(mine + _as_weight(true))
+            zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+            true = self._ranks.sum_on_device(zero + _as_weight(true))  # to copy a number to a device would wait for it
         if not isinstance(true, torch.Tensor) and true == nominal:
             return
-        factor: Any = nominal / true
         gradients = [p.grad for p in optimized_parameters(optimizer) if p.grad is not None]
-        dense = [g for g in gradients if g.layout == torch.strided]
-        if dense:
-            torch._foreach_mul_(dense, factor)
-        for gradient in gradients:
-            if gradient.layout != torch.strided:
-                gradient.mul_(factor)
+        if gradients:
+            torch._foreach_mul_(gradients, nominal / true)
 
 
 def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:
@@ -115,19 +95,19 @@ def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window:
 def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
     """Average gradients over the ranks, as ``DistributedDataParallel`` does. A rank that has none counts as zero."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    kinds = [_NO_GRADIENT if p.grad is None else p.grad.sparse_dim() if p.grad.is_sparse else _DENSE for p in trained]
+    sparse_dims = [_NO_GRADIENT if p.grad is None else p.grad.sparse_dim() for p in trained]
     gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter, kind in zip(trained, map(int, ranks.max(kinds)), strict=True):
-        if kind > _DENSE:
-            parameter.grad = ranks.sum_on_device(_as_sparse(parameter, kind)) / ranks.world_size
-        elif kind == _DENSE:
+    for parameter, sparse_dim in zip(trained, map(int, ranks.max(sparse_dims)), strict=True):
+        if sparse_dim > 0:
+            parameter.grad = ranks.sum_on_device(_as_sparse(parameter, sparse_dim)) / ranks.world_size
+        elif sparse_dim == 0:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for group in gradients.values():
-        flat = ranks.sum_on_device(torch.cat([gradient.flatten() for gradient in group])).div_(ranks.world_size)
-        parts = flat.split([gradient.numel() for gradient in group])  # type: ignore[no-untyped-call]
-        torch._foreach_copy_(group, [part.view_as(gradient) for part, gradient in zip(parts, group, strict=True)])
+        flat = ranks.sum_on_device(_flatten_dense_tensors(group))  # type: ignore[no-untyped-call]
+        flat.div_(ranks.world_size)
+        torch._foreach_copy_(group, _unflatten_dense_tensors(flat, group))  # type: ignore[no-untyped-call]
 
 
 def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
@@ -149,20 +129,20 @@ def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
 def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
     """Return what an optimizer trains that is not the model's: parameters of the loss function, say."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return [parameter for parameter in optimized_parameters(optimizer) if id(parameter) not in own]
+    own = set(model.parameters())
+    return [parameter for parameter in optimized_parameters(optimizer) if parameter not in own]
 
 
 def updated_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
     """Return what an update changes: the optimizer's parameters; the model's too, where it works on copies of them."""
     optimized = list(optimized_parameters(optimizer))
-    own = set(map(id, model.parameters()))
-    return optimized if any(id(p) in own for p in optimized) else [*model.parameters(), *optimized]
+    works_on_copies = len(parameters_not_in_model(model, optimizer)) == len(optimized)
+    return [*model.parameters(), *optimized] if works_on_copies else optimized
 
 
 def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], norm: float) -> Any:
     """Clip gradients by their total norm, and return what it was."""
-    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+    if are_sharded(parameters):
         # Accelerate compares them with the parameters of each model that it knows, which fails where it knows several.
         accelerator.unscale_gradients()
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
@@ -171,12 +151,12 @@ def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], no
 
 def clear_gradients(optimizer: Any) -> None:
     """Clear the gradients as ``optimizer.zero_grad()`` does, which takes 20 times as long unless it is overridden."""
-    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+    if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
         optimizer.zero_grad()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def _as_weight(count: Count) -> Count:

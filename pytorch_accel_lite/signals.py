@@ -16,20 +16,18 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
     """While the block runs, SIGTERM, SIGUSR1 and SIGINT ask for an end of the run; a second one ends at once.
 
     Nothing is changed in threads other than the main one, which receive no signals. Handlers are restored.
-
-    :param request: is given a :class:`RunInterruptedError`; only sets a flag
     """
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
 
     def handle(signum: int, frame: object) -> None:
         for number in before:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         request(RunInterruptedError(signum))
 
-    for number in (int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         before[number] = signal.signal(number, handle)
     try:
         yield
@@ -39,12 +37,6 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
 
 
 def exit_for(interruption: Exception | None) -> None:
-    """End the program as is usual after a signal: ``KeyboardInterrupt`` for Ctrl-C, else exit code 128 + number.
-
-    :param interruption: what the run was interrupted by; nothing happens when it was no signal
-    """
-    if not isinstance(interruption, RunInterruptedError):
-        return
-    if interruption.signum == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + interruption.signum)
+    """After a signal, end the program as is usual: ``KeyboardInterrupt`` for Ctrl-C, else exit code 128 + number."""
+    if isinstance(interruption, RunInterruptedError):
+        raise KeyboardInterrupt if interruption.signum == signal.SIGINT else SystemExit(128 + interruption.signum)

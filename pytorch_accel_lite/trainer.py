@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, batch_size_of
+from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data import NamedDatasets
@@ -172,7 +172,7 @@ class Trainer:
         self.current_run.data_seed = self.seed
         self._adapter = BatchAdapter(model)
         self._latest_eval_dataset: Any = None
-        shutdown.register(self, self.accelerator)
+        shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
 
     # ------------------------------------------------------------------- training, evaluation, prediction
@@ -471,7 +471,7 @@ class Trainer:
         outputs, loss = self._adapter.outputs_and_loss(self.model, self.loss_func, batch)
         read = self.current_run.batch
         known = read.num_samples if read is not None and batch is read.data else None
-        return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(batch, known or None)}
+        return {"loss": loss, "model_outputs": outputs, "batch_size": find_batch_size(batch, known or None)}
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 

@@ -380,6 +380,20 @@ def test_samples_that_the_collate_function_leaves_out_count_for_nothing():
     assert found["evaluation_loss"] == pytest.approx(nn.functional.mse_loss(trainer.model(x), y).item())
 
 
+def test_samples_that_are_left_out_of_batches_without_targets_count_for_nothing():
+    class Means(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"loss": batch.mean()}
+
+    def leave_out_the_first(samples: Any) -> Any:
+        return torch.stack(samples[1:])
+
+    found = Means(nn.Linear(1, 1), None, None, callbacks=[]).evaluate(
+        list(torch.arange(7.0)), 4, {"num_workers": 0}, leave_out_the_first
+    )
+    assert found["evaluation_loss"] == pytest.approx((1 + 2 + 3 + 5 + 6) / 5)
+
+
 def test_outputs_of_parts_that_do_not_go_together_are_a_list_of_them():
     class Alike(Trainer):
         def calculate_train_batch_loss(self, batch):

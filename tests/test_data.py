@@ -871,7 +871,7 @@ def test_bad_input_is_refused_with_what_to_do(provoke, message):
 
     if "batch size" in message:
         trainer = Trainer(AnyBatch(1, 1), lambda *_: torch.zeros(()), None, callbacks=[])
-        trainer._adapter.loss = lambda *_: torch.zeros(())
+        trainer._adapter.outputs_and_loss = lambda *_: (None, torch.zeros(()))
     else:
         trainer = quiet_trainer(small_model())
     with pytest.raises(ValueError if "predict" not in message else TypeError, match=message):

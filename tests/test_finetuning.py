@@ -114,6 +114,8 @@ def test_a_shared_parameter_goes_with_the_first_group_that_has_it():
     ModelFreezer(model).freeze()
     assert trained(model) == ["b.bias"]
     assert [len(group["params"]) for group in layer_group_parameters(model, lr=1.0)] == [2, 1]
+    model.own = model.a.weight  # the model's own attribute, too
+    assert [len(group["params"]) for group in layer_group_parameters(model, lr=1.0)] == [2, 1]
 
 
 @pytest.mark.parametrize(

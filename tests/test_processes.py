@@ -125,6 +125,11 @@ def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
         assert result["each"]["progress"]["samples"] == 48
 
 
+def test_a_rank_that_fails_before_items_are_counted_leaves_no_other_waiting(ranks):
+    for found, expected in ranks(cases.failures.failed_first_batch_of_tokens):
+        assert largest_difference(found, expected) < 1e-12
+
+
 def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
     *others, last = ranks(cases.failures.nan_report)
     rank = ranks.world_size - 1

@@ -154,7 +154,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         is_evaluation = trainer.train_dataloader is None
         if is_evaluation or (not self.save_at_end and trainer.interruption is None):
             return
-        if trainer.gradient_window.is_open:
+        if trainer.gradient_window.sizes is not None:
             trainer.print(
                 f"No training state is saved: the run was stopped within an accumulation window, after update "
                 f"{trainer.progress.update}. Raise StopTrainingError in on_train_step_checkpoint to stop after one."

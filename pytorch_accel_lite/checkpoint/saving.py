@@ -159,7 +159,7 @@ def save_training_state(
     :raises OSError: when it cannot be written
     :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
     """
-    if self.current_run.window.is_open:
+    if self.current_run.window.sizes is not None:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
             "on_epoch_checkpoint."

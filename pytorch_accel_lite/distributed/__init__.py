@@ -1,5 +1,5 @@
 """The processes of a job: what they tell each other, the model that they share, how the job is started and left."""
 
-from pytorch_accel_lite.distributed.ranks import Ranks, job_group
+from pytorch_accel_lite.distributed.ranks import Ranks
 
-__all__ = ["Ranks", "job_group"]
+__all__ = ["Ranks"]

@@ -15,8 +15,8 @@ T = TypeVar("T")
 def gather(self: Trainer, tensor: Any, padding_value: float | None = None) -> Any:
     """Concatenate tensors of all processes along their first dimension. To be called on every process.
 
-    :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ from
-        process to process.
+    :param tensor: a tensor, or nested lists, tuples and dicts of tensors, whose first dimension may differ from process
+        to process. Tensors without dimensions become one with an element for each.
     :param padding_value: accepted for the ancestor's users and not needed: nothing of the padding is left
     """
     return self.ranks.gather(tensor)
@@ -28,25 +28,18 @@ def barrier(self: Trainer) -> None:
 
 
 def broadcast_object(self: Trainer, obj: T) -> T:
-    """Return what the first process gave, on every process. To be called on every process.
-
-    :param obj: anything that can be pickled; that of the other processes is not looked at
-    """
+    """Return the first process's picklable object on every process. To be called on every process."""
     return self.ranks.broadcast_object(lambda: obj)
 
 
 def all_gather_object(self: Trainer, obj: T) -> list[T]:
-    """Return what each process gave, in the order of their ranks. To be called on every process.
-
-    :param obj: anything that can be pickled
-    """
+    """Return the picklable objects of all processes, in the order of their ranks. To be called on every process."""
     return self.ranks.all_gather_object(obj)
 
 
 def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
     """Return a tensor of one element as a Python number.
 
-    :param tensor: of one element
     :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must all call it then; ``None``:
         this process's own
     """

@@ -15,11 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raise an error when a launcher started several processes that the accelerator does not see.
-
-    :raises RuntimeError: each rank would be a world of its own, all writing the same files; or a plugin for
-        sharded training would be silently ignored
-    """
+    """Raise an error when the accelerator does not see all that a launcher started, or would ignore an FSDP plugin."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # Where Accelerate adds nothing to an optimizer but bookkeeping, the user's own is stepped directly.
 _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
-_MARKS = ("_is_accelerate_prepared", "_original_forward")
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
@@ -38,11 +37,12 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
 
 def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
     """Whether the weights of a model are, or will be, spread over the processes: by Accelerate, or by the user."""
-    return accelerator.distributed_type not in _PLAIN or _has_sharded_weights(model)
+    return accelerator.distributed_type not in _PLAIN or are_sharded(model.parameters())
 
 
-def _has_sharded_weights(model: nn.Module) -> bool:
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any of the parameters is spread over the processes, as a ``DTensor``."""
+    return any(hasattr(parameter, "device_mesh") for parameter in parameters)
 
 
 class PreparedModel:
@@ -51,7 +51,6 @@ class PreparedModel:
     A model that the user has sharded (``fully_shard``) stays as it is.
 
     :param training: prepare for training; otherwise only place the model and apply mixed precision
-    :ivar model: the prepared model
     :ivar optimizer: the optimizer to step: the user's own where Accelerate adds nothing, else the prepared one
     :ivar is_plain: whether Accelerate adds nothing to backward pass and optimizer
     :ivar is_sharded: whether the weights are spread over the processes, so that no process can compute alone
@@ -59,67 +58,35 @@ class PreparedModel:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
-        self._accelerator = accelerator
         self._given = model, optimizer
         self._forward = vars(model).get("forward")
         # Its lists of what was prepared. free_memory() would empty them of what others prepared too, and collect
         # garbage, which takes longer than many a run.
         self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
-        by_accelerate = accelerator.distributed_type not in _PLAIN
-        by_the_user = not by_accelerate and _has_sharded_weights(model)
-        self.is_sharded = by_accelerate or by_the_user
-        self.outlives_runs = by_accelerate
-        self.is_plain = not by_accelerate and accelerator.scaler is None
-        if by_the_user:
-            self.model = model
-            self.optimizer = optimizer
-        elif training or by_accelerate:
+        self.is_sharded = is_sharded(accelerator, model)
+        self.outlives_runs = accelerator.distributed_type not in _PLAIN
+        self.is_plain = not self.outlives_runs and accelerator.scaler is None
+        self.model = model
+        self.optimizer = optimizer
+        if self.outlives_runs or (training and not self.is_sharded):
             self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        else:
+        elif not self.is_sharded:
             self.model = accelerator.prepare_model(model, evaluation_mode=True)
-            self.optimizer = optimizer
         if self.is_plain:
             self.optimizer = optimizer
 
     def can_rewrap(self, model: nn.Module) -> bool:
-        """Whether :meth:`rewrap` can be used on the prepared model: not with sharded weights, nor once compiled."""
-        inner = getattr(model, "_orig_mod", None)
-        return not self.is_sharded and not isinstance(inner, DistributedDataParallel)
-
-    def rewrap(self, model: nn.Module) -> nn.Module:
-        """Return the model in a new ``DistributedDataParallel``, if it is in one.
-
-        The wrapper averages the gradients of the parameters that were trained when it was made, and no others.
-        """
-        if not isinstance(model, DistributedDataParallel):
-            return model
-        handler = self._accelerator.ddp_handler
-        for name in ("reducer", "logger"):  # takes the old one's hooks off the parameters
-            delattr(model, name)
-        wrapped = DistributedDataParallel(
-            model.module,
-            device_ids=model.device_ids,
-            output_device=model.output_device,
-            **({} if handler is None else handler.to_kwargs()),
-        )
-        if handler is not None:
-            handler.register_comm_hook(wrapped)
-        vars(wrapped)["_is_accelerate_prepared"] = True
-        models = self._accelerator._models
-        models[:] = [wrapped if held is model else held for held in models]
-        if self.model is model:
-            self.model = wrapped
-        return wrapped
+        """Whether the prepared model can be wrapped again: not with sharded weights, nor once compiled."""
+        return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
 
     def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
         """Return the model, which a callback may have replaced, and the optimizer as the user knows them."""
         given, optimizer = self._given
         for module in (given, unwrap(given, keep_torch_compile=False)):
-            for mark in _MARKS:
+            for mark in ("_is_accelerate_prepared", "_original_forward"):
                 vars(module).pop(mark, None)
-        if self._forward is None:
-            vars(given).pop("forward", None)
-        else:
+        vars(given).pop("forward", None)
+        if self._forward is not None:
             vars(given)["forward"] = self._forward
         for held, length in self._held:
             del held[length:]
@@ -176,26 +143,39 @@ def get_model(self: Trainer, keep_torch_compile: bool = True) -> nn.Module:
     trained = self.current_run.trained_model
     model = self.model if trained is None else trained
     if self.prepared_model is not None and self.prepared_model.outlives_runs:
-        return self.accelerator.unwrap_model(  # type: ignore[no-any-return]
-            model, keep_torch_compile=keep_torch_compile
-        )
+        unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
+        return unwrapped
     return unwrap(model, keep_torch_compile)
 
 
 def rewrap_model(self: Trainer) -> None:
     """Tell ``DistributedDataParallel`` that other parameters are trained now. To be called on every process.
 
-    Call it after freezing or unfreezing in the middle of a run, between updates, as in ``on_train_epoch_start``:
-    otherwise gradients of unfrozen parameters would not be averaged. With one process it does nothing.
+    Call it after freezing or unfreezing in the middle of a run, between updates, as in ``on_train_epoch_start``: the
+    wrapper averages the gradients of those that were trained when it was made. With one process it does nothing.
 
     :raises RuntimeError: when the weights are sharded, or Accelerate has compiled the wrapper
     """
-    if self.prepared_model is None:
-        return
     if not self.can_rewrap_model:
         raise RuntimeError(
             "The parameters that are trained cannot change in the middle of this run: the model is sharded "
             f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
             "Freeze before the run, or compile the model yourself with torch.compile."
         )
-    self.model = self.prepared_model.rewrap(self.model)
+    old = self.model
+    prepared = self.prepared_model
+    if prepared is None or not isinstance(old, DistributedDataParallel):
+        return
+    for name in ("reducer", "logger"):  # takes the old one's hooks off the parameters
+        delattr(old, name)
+    handler = self.accelerator.ddp_handler
+    kwargs = {} if handler is None else handler.to_kwargs()
+    new = DistributedDataParallel(old.module, device_ids=old.device_ids, output_device=old.output_device, **kwargs)
+    if handler is not None:
+        handler.register_comm_hook(new)
+    vars(new)["_is_accelerate_prepared"] = True
+    models = self.accelerator._models
+    models[:] = [new if held is old else held for held in models]
+    if prepared.model is old:
+        prepared.model = new
+    self.model = new

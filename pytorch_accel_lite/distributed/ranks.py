@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -11,21 +12,14 @@ from accelerate import Accelerator
 
 T = TypeVar("T")
 
-# The gloo groups of this job by purpose, each beside the job's default group, with which it becomes void.
-_groups: dict[str, tuple[Any, Any]] = {}
 
+@cache
+def _job_group(job: Any, purpose: str) -> Any:
+    """Return a gloo group, which all trainers of a job share: it holds threads and files that torch never frees.
 
-def job_group(purpose: str) -> Any:
-    """Return the job's gloo group for a purpose. The first call is a collective: all ranks make the group together.
-
-    A group holds three threads and five file descriptors, and torch never frees it: so all trainers of a job share one.
+    :param job: its default process group
     """
-    world = dist.group.WORLD
-    owner, group = _groups.get(purpose, (None, None))
-    if owner is not world:
-        group = dist.new_group(backend="gloo")
-        _groups[purpose] = world, group
-    return group
+    return dist.new_group(backend="gloo")
 
 
 class Ranks:
@@ -41,7 +35,7 @@ class Ranks:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self._accelerator = accelerator
-        self._group: Any = job_group(purpose) if self.world_size > 1 else None
+        self._group: Any = _job_group(dist.group.WORLD, purpose) if self.world_size > 1 else None
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up lists of numbers element by element, in float64."""
@@ -86,22 +80,20 @@ class Ranks:
 
         :param only_first: run it on rank 0 only
         """
-        result = None
-        failure = None
-        problem = None
+        result: Any = None
+        failure: Exception | None = None
+        report: Exception | None = None
         if not only_first or self.rank == 0:
             try:
                 result = action()
             except Exception as error:
                 failure = error
-                problem = isinstance(error, OSError), f"{type(error).__name__}: {error}"
-        outcomes = self.all_gather_object((result, problem))
-        if failure is not None:
-            raise failure
-        for rank, (_, problem) in enumerate(outcomes):
+                kind = OSError if isinstance(error, OSError) else RuntimeError
+                report = kind(f"Rank {self.rank} failed: {type(error).__name__}: {error}")
+        outcomes = self.all_gather_object((result, report))
+        for problem in (failure, *(report for _, report in outcomes)):
             if problem is not None:
-                of_system, text = problem
-                raise (OSError if of_system else RuntimeError)(f"Rank {rank} failed: {text}")
+                raise problem
         return [value for value, _ in outcomes[: 1 if only_first else None]]
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
@@ -114,31 +106,21 @@ class Ranks:
             dist.barrier(group=self._group)
 
     def gather(self, data: Any) -> Any:
-        """Concatenate tensors over the ranks along their first dimension, whatever its length on each.
-
-        :param data: a tensor, or nested lists, tuples and dicts of tensors, of the same structure on all ranks;
-            tensors without dimensions become one of length ``world_size``
-        """
+        """Concatenate tensors over the ranks along their first dimension, see :meth:`Trainer.gather`."""
         if self.world_size == 1:
             return data
-        leaves, rebuild = _flatten(data)
-        lengths = self.all_gather_object([leaf.shape[0] if leaf.ndim else None for leaf in leaves])
-        return rebuild([self._gather(leaf, [rank[i] for rank in lengths]) for i, leaf in enumerate(leaves)])
+        leaves, structure = torch.utils._pytree.tree_flatten(data)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
+        lengths = zip(*self.all_gather_object([leaf.shape[0] if leaf.ndim else None for leaf in leaves]), strict=True)
+        gathered = [self._gather(leaf, of_ranks) for leaf, of_ranks in zip(leaves, lengths, strict=True)]
+        return torch.utils._pytree.tree_unflatten(gathered, structure)
 
-    def _gather(self, tensor: torch.Tensor, lengths: list[int | None]) -> torch.Tensor:
+    def _gather(self, tensor: torch.Tensor, lengths: Sequence[Any]) -> Any:
         if len(set(lengths)) == 1:
-            gathered: torch.Tensor = self._accelerator.gather(tensor.contiguous())
-            return gathered
-        longest = max(length or 0 for length in lengths)
-        padding = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
-        gathered = self._accelerator.gather(torch.cat([tensor, padding]).contiguous())
-        pieces = torch.split(gathered, longest)
+            return self._accelerator.gather(tensor)
+        longest = max(lengths)
+        padding = tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))
+        pieces = self._accelerator.gather(torch.cat([tensor, padding])).split(longest)
         return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
-
-
-def _flatten(data: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
-    leaves, spec = torch.utils._pytree.tree_flatten(data)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
-    return leaves, lambda gathered: torch.utils._pytree.tree_unflatten(gathered, spec)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
+from typing import Any, NoReturn
 
 from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.events import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
+
+_SECONDS_BETWEEN_SYNCS = 0.2
+_KINDS = RunInterruptedError, RunPausedError, NonFiniteLossError, StopTrainingError
 
 
 class StopCoordinator:
     """Lets any rank ask for an end, and makes all ranks learn of it at the same update.
 
-    Ranks synchronise at most every ``seconds``: each time they agree on the number of updates until the next, from
-    the slowest rank's time for an update. With one process nothing is needed: errors are raised where they occur.
+    Each time ranks synchronise they agree on the number of updates until the next, from the slowest rank's time for an
+    update. With one process nothing is needed: errors are raised where they occur.
     """
 
-    def __init__(self, ranks: Ranks, seconds: float = 0.2) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._seconds = seconds
-        self._request: tuple[int, Exception] | None = None
-        self._pause: RunPausedError | None = None
+        self._asked: dict[str, tuple[int, Exception]] = {}
         self._calls = 0
         self._updates = 0
         self._interval = 1
@@ -36,15 +38,12 @@ class StopCoordinator:
         return time.monotonic() - self._start if self._ranks.world_size == 1 else self._clock
 
     def request(self, error: Exception) -> None:
-        """Ask for an end with this error; the first one asked for is kept. Safe to call in a signal handler."""
-        if isinstance(error, RunPausedError):
-            self._pause = self._pause or error
-        else:
-            self._request = self._request or (self._calls, error)
+        """Ask for a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
+        self._asked.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
 
     def forget(self) -> None:
         """Forget what was asked for."""
-        self._request = self._pause = None
+        self._asked.clear()
 
     def sync(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
@@ -53,38 +52,33 @@ class StopCoordinator:
         :param can_save: the run could go on from here exactly; only then is a :class:`RunPausedError` raised
         """
         self._calls += 1
-        if self._ranks.world_size == 1 and self._request is None and self._pause is None:
+        if self._ranks.world_size == 1 and not self._asked:
             return
         self._updates += 1
-        paused = 0.0 if self._pause is None else float(getattr(self._pause, "signum", 0.5))
-        asked = float(self._request is not None)
+        stop, pause = (float(what in self._asked) for what in ("stop", "pause"))
         if self._ranks.world_size > 1:
             if not now and self._updates < self._interval:
                 return
             time_now = time.monotonic()
             pace = (time_now - self._since) / self._updates
-            asked, paused, pace, self._clock = self._ranks.max([asked, paused, pace, time_now - self._start])
-            self._interval = int(min(max(self._seconds / max(pace, 1e-9), 1), 10_000))
+            stop, pause, pace, self._clock = self._ranks.max([stop, pause, pace, time_now - self._start])
+            self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
             self._updates = 0
             self._since = time.monotonic()
-        if asked:
-            self._raise_first()
-        if paused and can_save:
-            message = None if self._pause is None else str(self._pause)
-            self._pause = None
-            if paused >= 1:
-                raise RunInterruptedError(int(paused))
-            raise RunPausedError(next(filter(None, self._ranks.all_gather_object(message))))
+        if stop:
+            self._raise_first("stop")
+        if pause and can_save:
+            self._raise_first("pause")
 
-    def _raise_first(self) -> None:
+    def _raise_first(self, what: str) -> NoReturn:
         """Raise the error that was asked for first. On other ranks it is made again: errors may not be picklable."""
-        mine = None
-        request = self._request
-        self._request = None  # it is answered: a later run or evaluation starts without it
-        if request is not None:
-            calls, error = request
-            mine = calls, self._ranks.rank, isinstance(error, NonFiniteLossError), str(error)
-        _, rank, is_loss, message = min(filter(None, self._ranks.all_gather_object(mine)))
-        if request is not None and rank == self._ranks.rank:
-            raise request[1]
-        raise NonFiniteLossError(message) if is_loss else StopTrainingError(message)
+        mine = self._asked.pop(what, None)  # it is answered: a later run or evaluation starts without it
+        answer: Any = None
+        if mine is not None:
+            calls, error = mine
+            kind = next(kind for kind in _KINDS if isinstance(error, kind))
+            answer = calls, self._ranks.rank, kind, getattr(error, "signum", str(error))
+        _, rank, kind, argument = min(filter(None, self._ranks.all_gather_object(answer)))
+        if mine is not None and rank == self._ranks.rank:
+            raise mine[1]
+        raise kind(argument)

@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
-from pytorch_accel_lite.batches import BatchOutput, batch_size_of, concatenate_if_possible, find_batch_size, split_batch
+from pytorch_accel_lite.batches import BatchOutput, concatenate_if_possible, find_batch_size, split_batch
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
@@ -106,7 +106,7 @@ class GuardedStep:
         outcome = _DONE
         size = 0
         if self._splits and not isinstance(batch.data, FailedRead):
-            size = batch_size_of(batch.data, batch.num_samples or None)
+            size = find_batch_size(batch.data, batch.num_samples or None)
         if error is not None:
             if self._splits and is_out_of_memory(error):
                 outcome = _OUT_OF_MEMORY
@@ -161,7 +161,7 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
     """Return the parts of a batch, which are counted in the window like the whole."""
     if parts <= 1 or batch.num_samples == 0:
         return [batch]
-    whole = batch_size_of(batch.data, batch.num_samples)
+    whole = find_batch_size(batch.data, batch.num_samples)
     total = batch.total_samples
     indices = batch.indices
     begin = 0
@@ -179,11 +179,11 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
 
 
 class StepSnapshot:
-    """What a step changes besides what it returns: gradients, buffers, generators, the counts of the window."""
+    """What a step changes besides what it returns: gradients, buffers, generators, the sizes of the window."""
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         self._window = run.window
-        self._counts = self._window.counts
+        self._counted = self._window.sizes, self._window.items_per_batch
         self._generators = capture_generators()
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.get_model().buffers()]
         self._held = [(parameter, parameter.grad) for parameter in _parameters(trainer)]
@@ -200,7 +200,7 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Undo the step."""
-        self._window.counts = self._counts
+        self._window.sizes, self._window.items_per_batch = self._counted
         restore_generators(self._generators)
         for buffer, before in self._buffers:
             buffer.copy_(before)

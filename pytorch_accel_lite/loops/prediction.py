@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.batches import batch_size_of, concatenate, to_cpu
+from pytorch_accel_lite.batches import concatenate, find_batch_size, to_cpu
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
 from pytorch_accel_lite.run import Run, close_failed, suspended
@@ -95,5 +95,5 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
             output = trainer.calculate_predict_batch_output(batch.data)
         trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if batch.num_samples != 0:
-            size = batch_size_of(batch.data, batch.num_samples) if type(output) is list else None
+            size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             yield to_cpu(output, size)

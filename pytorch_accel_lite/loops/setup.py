@@ -68,6 +68,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     trainer.accelerator.sync_gradients = True
     if request.auto_microbatch or request.skips_failed_batches:
         check_guard(trainer.accelerator, trainer.is_sharded)
+        run.window.is_guarded = ranks.world_size > 1
         run.guard = GuardedStep(request.auto_microbatch, request.skips_failed_batches)
 
 

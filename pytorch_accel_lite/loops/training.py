@@ -95,7 +95,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         trainer.call_event("on_train_step_start")
     with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
         output = forward_and_backward(trainer, run, batch) if run.guard is None else run.guard.run(trainer, run, batch)
-    updates = ends_window and window.is_open  # it is not when all its batches were skipped
+    updates = ends_window and window.sizes is not None  # they are None when all its batches were skipped
     if updates:
         update(trainer, run)
     run.progress.step += 1

@@ -11,6 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 from pytorch_accel_lite import NonFiniteLossError
 from pytorch_accel_lite.callbacks import NaNReportCallback, SkipFailedBatchesCallback
 from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder, world_size
+from tests.cases.training import TokenTrainer
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
 
@@ -60,6 +61,30 @@ def failed_batches() -> Any:
             "found": weights(model),
             "expected": weights(unharmed),
         }
+    return results
+
+
+def failed_first_batch_of_tokens() -> Any:
+    """The last rank fails before it knows how many items it has."""
+
+    class Fails(TokenTrainer):
+        fails = True
+
+        def calculate_train_batch_loss(self, batch):
+            if self.fails and rank() == world_size() - 1:
+                self.fails = False
+                raise ValueError("cannot digest this")
+            return super().calculate_train_batch_loss(batch)
+
+    x, y = regression_data(24).tensors
+    data = TensorDataset(x, y, x[:, :1] > -1)
+    results = []
+    for trainer_class, part in ((Fails, data), (TokenTrainer, Subset(data, range(6, 24)))):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_class(model, None, optimizer, callbacks=[SkipFailedBatchesCallback] * (part is data))
+        trainer.train(part, 1, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
+        results.append(weights(model))
     return results
 
 
