@@ -306,6 +306,15 @@ def test_keys_and_shapes_that_do_not_fit_are_all_listed(tmp_path):
     assert "0.weight (checkpoint (8, 5), model (8, 4))" in message
 
 
+def test_a_prefix_hides_no_other_reason_why_a_file_does_not_fit(tmp_path):
+    state = {f"module.{key}": value for key, value in Holder(1).state_dict().items()}
+    del state["module.module.2.bias"]
+    torch.save({"model_state_dict": state}, tmp_path / "model.pt")
+    message = refuse(tmp_path / "model.pt", ValueError, "missing in the checkpoint", make_trainer(model=Holder(0)))
+    assert "missing in the checkpoint: module.2.bias. " in message
+    assert "not in the model" not in message
+
+
 def test_a_long_list_of_keys_is_cut(tmp_path):
     path = save_file(tmp_path / "model.pt", nn.ModuleList(nn.Linear(1, 1) for _ in range(50)))
     message = refuse(path, ValueError, "and [0-9]+ more")

@@ -50,9 +50,7 @@ def checksum(path: Path) -> str:
 
 
 def storable(value: Any, path: str) -> Any:
-    """Return a value in the types that ``torch.load(weights_only=True)`` rebuilds.
-
-    Numbers of numpy become Python's.
+    """Return a value in the types that ``torch.load(weights_only=True)`` rebuilds; numpy's numbers become Python's.
 
     :param path: what to call the value in the error
     :raises TypeError: when it, or something in it, has no such type; names the path to it
@@ -91,6 +89,18 @@ def load_plain(path: Path) -> Any:
             f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
             f"objects that only code could rebuild ({type(error).__name__})."
         ) from error
+
+
+def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors that are tied under one name each, and the other names with the one that was kept."""
+    kept: dict[Any, str] = {}
+    tied = {}
+    for name, tensor in tensors.items():
+        start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        place = (*start, tensor.shape, tensor.stride(), tensor.dtype)
+        if kept.setdefault(place, name) != name:
+            tied[name] = kept[place]
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, tied: Mapping[str, str] | None = None) -> None:

@@ -15,15 +15,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.checkpoint.files import StrPath, storable
+from pytorch_accel_lite.checkpoint.files import StrPath, storable, untie
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_state, read_weights
-from pytorch_accel_lite.checkpoint.weights import (
-    fit_model_state,
-    full_state_dict,
-    load_optimizer_state,
-    model_state,
-    untie,
-)
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
@@ -48,7 +42,7 @@ def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
     :raises TypeError: when a value cannot be stored without pickle; names the path to it
     """
     is_first = trainer.accelerator.is_main_process
-    shared = _collect_shared(trainer) | {"extra": extra}
+    shared = _collect_shared(trainer, is_first) | {"extra": extra}
     weights = model_state(trainer.get_model(keep_torch_compile=False), is_first)
     tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
@@ -66,14 +60,13 @@ def _fits_safetensors(value: Any) -> bool:
     return is_plain and value.dtype != torch.complex128
 
 
-def _collect_shared(trainer: Trainer) -> dict[str, Any]:
+def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
     """Return what is the same on all ranks, besides the weights."""
-    is_first = trainer.accelerator.is_main_process
     callbacks = _named(trainer.callback_handler, "state_dict")
     return {
         **{
             name: None if owner is None else full_state_dict(owner.state_dict(), is_first)
-            for name, owner in _trained_with(trainer).items()
+            for name, owner in _stepped(trainer).items()
         },
         "loss_func": _loss_state(trainer),
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
@@ -85,8 +78,8 @@ def _collect_shared(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _trained_with(trainer: Trainer) -> dict[str, Any]:
-    """Return what updates the model, ``None`` for what the trainer has not."""
+def _stepped(trainer: Trainer) -> dict[str, Any]:
+    """Return what is stepped by updates, ``None`` for what the trainer has not."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
@@ -133,9 +126,9 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
 
 
 def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None) -> TrainingState | None:
-    """Find, verify and read the state that a run is to go on from; ``None`` for a fresh start.
+    """Find, verify and read the state that a run is to resume from, ``None`` for a fresh start.
 
-    :param sources: where to look for ``"latest"``: objects with ``find_latest(trainer)`` and ``save_dir``
+    :param sources: see :class:`RunRequest`, ``state_sources``
     :param resume_from: see :meth:`Trainer.train <pytorch_accel_lite.trainer.Trainer.train>`
     """
     if resume_from is None:
@@ -164,7 +157,7 @@ def restore(trainer: Trainer, state: TrainingState) -> None:
     shared = state.shared
     model = trainer.get_model(keep_torch_compile=False)
     weights = fit_model_state(model, read_weights(state), state.directory)
-    for name, owner in _trained_with(trainer).items():
+    for name, owner in _stepped(trainer).items():
         if shared[name] is not None and owner is not None:
             try:
                 if name == "optimizer":

@@ -18,17 +18,14 @@ _WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
 
 
 class StateStore:
-    """The states of a run in one directory. Other files in it are left alone.
-
-    :param directory: made when the first state is written
-    """
+    """The states of a run in one directory, which is made when it is locked. Other files in it are left alone."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._lock: Any = None
 
     def path_for(self, update: int) -> Path:
-        """Return the name of the state after an update; names sort in the order of updates."""
+        """Return where the state after an update is; names sort in the order of updates."""
         return self.directory / f"update-{update:09d}"
 
     def lock(self) -> None:
@@ -65,7 +62,6 @@ class StateStore:
             self._lock = None
 
     def _tidy(self) -> None:
-        """Put in order what killed runs left behind."""
         for path in self.directory.iterdir():
             if match := _WAITING.fullmatch(path.name):
                 recover(self.directory / match[1])
@@ -86,11 +82,10 @@ class StateStore:
         for path in self._states():
             try:
                 verify_state(path)
+                return path
             except DamagedStateError as error:
                 problems.append(str(error))
                 report(f"Passing over a damaged training state. {error}")
-            else:
-                return path
         if problems:
             raise DamagedStateError(
                 f"There are training states in {os.fspath(self.directory)!r}, but none is whole: {' '.join(problems)} "
@@ -99,11 +94,7 @@ class StateStore:
         return None
 
     def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest states, never a protected one.
-
-        :param keep: how many to keep, at least one; ``None``: all
-        :param protected: names of states to keep in any case
-        """
+        """Remove all but the newest ``keep`` states (``None``: all), and never one whose name is protected."""
         if keep is None:
             return
         for path in self._states()[keep:]:

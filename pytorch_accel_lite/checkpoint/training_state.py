@@ -27,6 +27,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
+RANK = "rank{:05d}.pt"
 
 
 class DamagedStateError(ValueError):
@@ -49,20 +50,12 @@ class TrainingState:
     own: dict[str, Any] | None
 
 
-def rank_file(rank: int) -> str:
-    """Return the name of the file with what is a rank's own."""
-    return f"rank{rank:05d}.pt"
-
-
 @dataclass
 class Snapshot:
-    """What goes into a training state, on this rank.
+    """What this rank writes into a training state: on ranks other than the first, its ``own`` alone.
 
-    :param weights: the model's tensors by name, tied ones once; only rank 0 writes them
-    :param tied: the names of tied weights, with the names of those that they are
-    :param shared: what is the same on all ranks; only rank 0 writes it
-    :param own: what is this rank's own
-    :param metadata: facts about the run for the manifest, in types of JSON
+    :param weights: the model's tensors by name, tied ones once
+    :param tied: the other names of tied weights, with the names under which they are kept
     """
 
     weights: dict[str, torch.Tensor]
@@ -103,8 +96,8 @@ def _make_empty(temporary: Path) -> None:
 
 def _write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
     """Write what is this rank's to write, and return what the manifest says of it."""
-    names = [rank_file(rank)]
-    write_plain(snapshot.own, temporary / rank_file(rank))
+    names = [RANK.format(rank)]
+    write_plain(snapshot.own, temporary / names[0])
     if rank == 0:
         names += [TRAINER, MODEL]
         write_plain(snapshot.shared, temporary / TRAINER)
@@ -197,7 +190,7 @@ def read_state(directory: Path, ranks: Ranks) -> TrainingState:
     """Verify a state, once in the job, and read what it holds besides the weights."""
     metadata = ranks.broadcast_object(lambda: verify_state(directory))
     has_own = metadata["world_size"] == ranks.world_size
-    own = load_plain(directory / rank_file(ranks.rank)) if has_own else None
+    own = load_plain(directory / RANK.format(ranks.rank)) if has_own else None
     return TrainingState(directory, metadata, load_plain(directory / TRAINER), own)
 
 

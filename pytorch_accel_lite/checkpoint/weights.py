@@ -26,13 +26,13 @@ def full_state_dict(state: Any, keep: bool) -> Any:
     :param keep: ``False`` on processes that will not write it: there, sharded tensors become ``None``
     """
 
-    def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+    def gather(tensor: torch.Tensor) -> torch.Tensor | None:
         if not hasattr(tensor, "full_tensor"):
             return tensor
         full = tensor.full_tensor()
         return full.to("cpu") if keep else None
 
-    return tree_map_only(torch.Tensor, whole, state)
+    return tree_map_only(torch.Tensor, gather, state)
 
 
 def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
@@ -42,18 +42,6 @@ def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
 
 def _without_compile(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key.replace(_COMPILED, ""): value for key, value in state.items()}
-
-
-def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors that are tied under one name each, and the other names with the one that was kept."""
-    kept: dict[Any, str] = {}
-    tied = {}
-    for name, tensor in tensors.items():
-        start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-        place = (*start, tensor.shape, tensor.stride(), tensor.dtype)
-        if kept.setdefault(place, name) != name:
-            tied[name] = kept[place]
-    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
 def fit_model_state(
@@ -73,7 +61,8 @@ def fit_model_state(
     shapes = {
         key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
         for key in own.keys() & state.keys()
-        if _has_shape(own[key]) and state[key].shape != own[key].shape
+        # Lazy layers have no shape before their first batch, extra state has never one.
+        if isinstance(own[key], torch.Tensor) and not is_lazy(own[key]) and state[key].shape != own[key].shape
     }
     problems = [
         _listed("missing in the checkpoint", own.keys() - state.keys()),
@@ -93,19 +82,12 @@ def fit_model_state(
     return {names[key]: _sharded_like(own[key], state[key]) for key in fitting}
 
 
-def _has_shape(value: Any) -> bool:
-    """Whether an entry of a model's state has one: lazy layers have none before their first batch."""
-    return isinstance(value, torch.Tensor) and not is_lazy(value)
-
-
 def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop what ``torch.compile`` and ``DistributedDataParallel`` put into names."""
-    state = _without_compile(state)
-    stripped = state
-    while stripped.keys() != own.keys() and stripped and all(key.startswith(_PARALLEL) for key in stripped):
-        stripped = {key.removeprefix(_PARALLEL): value for key, value in stripped.items()}
-    fits = stripped.keys() == own.keys() or not any(name.startswith(_PARALLEL) for name in own)
-    return stripped if fits else state
+    """Drop what ``torch.compile`` and ``DistributedDataParallel`` put into names, as often as fits the model best."""
+    candidates = [_without_compile(state)]
+    while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
+        candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
+    return max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
 
 
 def _listed(what: str, keys: Collection[str], most: int = 10) -> str:
