@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all and are on the disk when the call returns; read without running code."""
+"""Writing files so that they are on the disk when the call returns, and reading them without running code."""
 
 from __future__ import annotations
 

@@ -126,10 +126,9 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
 
 
 def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None) -> TrainingState | None:
-    """Find, verify and read the state that a run is to resume from, ``None`` for a fresh start.
+    """Find, verify and read the state to resume from: for ``"latest"`` in sources, see ``RunRequest.state_sources``.
 
-    :param sources: see :class:`RunRequest`, ``state_sources``
-    :param resume_from: see :meth:`Trainer.train <pytorch_accel_lite.trainer.Trainer.train>`
+    ``None`` stands for a fresh start.
     """
     if resume_from is None:
         return None

@@ -61,7 +61,7 @@ def fit_model_state(
     shapes = {
         key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
         for key in own.keys() & state.keys()
-        # Lazy layers have no shape before their first batch, extra state has never one.
+        # Lazy layers have no shape before their first batch, extra state never has one.
         if isinstance(own[key], torch.Tensor) and not is_lazy(own[key]) and state[key].shape != own[key].shape
     }
     problems = [
