@@ -188,6 +188,19 @@ def test_what_was_saved_can_be_loaded_or_is_refused_by_name_when_saved(tmp_path,
     assert np.array_equal(entry, THINGS[name]) if "array" in name else equal_states(entry, THINGS[name])
 
 
+def test_what_a_model_adds_to_its_state_is_refused_when_saved_if_it_could_not_be_loaded(tmp_path):
+    class Located(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return tmp_path
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"\['model_state_dict'\]\['_extra_state'\] is \w*PosixPath"):
+        make_trainer(model=Located(4, 1)).save_checkpoint(tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").exists()
+
+
 def test_a_numpy_learning_rate_does_not_make_a_file_that_cannot_be_loaded(tmp_path):
     model = make_model()
     trainer = make_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=np.float64(0.1)))
@@ -291,6 +304,15 @@ def test_keys_and_shapes_that_do_not_fit_are_all_listed(tmp_path):
     assert "missing in the checkpoint: 2.bias" in message
     assert "not in the model: 4.gamma" in message
     assert "0.weight (checkpoint (8, 5), model (8, 4))" in message
+
+
+def test_a_prefix_hides_no_other_reason_why_a_file_does_not_fit(tmp_path):
+    state = {f"module.{key}": value for key, value in Holder(1).state_dict().items()}
+    del state["module.module.2.bias"]
+    torch.save({"model_state_dict": state}, tmp_path / "model.pt")
+    message = refuse(tmp_path / "model.pt", ValueError, "missing in the checkpoint", make_trainer(model=Holder(0)))
+    assert "missing in the checkpoint: module.2.bias. " in message
+    assert "not in the model" not in message
 
 
 def test_a_long_list_of_keys_is_cut(tmp_path):
@@ -399,6 +421,18 @@ def test_a_write_that_fails_for_want_of_space_leaves_the_old_file_and_nothing_el
     file_size.free()
     assert (tmp_path / "model.pt").read_bytes() == before
     assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_weights_for_others_that_do_not_fit_on_the_disk_leave_the_old_file_and_nothing_else(tmp_path, file_size):
+    trainer = make_trainer(model=nn.Linear(30, 30))
+    trainer.save_model(tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    file_size.limit()
+    with pytest.raises(OSError, match=r"model\.safetensors.* cannot be written.*File too large"):
+        trainer.save_model(tmp_path / "model.safetensors")
+    file_size.free()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_an_entry_that_cannot_be_stored_leaves_the_old_file_and_nothing_else(tmp_path):

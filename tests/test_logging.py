@@ -223,7 +223,7 @@ def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
 
     run()
     state = tmp_path / "states" / "update-000000002"
-    with pytest.warns(UserWarning, match="nothing for the callback MetricsFileCallback"):
+    with pytest.warns(UserWarning, match="nothing for the callback 'MetricsFileCallback'"):
         run(MetricsFileCallback(tmp_path / "m.csv", every_n_updates=1), resume_from=state)
     assert [row["update"] for row in csv_rows(tmp_path / "m_updates.csv")] == ["3", "4", "5", "6"]
 

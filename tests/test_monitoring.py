@@ -126,7 +126,7 @@ def test_an_epoch_of_whose_updates_none_was_seen_has_no_norms(tmp_path):
         return train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)
 
     run()
-    with pytest.warns(UserWarning, match="nothing for the callback GradientNormCallback"):
+    with pytest.warns(UserWarning, match="nothing for the callback 'GradientNormCallback'"):
         resumed = run(GradientNormCallback(), resume_from=tmp_path / "update-000000003")
     assert len(resumed.run_history.get_metric_values("gradient_norm_max")) == 1
     assert len(resumed.run_history.get_metric_values("train_loss_epoch")) == 2

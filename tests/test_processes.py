@@ -90,8 +90,10 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
 
 
 def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
-    for rank, (saving, gathering) in enumerate(ranks(cases.processes.failures)):
-        assert saving.startswith("FileExistsError: " if rank == 0 else "OSError: Rank 0 failed: FileExistsError: ")
+    for rank, (*saving, gathering) in enumerate(ranks(cases.processes.failures)):
+        assert len(saving) == 2
+        for said in saving:
+            assert said.startswith("FileExistsError: " if rank == 0 else "OSError: Rank 0 failed: FileExistsError: ")
         assert gathering == "TypeError: gather() takes tensors, or nested lists, tuples and dicts of them, not 'text'."
 
 

@@ -359,6 +359,16 @@ def test_a_state_that_waited_for_its_successor_when_all_was_killed_gets_its_name
     assert states(tmp_path)[-1] == newest
 
 
+def test_a_fresh_run_keeps_a_state_that_waited_for_its_successor_when_all_was_killed(tmp_path):
+    run(tmp_path)
+    last = states(tmp_path)[-1]
+    last.rename(last.with_name(f".{last.name}.previous"))
+    last.with_name(".update-000000099.tmp").mkdir()
+    run(tmp_path, resume_from=None, epochs=1)
+    assert last in states(tmp_path)
+    assert not list((tmp_path / "states").glob(".update*"))
+
+
 def test_states_of_which_none_is_whole_are_an_error(tmp_path):
     run(tmp_path, max_checkpoints=2)
     for state in states(tmp_path):
@@ -533,7 +543,7 @@ def test_objects_of_the_users_are_kept(tmp_path):
     other.register_for_checkpointing("other", again)
     with (
         pytest.warns(UserWarning, match="holds nothing for the registered object 'other'"),
-        pytest.warns(UserWarning, match="holds an object 'counter' that is not registered any more"),
+        pytest.warns(UserWarning, match="state of a registered object 'counter' that is gone"),
     ):
         other.load_training_state(tmp_path / "state")
     with pytest.raises(ValueError, match="already registered as 'counter'"):
@@ -595,8 +605,8 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
     trainer = quiet_trainer(make_model(), callbacks=[Other])
     with (
         pytest.warns(UserWarning, match="is gone"),
-        pytest.warns(UserWarning, match="nothing for the callback Other"),
-        pytest.warns(UserWarning, match="state of a callback EarlyStoppingCallback that is gone"),
+        pytest.warns(UserWarning, match="nothing for the callback 'Other'"),
+        pytest.warns(UserWarning, match="state of a callback 'EarlyStoppingCallback' that is gone"),
     ):
         trainer.load_training_state(state)
 
@@ -793,6 +803,21 @@ def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
     assert_same(result, run(tmp_path / "whole", resume_from=None))
 
 
+def test_a_run_may_go_on_when_the_weights_alone_do_not_fit_on_the_disk(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    saver = SaveTrainingStateCallback(tmp_path, continue_on_error=True)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 20_000), torch.nn.Linear(20_000, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[saver], seed=0)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+        trainer.train(regression_data(8), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "could not be saved, and the run goes on. OSError: " in capsys.readouterr().out
+    assert not list(tmp_path.glob("*update*"))
+
+
 def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
     """The first sync to the disk waits for a later update: were training to wait for it, neither would come."""
     later, sync = threading.Event(), os.fsync
@@ -856,6 +881,21 @@ def test_save_model_writes_weights_that_others_load(tmp_path):
     other = Tied()
     quiet_trainer(other).load_training_state(tmp_path / "state")
     assert equal(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(("first", "second"), [("pt", "other"), ("other", "format")])
+def test_tied_weights_may_have_any_names_and_their_file_is_no_secret(tmp_path, first, second):
+    def make() -> torch.nn.Module:
+        module = torch.nn.Linear(5, 1).double()
+        module.register_parameter(first, torch.nn.Parameter(torch.rand(3)))
+        module.register_parameter(second, getattr(module, first))
+        return module
+
+    saved, loaded = make(), make()
+    quiet_trainer(saved).save_training_state(tmp_path / "state")
+    quiet_trainer(loaded).load_training_state(tmp_path / "state")
+    assert equal(loaded.state_dict(), saved.state_dict())
+    assert len({path.stat().st_mode for path in (tmp_path / "state").iterdir()}) == 1
 
 
 def test_a_checkpoint_may_be_loaded_in_part(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.checkpoint.weights import replacing
+from pytorch_accel_lite.checkpoint.files import replacing
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.checkpoint.weights import replacing
+from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.distributed.prepared import evaluation_mode
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.randomness import preserving_generators

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.batches import concatenate, to_cpu
-from pytorch_accel_lite.checkpoint.files import load_plain
-from pytorch_accel_lite.checkpoint.weights import write_checkpoint
+from pytorch_accel_lite.checkpoint.files import load_plain, write_checkpoint
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.metrics_file import plain
-from pytorch_accel_lite.checkpoint.weights import replacing
+from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import TimeBudget, install_command
 

@@ -183,7 +183,9 @@ class SaveTrainingStateCallback(TrainerCallback):
         if self._writer is not None:
             self._attempt(trainer, self._writer.wait)
         path = self._store.path_for(trainer.progress.update)
-        self._note_best(trainer, path.name)
+        self._best_before = self._best
+        if not trainer.progress.is_mid_epoch:
+            self._best = self._ranked(path.name)
         best = set(self._best)
         is_main = trainer.accelerator.is_main_process
 
@@ -216,11 +218,6 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._value = math.nan if value is None else value
         name = self._store.path_for(trainer.progress.update).name
         return name in self._ranked(name)
-
-    def _note_best(self, trainer: Trainer, name: str) -> None:
-        self._best_before = self._best
-        if not trainer.progress.is_mid_epoch:
-            self._best = self._ranked(name)
 
     def _ranked(self, name: str) -> dict[str, float]:
         """Return the best states, with the one of this name if the value of its epoch is among the best."""

@@ -55,7 +55,6 @@ class BackgroundWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        failure = self._failure
-        self._failure = None
+        failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.full_state import fit_model_state, full_state_dict, load_optimizer_state, model_state
-from pytorch_accel_lite.checkpoint.snapshot import (
-    capture,
-    check_states_are_possible,
-    restore,
-    restore_callbacks,
-    restore_per_rank,
-)
+from pytorch_accel_lite.checkpoint.files import StrPath, read_checkpoint, replacing, write_checkpoint, write_tensors
+from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
-from pytorch_accel_lite.checkpoint.weights import read_checkpoint, write_checkpoint, write_weights
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.events import NonFiniteLossError, timed_as_saving
 from pytorch_accel_lite.gradients import optimized_parameters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
-
-StrPath = str | os.PathLike[str]
 
 
 @timed_as_saving
@@ -52,10 +45,8 @@ def save_checkpoint(
     if save_scheduler and self.scheduler is not None:
         checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
     checkpoint.update(checkpoint_kwargs or {})
-    self.ranks.barrier()
-    if here:
-        write_checkpoint(checkpoint, save_path)
-    self.ranks.barrier()
+    self.ranks.barrier()  # where others may still read the file that is replaced
+    self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if here else None)
 
 
 def load_checkpoint(
@@ -100,7 +91,12 @@ def save_model(self: Trainer, path: StrPath) -> None:
     :param path: usually ends in ``.safetensors``; missing folders are made
     """
     weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
-    self.ranks.run_together(lambda: write_weights(weights, path), only_first=True)
+
+    def write() -> None:
+        with replacing(Path(path)) as temporary:
+            write_tensors(weights, temporary)
+
+    self.ranks.run_together(write, only_first=True)
 
 
 def check_weights(self: Trainer) -> None:
@@ -110,12 +106,13 @@ def check_weights(self: Trainer) -> None:
 
     :raises NonFiniteLossError: on all processes, when a weight is infinite or NaN on one
     """
-    trained = self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer)
-    weights = [w for w in trained if w.is_floating_point() and w.itemsize > 1]
-    # Buffers may be infinite, as masks are.
-    buffers = [b for b in self.model.buffers() if b.is_floating_point() and b.itemsize > 1]
-    finite = all(bool(getattr(weight, "_local_tensor", weight).isfinite().all()) for weight in weights)
-    finite = finite and not any(bool(getattr(buffer, "_local_tensor", buffer).isnan().any()) for buffer in buffers)
+
+    def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [getattr(t, "_local_tensor", t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+
+    trained = floating(self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer))
+    buffers = floating(self.model.buffers())  # they may be infinite, as masks are
+    finite = all(bool(w.isfinite().all()) for w in trained) and not any(bool(b.isnan().any()) for b in buffers)
     if self.ranks.max([float(not finite)])[0]:
         raise NonFiniteLossError(
             f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "
@@ -173,8 +170,9 @@ def save_training_state(
     if writer is not None:
         writer.wait()  # before what it holds in memory is held twice
     snapshot = capture(self, dict(checkpoint_kwargs or {}))
+    ranks = self.ranks if writer is None else writer.ranks
 
-    def write(ranks: Ranks = self.ranks) -> None:
+    def write() -> None:
         write_state(Path(directory), ranks, snapshot)
         if then is not None:
             then()
@@ -183,7 +181,7 @@ def save_training_state(
         write()
     else:
         snapshot = snapshot.to_host()
-        writer.start(lambda: write(writer.ranks))
+        writer.start(write)
 
 
 def load_training_state(self: Trainer, directory: StrPath) -> dict[str, Any]:
@@ -195,6 +193,5 @@ def load_training_state(self: Trainer, directory: StrPath) -> dict[str, Any]:
     """
     state = read_state(Path(directory), self.ranks)
     restore(self, state)
-    restore_callbacks(self.callback_handler, state)
-    restore_per_rank(self, state)
+    finish_restoring(self, state)
     return {**state.metadata, **state.shared["extra"]}

@@ -11,28 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.checkpoint.training_state import DamagedStateError, read_manifest, verify_state
+from pytorch_accel_lite.checkpoint.training_state import DamagedStateError, read_manifest, recover, verify_state
 
 _NAME = re.compile(r"update-\d{9,}")
-_WAITING = re.compile(r"\.(update-\d{9,})\.(previous|tmp|removed)")
+_WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
 
 
 class StateStore:
-    """The states of a run in one directory. Other files in it are left alone.
-
-    :param directory: made when the first state is written
-    """
+    """The states of a run in one directory, which is made when it is locked. Other files in it are left alone."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._lock: Any = None
 
     def path_for(self, update: int) -> Path:
-        """Return the name of the state after an update; names sort in the order of updates."""
+        """Return where the state after an update is; names sort in the order of updates."""
         return self.directory / f"update-{update:09d}"
 
     def lock(self) -> None:
-        """Claim the directory for this process, until :meth:`unlock` or its end.
+        """Claim the directory for this process, until :meth:`unlock` or its end, and remove what killed runs left.
 
         :raises RuntimeError: when a run that is alive has claimed it
         :raises OSError: when the directory cannot be written
@@ -56,6 +53,7 @@ class StateStore:
         file.flush()
         self._lock = file
         weakref.finalize(self, file.close)  # where a run fails before it begins, nobody unlocks
+        self._tidy()
 
     def unlock(self) -> None:
         """Let others have the directory."""
@@ -63,18 +61,16 @@ class StateStore:
             self._lock.close()
             self._lock = None
 
-    def states(self) -> list[Path]:
+    def _tidy(self) -> None:
+        for path in self.directory.iterdir():
+            if match := _WAITING.fullmatch(path.name):
+                recover(self.directory / match[1])
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _states(self) -> list[Path]:
         """Return all states, the newest first."""
-        self._recover()
         found = [path for path in self.directory.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: (_saved_at(path), path.name), reverse=True)
-
-    def _recover(self) -> None:
-        """Give a state its name back that was waiting for its successor when the process was killed."""
-        for path in self.directory.iterdir():
-            match = _WAITING.fullmatch(path.name)
-            if match and match[2] == "previous" and not (self.directory / match[1]).exists():
-                path.rename(self.directory / match[1])
 
     def find_latest(self, report: Callable[[str], object]) -> Path | None:
         """Return the newest whole state, ``None`` when there is no state at all.
@@ -83,14 +79,13 @@ class StateStore:
         :raises DamagedStateError: when there are states and none of them is whole
         """
         problems = []
-        for path in self.states():
+        for path in self._states():
             try:
                 verify_state(path)
+                return path
             except DamagedStateError as error:
                 problems.append(str(error))
                 report(f"Passing over a damaged training state. {error}")
-            else:
-                return path
         if problems:
             raise DamagedStateError(
                 f"There are training states in {os.fspath(self.directory)!r}, but none is whole: {' '.join(problems)} "
@@ -99,15 +94,10 @@ class StateStore:
         return None
 
     def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest states, never a protected one, and what killed runs left behind.
-
-        :param keep: how many to keep, at least one; ``None``: all
-        :param protected: names of states to keep in any case
-        """
-        for path in self.directory.iterdir():
-            if _WAITING.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        for path in self.states()[keep:] if keep is not None else []:
+        """Remove all but the newest ``keep`` states (``None``: all), and never one whose name is protected."""
+        if keep is None:
+            return
+        for path in self._states()[keep:]:
             if path.name not in protected:
                 removed = path.with_name(f".{path.name}.removed")
                 path.rename(removed)  # at once no state any more, however long the removal takes

@@ -20,14 +20,14 @@ import safetensors.torch
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pytorch_accel_lite.checkpoint.files import checksum, durable_file, load_plain, storable, sync_directory
-from pytorch_accel_lite.checkpoint.weights import untie, write_tensors
+from pytorch_accel_lite.checkpoint.files import checksum, load_plain, sync, write_plain, write_tensors
 from pytorch_accel_lite.distributed import Ranks
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
+RANK = "rank{:05d}.pt"
 
 
 class DamagedStateError(ValueError):
@@ -50,20 +50,12 @@ class TrainingState:
     own: dict[str, Any] | None
 
 
-def rank_file(rank: int) -> str:
-    """Return the name of the file with what is a rank's own."""
-    return f"rank{rank:05d}.pt"
-
-
 @dataclass
 class Snapshot:
-    """What goes into a training state, on this rank.
+    """What this rank writes into a training state: on ranks other than the first, its ``own`` alone.
 
-    :param weights: the model's tensors by name, tied ones once; only rank 0 writes them
-    :param tied: the names of tied weights, with the names of those that they are
-    :param shared: what is the same on all ranks; only rank 0 writes it
-    :param own: what is this rank's own
-    :param metadata: facts about the run for the manifest, in types of JSON
+    :param weights: the model's tensors by name, tied ones once
+    :param tied: the other names of tied weights, with the names under which they are kept
     """
 
     weights: dict[str, torch.Tensor]
@@ -74,33 +66,8 @@ class Snapshot:
 
     def to_host(self) -> Snapshot:
         """Return a copy in host memory, that later updates do not change."""
-        tree = (self.weights, self.shared, self.own)
-        copies = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
-        weights, shared, own = copies
-        return Snapshot(weights, self.tied, shared, own, self.metadata)
-
-
-def take_snapshot(
-    rank: int, weights: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], metadata: dict[str, Any]
-) -> Snapshot:
-    """Check that all values can be stored, and keep what this rank is to write. Nothing is copied yet.
-
-    :raises TypeError: when a value cannot be stored without pickle; names the path to it
-    """
-    tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
-    others = {name: value for name, value in weights.items() if name not in tensors}
-    shared = storable(shared | {"model_extra": others}, "state")
-    own = storable(own, "state")
-    if rank > 0:
-        return Snapshot({}, {}, {}, own, metadata)
-    tensors, tied = untie(tensors)
-    return Snapshot(tensors, tied, shared, own, metadata)
-
-
-def _fits_safetensors(value: Any) -> bool:
-    """Whether the format has a place for an entry of a model's state: not for what ``get_extra_state()`` gave."""
-    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
-    return is_plain and value.dtype != torch.complex128
+        copies = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), vars(self))
+        return Snapshot(**copies)
 
 
 def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:
@@ -128,14 +95,13 @@ def _make_empty(temporary: Path) -> None:
 
 
 def _write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    with durable_file(temporary / rank_file(rank)) as file:
-        torch.save(snapshot.own, file)
-    names = [rank_file(rank)]
+    """Write what is this rank's to write, and return what the manifest says of it."""
+    names = [RANK.format(rank)]
+    write_plain(snapshot.own, temporary / names[0])
     if rank == 0:
-        with durable_file(temporary / TRAINER) as file:
-            torch.save(snapshot.shared, file)
-        write_tensors(snapshot.weights, temporary / MODEL, snapshot.tied)
         names += [TRAINER, MODEL]
+        write_plain(snapshot.shared, temporary / TRAINER)
+        write_tensors(snapshot.weights, temporary / MODEL, snapshot.tied)
     return {name: {"size": (temporary / name).stat().st_size, "sha256": checksum(temporary / name)} for name in names}
 
 
@@ -147,21 +113,27 @@ def _commit(temporary: Path, directory: Path, files: dict[str, Any], metadata: d
         **metadata,
     }
     manifest["checksum"] = _manifest_checksum(manifest)
-    with durable_file(temporary / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=2).encode())
-    sync_directory(temporary)
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    sync(temporary / MANIFEST)
+    sync(temporary)
     previous = _previous(directory)
     if directory.exists():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(directory, previous)
     os.rename(temporary, directory)
-    sync_directory(directory.parent)
+    sync(directory.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
 def _previous(directory: Path) -> Path:
     """Where a state waits while a new one of its name takes its place."""
     return directory.with_name(f".{directory.name}.previous")
+
+
+def recover(directory: Path) -> None:
+    """Give a state its name back that was waiting for its successor when the process was killed."""
+    if not directory.exists() and _previous(directory).exists():
+        os.rename(_previous(directory), directory)
 
 
 def _manifest_checksum(manifest: dict[str, Any]) -> str:
@@ -176,8 +148,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     :raises DamagedStateError: when it holds no state, or the manifest was changed
     :raises ValueError: when a newer version of this library wrote it
     """
-    if not directory.exists() and _previous(directory).exists():  # killed between two renames
-        os.rename(_previous(directory), directory)
+    recover(directory)
     if not directory.is_dir():
         raise FileNotFoundError(f"There is no training state at {os.fspath(directory)!r}.")
     path = directory / MANIFEST
@@ -217,17 +188,17 @@ def verify_state(directory: Path) -> dict[str, Any]:
 
 def read_state(directory: Path, ranks: Ranks) -> TrainingState:
     """Verify a state, once in the job, and read what it holds besides the weights."""
-    metadata = ranks.run_together(lambda: verify_state(directory), only_first=True)[0]
-    own = None
-    if metadata["world_size"] == ranks.world_size:
-        own = load_plain(directory / rank_file(ranks.rank))
+    metadata = ranks.broadcast_object(lambda: verify_state(directory))
+    has_own = metadata["world_size"] == ranks.world_size
+    own = load_plain(directory / RANK.format(ranks.rank)) if has_own else None
     return TrainingState(directory, metadata, load_plain(directory / TRAINER), own)
 
 
 def read_weights(state: TrainingState) -> dict[str, Any]:
     """Return the model's state that a training state holds, by name."""
-    weights: dict[str, Any] = safetensors.torch.load_file(state.directory / MODEL)
-    with safetensors.safe_open(state.directory / MODEL, framework="pt") as file:
-        tied = file.metadata() or {}
-    tied_weights = {name: weights[kept] for name, kept in tied.items() if kept in weights}
-    return {**weights, **tied_weights, **state.shared["model_extra"]}
+    path = state.directory / MODEL
+    weights: dict[str, Any] = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        names = file.metadata().items() - {("format", "pt")}  # that is no name of a tensor called "pt"
+    tied = {name: weights[kept] for name, kept in names}
+    return {**weights, **tied, **state.shared["model_extra"]}

@@ -1,146 +1,72 @@
-"""Single-file checkpoints that load anywhere with ``torch.load(path, weights_only=True)``."""
+"""The states of models and optimizers as one process would have them, also when their weights are sharded (FSDP2).
+
+Sharded tensors are gathered, so what any number of processes saved, sharded or not, any other can load. The host memory
+of a process that saves must hold all weights and the optimizer's state. Gathering is a collective: all processes call.
+"""
 
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
-from pytorch_accel_lite.checkpoint.files import durable_file, load_plain, storable
-
-StrPath = str | os.PathLike[str]
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
 
 
-def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
-    """Write a checkpoint so that ``path`` holds the old or the new one whole, whenever the process is killed.
+def full_state_dict(state: Any, keep: bool) -> Any:
+    """Return a state with every sharded tensor made whole, in host memory.
 
-    :raises TypeError: when an entry could not be loaded again without running code; names the path to it
-    :raises OSError: when it cannot be written; the previous file is left as it was
+    :param keep: ``False`` on processes that will not write it: there, sharded tensors become ``None``
     """
-    # The weights are tensors by name; their mapping carries versions of modules, which a copy would lose.
-    content = {k: v if k == "model_state_dict" else storable(v, f"checkpoint[{k!r}]") for k, v in checkpoint.items()}
-    with replacing(Path(path)) as temporary, durable_file(temporary) as file:
-        torch.save(content, file)
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        full = tensor.full_tensor()
+        return full.to("cpu") if keep else None
+
+    return tree_map_only(torch.Tensor, gather, state)
 
 
-def write_weights(weights: Mapping[str, torch.Tensor], path: StrPath) -> None:
-    """Write a model's weights as safetensors, whole or not at all.
-
-    The format has no tied weights: each name gets its own copy, which any reader understands.
-
-    :raises OSError: when they cannot be written; the previous file is left as it was
-    """
-    with replacing(Path(path)) as temporary:
-        write_tensors(weights, temporary)
+def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
+    """Return the whole state of a model, under the names that it has without ``torch.compile``."""
+    return dict(full_state_dict(_without_compile(model.state_dict()), keep))
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, tied: Mapping[str, str] | None = None) -> None:
-    """Write tensors as safetensors, synced to the disk.
-
-    :param tied: further names for some of them
-    """
-    separate: dict[str, torch.Tensor] = {}
-    storages = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in storages else tensor.contiguous()
-        storages.add(storage)
-    safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(tied or {}))
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+def _without_compile(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace(_COMPILED, ""): value for key, value in state.items()}
 
 
-def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors that are tied under one name each, and the other names with the one that was kept."""
-    kept: dict[Any, str] = {}
-    tied = {}
-    for name, tensor in tensors.items():
-        place = (
-            tensor.untyped_storage().data_ptr(),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
-        if kept.setdefault(place, name) != name:
-            tied[name] = kept[place]
-    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """Give a temporary file that takes the place of another when the block ends, and is removed when it fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def read_checkpoint(path: StrPath) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU, without running code from it.
-
-    :raises FileNotFoundError: when there is none
-    :raises ValueError: when the file is damaged, is no checkpoint, or holds objects that only code can rebuild
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no checkpoint at {os.fspath(path)!r}.")
-    checkpoint = load_plain(Path(path))
-    if not isinstance(checkpoint, dict) or "model_state_dict" not in checkpoint:
-        raise ValueError(f"The file {os.fspath(path)!r} is no checkpoint: it has no 'model_state_dict'.")
-    return checkpoint
-
-
-def canonical_state(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state, under the names that it has without ``torch.compile``, whole or in part."""
-    state = model.state_dict()
-    for key in [key for key in state if _COMPILED in key]:
-        state[key.replace(_COMPILED, "")] = state.pop(key)
-    return state
-
-
-def fit_state(model: nn.Module, state: Mapping[str, Any], source: StrPath, strict: bool = True) -> dict[str, Any]:
-    """Return weights under the names that the model has for them; nothing is loaded yet.
+def fit_model_state(
+    model: nn.Module, state: Mapping[str, Any], source: str | os.PathLike[str], strict: bool = True
+) -> dict[str, Any]:
+    """Return a whole state as ``model.load_state_dict`` takes it, also when the model is sharded; nothing is loaded.
 
     Prefixes that wrappers left in the names do not matter.
 
     :param strict: ``False`` to warn of what does not fit, and to return the rest
-    :raises ValueError: when they do not fit; lists missing and unexpected keys and differing shapes
+    :raises ValueError: when it does not fit; lists missing and unexpected keys and differing shapes
     """
-    own = model.state_dict()
-    names = {key.replace(_COMPILED, ""): key for key in own}
-    state = _without_wrappers(state, names)
+    found = model.state_dict()
+    names = {key.replace(_COMPILED, ""): key for key in found}
+    own = _without_compile(found)
+    state = _without_wrappers(state, own)
     shapes = {
-        key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[names[key]].shape)})"
-        for key in names.keys() & state.keys()
-        if _has_shape(own[names[key]]) and state[key].shape != own[names[key]].shape
+        key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
+        for key in own.keys() & state.keys()
+        # Lazy layers have no shape before their first batch, extra state never has one.
+        if isinstance(own[key], torch.Tensor) and not is_lazy(own[key]) and state[key].shape != own[key].shape
     }
     problems = [
-        _listed("missing in the checkpoint", names.keys() - state.keys()),
-        _listed("not in the model", state.keys() - names.keys()),
+        _listed("missing in the checkpoint", own.keys() - state.keys()),
+        _listed("not in the model", state.keys() - own.keys()),
         _listed("of another shape", shapes.values()),
     ]
     if any(problems):
@@ -152,25 +78,40 @@ def fit_state(model: nn.Module, state: Mapping[str, Any], source: StrPath, stric
                 "the weights that fit."
             )
         warnings.warn(f"{text}. The rest is loaded.", stacklevel=3)
-    return {names[key]: value for key, value in state.items() if key in names and key not in shapes}
+    fitting = [key for key in state if key in own and key not in shapes]
+    return {names[key]: _sharded_like(own[key], state[key]) for key in fitting}
 
 
-def _has_shape(value: Any) -> bool:
-    """Whether an entry of a model's state has one: lazy layers have none before their first batch."""
-    return isinstance(value, torch.Tensor) and not is_lazy(value)
+def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop what ``torch.compile`` and ``DistributedDataParallel`` put into names, as often as fits the model best."""
+    candidates = [_without_compile(state)]
+    while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
+        candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
+    return max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
 
 
-def _without_wrappers(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Drop what ``torch.compile`` and ``DistributedDataParallel`` put into keys."""
-    state = {key.replace(_COMPILED, ""): value for key, value in state.items()}
-    stripped = state
-    while stripped.keys() != names.keys() and stripped and all(key.startswith(_PARALLEL) for key in stripped):
-        stripped = {key.removeprefix(_PARALLEL): value for key, value in stripped.items()}
-    fits = stripped.keys() == names.keys() or not any(name.startswith(_PARALLEL) for name in names)
-    return stripped if fits else state
+def _listed(what: str, keys: Collection[str], most: int = 10) -> str:
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return f"{what}: {', '.join(sorted(keys)[:most])}{more}" if keys else ""
 
 
-def _listed(what: str, keys: Any, most: int = 10) -> str:
-    names = sorted(keys)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{what}: {', '.join(names[:most])}{more}" if names else ""
+def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load the whole state of an optimizer, whose parameters may be sharded.
+
+    :raises ValueError: when it does not fit the optimizer's groups and parameters
+    """
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    sharded = {
+        index: {name: _sharded_like(parameters.get(index), value) for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})
+
+
+def _sharded_like(own: Any, value: Any) -> Any:
+    is_sharded = hasattr(own, "full_tensor") and isinstance(value, torch.Tensor) and value.ndim > 0
+    if not is_sharded:  # as a step count is not, whose parameter is
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes longer to import than all else here
+
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)

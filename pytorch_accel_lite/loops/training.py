@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
-from pytorch_accel_lite.checkpoint.snapshot import restore_callbacks, restore_per_rank
+from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import StopTrainingError
@@ -196,8 +196,7 @@ def _finish_resuming(trainer: Trainer, run: Run) -> None:
     if run.resumed is not None:
         state = run.resumed
         run.resumed = None
-        restore_callbacks(trainer.callback_handler, state)
-        restore_per_rank(trainer, state)
+        finish_restoring(trainer, state)
 
 
 def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:

@@ -38,7 +38,11 @@ def failures() -> Any:
     with shared_folder() as folder:
         file = folder / "file"
         file.touch()
-        for action in (lambda: trainer.save_model(file / "model.safetensors"), lambda: trainer.gather(["text"])):
+        for action in (
+            lambda: trainer.save_model(file / "model.safetensors"),
+            lambda: trainer.save_checkpoint(file / "model.pt"),
+            lambda: trainer.gather(["text"]),
+        ):
             try:
                 action()
             except (OSError, TypeError) as error:
