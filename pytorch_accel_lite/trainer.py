@@ -14,6 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
+from pytorch_accel_lite import validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, batch_size_of
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
@@ -36,14 +37,6 @@ from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
-from pytorch_accel_lite.validation import (
-    check_constructor,
-    check_data,
-    check_model_options,
-    check_scheduler,
-    check_training,
-    warn_if_optimizer_misses_model,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,13 +56,13 @@ __all__ = [
 ]
 
 
-def _of_the_run(name: str, doc: str | None = None) -> Any:
+def _of_the_run(name: str) -> Any:
     """Return a property for an attribute of the current or last run."""
 
     def write(trainer: Trainer, value: Any) -> None:
         setattr(trainer.current_run, name, value)
 
-    return property(attrgetter(f"current_run.{name}"), write, doc=doc)
+    return property(attrgetter(f"current_run.{name}"), write, doc=getattr(Run, name).__doc__)
 
 
 class Trainer:
@@ -95,6 +88,8 @@ class Trainer:
         last in memory, which is faster for convolutions on many devices; shapes stay as they are
     :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
+    :ivar train_dataloader: this process's training batches; so ``eval_dataloader``, and for all datasets
+        ``eval_dataloaders``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
     :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
@@ -117,23 +112,14 @@ class Trainer:
     train_dataset: Any = _of_the_run("train_dataset")
     eval_dataset: Any = _of_the_run("eval_dataset")
     collate_fn: Callable[[Any], Any] | None = _of_the_run("collate_fn")
-    train_dataloader: Any = _of_the_run("train_loader", "This process's training batches.")
-    eval_dataloader: Any = _of_the_run("eval_loader", "This process's evaluation batches.")
-    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders", "The evaluation loaders of all datasets.")
+    train_dataloader: Any = _of_the_run("train_loader")
+    eval_dataloader: Any = _of_the_run("eval_loader")
+    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders")
     _train_dataloader: Any = train_dataloader  # the names that the ancestor's users know
     _eval_dataloader: Any = eval_dataloader
-    is_finished: bool = _of_the_run("is_finished", "Whether all epochs or updates that were asked for are made.")
-    evaluation_is_due: bool = _of_the_run(
-        "evaluation_is_due", "Whether the current epoch is followed by an evaluation."
-    )
-    batch_indices: list[Any] | None = _of_the_run(
-        "batch_indices",
-        """The indices in the dataset of the samples in the current batch of this process.
-
-        For callbacks and steps. ``None`` when they are not known: of streams, and of loaders that are no
-        ``DataLoader``; empty for a batch that only keeps this process in step with the others, which counts nothing.
-        """,
-    )
+    is_finished: bool = _of_the_run("is_finished")
+    evaluation_is_due: bool = _of_the_run("evaluation_is_due")
+    batch_indices: list[Any] | None = _of_the_run("batch_indices")
 
     def __init__(
         self,
@@ -149,8 +135,8 @@ class Trainer:
         channels_last: bool = False,
     ) -> None:
         die_with_launcher()
-        check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
-        check_model_options(compile_model, channels_last)
+        validation.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
+        validation.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizer
@@ -249,12 +235,12 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End that "
                 "first: raise StopTrainingError, or close the iterator."
             )
-        check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
-        batch_size = per_device_batch_size
-        self._check_data("train_dataset", train_dataset, batch_size, train_dataloader_kwargs, collate_fn)
+        validation.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        validation.warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
+        self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
-            self._check_data("eval_dataset", eval_dataset, batch_size, eval_dataloader_kwargs, collate_fn)
+            self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
+        batch_size = int(per_device_batch_size)  # of numpy's integers, too
         run = Run.create(self.ranks, request)
         run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
         run.eval_dataset = eval_dataset
@@ -262,16 +248,13 @@ class Trainer:
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
         with entering(self, run):
-            find_data(self, run, int(batch_size), train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
-            begin_training(self, run, int(batch_size))  # of numpy's integers, too
+            find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            begin_training(self, run, batch_size)
             self.scheduler = self.create_scheduler()
             self._check_scheduler(request)
             start_or_resume(self, run, reset_run_history)
-            try:
-                with ending_in_order(run.control.request, request.ends_at_signals):
-                    self._run_training(run.resumed)
-            finally:
-                run.stop_workers()
+            with ending_in_order(run.control.request, request.ends_at_signals):
+                self._run_training(run.resumed)
         exit_for(run.interruption)
 
     evaluate = evaluation.evaluate
@@ -359,12 +342,12 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
+        validation.check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
         builds_loader = getattr(type(self), method) is not getattr(Trainer, method)
-        check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
+        validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
 
     # -------------------------------------------------------------------------------- steps to override
 
@@ -536,10 +519,8 @@ class Trainer:
         if run.gradient_norm is None:
             if self.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
                 self.accelerator.unscale_gradients(self.optimizer)
-            gradients = [
-                parameter.grad for parameter in optimized_parameters(self.optimizer) if parameter.grad is not None
-            ]
-            run.gradient_norm = nn.utils.get_total_norm(gradients)
+            gradients = (parameter.grad for parameter in optimized_parameters(self.optimizer))
+            run.gradient_norm = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
         return run.gradient_norm
 
     @property
@@ -568,7 +549,9 @@ class Trainer:
         Happens by itself at the end of the program, when the job of several processes is left in order.
         """
         if shutdown.unregister(self):
-            self.current_run.forget_data()
+            run = self.current_run
+            run.train_loader = run.eval_loader = run.batch = None
+            run.eval_loaders = {}
             self.accelerator.free_memory()
 
     def __enter__(self) -> Self:

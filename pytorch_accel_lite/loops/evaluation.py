@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -13,17 +13,9 @@ from torch import nn
 from pytorch_accel_lite.batches import complete_output
 from pytorch_accel_lite.distributed.prepared import preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
-from pytorch_accel_lite.events import CallbackHandler, StopTrainingError
+from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.randomness import preserving_generators, preserving_python
-from pytorch_accel_lite.run import (
-    Run,
-    call_ending_event,
-    close_failed,
-    create_loader,
-    end_early,
-    entering,
-    prepare_model,
-)
+from pytorch_accel_lite.run import Run, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import LossTrackers, RunHistory
 from pytorch_accel_lite.validation import has_no_batch
@@ -54,30 +46,18 @@ def evaluate(
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     history = self.run_history
-    within_a_run = self.current_run in self.open_runs
-    stopped = None
     known = {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
-    request = RunRequest("evaluation", num_epochs=1)
-    arguments = dataset, per_device_batch_size, dataloader_kwargs, collate_fn
-    with _in_last_epoch(self), inference_run(self, request, *arguments) as run, _leaving_alone(self, run):
-        try:
-            try:
-                self.call_event("on_dataloaders_created")
-                self.evaluation_run_start()
-                self.call_event("on_evaluation_run_start")
-                evaluate_all(self, run, is_training=False)
-            except StopTrainingError as stop:
-                stopped = stop
-                if not within_a_run:
-                    end_early(self, run, stop)
-            self.evaluation_run_end()
-            call_ending_event(self, run, "on_evaluation_run_end")
-        except BaseException as error:
-            if not within_a_run:  # that has its own end, if it does not catch the error
-                close_failed(self, run, error, ended=True)
-            raise
-    if stopped is not None and within_a_run:
-        raise stopped  # it ends that run
+    with (
+        _in_last_epoch(self),
+        inference_run(self, "evaluation", dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
+        preserving_randomness(run),
+        preserving_modes(self.model) if run.outer is not None else nullcontext(),
+        ending(self, run, "evaluation"),
+    ):
+        self.call_event("on_dataloaders_created")
+        self.evaluation_run_start()
+        self.call_event("on_evaluation_run_start")
+        evaluate_all(self, run, is_training=False)
     return {
         name: history.get_latest_metric(name)
         for name in history.get_metric_names()
@@ -87,42 +67,35 @@ def evaluate(
 
 @contextmanager
 def inference_run(
-    trainer: Trainer, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
+    trainer: Trainer,
+    kind: Literal["evaluation", "prediction"],
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
 ) -> Iterator[Run]:
     """Enter a run that evaluates or predicts a dataset, with its loaders and the model prepared.
 
     Within another run it leaves the outer run unchanged; alone, an evaluation stays as the latest run.
     """
+    batch_size = int(batch_size)
     run = trainer.current_run.derive()
-    nested = trainer.current_run in trainer.open_runs
     run.eval_dataset = dataset
     run.collate_fn = collate_fn
-    batch_size = int(batch_size)
-    if not nested:
-        run.train_loader = run.train_loader_kwargs = run.stop_reason = None
-        run.control = StopCoordinator(trainer.ranks)
+    request = RunRequest(kind, num_epochs=1)
     with entering(trainer, run):
+        if run.outer is None:
+            run.train_loader = run.train_loader_kwargs = run.stop_reason = None
+            run.control = StopCoordinator(trainer.ranks)
         trainer.callback_handler.configure_run(trainer, request)
         asked = replace(run.request, max_batches=request.max_batches, first_sample=request.first_sample)
-        run.request = asked if nested else request
-        try:
-            create_eval_loaders(trainer, run, dataset, batch_size, loader_kwargs)
-            prepare_model(trainer, training=False)
-            if not nested:
-                run.config = trainer._create_run_config(batch_size, request)
-            if not nested and request.kind == "evaluation":
-                run.before = None
-            yield run
-        finally:
-            for loader in run.all_eval_loaders:
-                loader.stop_workers()
-
-
-@contextmanager
-def _leaving_alone(trainer: Trainer, run: Run) -> Iterator[None]:
-    """Restore what an evaluation changes of the generators, and within a run of the model's modes."""
-    with preserving_randomness(run), preserving_modes(trainer.model) if run.outer is not None else nullcontext():
-        yield
+        run.request = request if run.outer is None else asked
+        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
+        prepare_model(trainer, training=False)
+        if run.outer is None:
+            run.config = trainer._create_run_config(batch_size, request)
+            run.before = None if kind == "evaluation" else run.before
+        yield run
 
 
 def preserving_randomness(run: Run) -> AbstractContextManager[None]:
@@ -138,21 +111,19 @@ def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
     history = trainer.run_history
     progress = trainer.progress
     epoch = history.current_epoch
-    is_over = not trainer.is_running and progress.epochs_completed and not progress.is_mid_epoch
-    set_epoch = history._set_epoch
-    set_epoch(epoch - 1 if is_over else epoch)
+    if not trainer.is_running and progress.epochs_completed and not progress.is_mid_epoch:
+        history._set_epoch(epoch - 1)
     try:
         yield
     finally:
-        set_epoch(epoch)
+        history._set_epoch(epoch)
 
 
-def create_eval_loaders(
-    trainer: Trainer, run: Run, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None
-) -> None:
+def create_eval_loaders(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
     """Make the loaders of what is to be evaluated: a dataset, several by name, or nothing."""
     run.eval_loader = None
     run.eval_loaders = {}
+    dataset = run.eval_dataset
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
         run.eval_dataset = part  # for who overrides create_eval_dataloader
         if part is None:
@@ -252,7 +223,10 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
             trainer.call_event("on_eval_step_start")
             output = trainer.calculate_eval_batch_loss(batch.data)
             complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
-            run.track(output, batch)
+            if batch.num_samples == 0:  # it only keeps this process in step with the others
+                output["batch_size"] = 0
+            else:
+                run.loss_trackers.add(output)
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"

@@ -12,7 +12,6 @@ from pytorch_accel_lite.batches import batch_size_of, concatenate, to_cpu
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
 from pytorch_accel_lite.run import Run, close_failed, suspended
-from pytorch_accel_lite.run_config import RunRequest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -60,8 +59,7 @@ def predict_iter(
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
-    request = RunRequest("prediction", num_epochs=1)
-    with inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run:
+    with inference_run(self, "prediction", dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run:
         outputs = _outputs(self, run)
         try:
             self.call_event("on_predict_run_start")
@@ -75,8 +73,7 @@ def predict_iter(
             self.call_event("on_predict_run_end")
             raise
         except BaseException as error:
-            if run.outer is None:  # that has its own end, if it does not catch the error
-                close_failed(self, run, error, ended=True)
+            close_failed(self, run, error, ended=True)
             raise
 
 

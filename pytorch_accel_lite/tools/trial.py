@@ -89,13 +89,10 @@ def trial(
     run.collate_fn = collate_fn
     run.data_seed = trainer.seed or 0
     with entering(trainer, run):
-        try:
-            create_train_loader(trainer, run, batch_size, loader_kwargs)
-            with prepared_for_trial(trainer):
-                begin_training(trainer, run, batch_size)
-                yield run
-        finally:
-            run.stop_workers()
+        create_train_loader(trainer, run, batch_size, loader_kwargs)
+        with prepared_for_trial(trainer):
+            begin_training(trainer, run, batch_size)
+            yield run
 
 
 @contextmanager
