@@ -284,6 +284,8 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
     size = output["batch_size"]
     if type(size) is not int or size < 1:
         check_batch_size(size, method)
+    if num_samples == 0:  # the batch only keeps this process in step with the others
+        output["batch_size"] = 0
     if not isinstance(losses, torch.Tensor):
         output["loss"] = total_loss(losses)
         if losses.keys() != {"loss"}:

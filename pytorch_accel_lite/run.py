@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput
-from pytorch_accel_lite.data import Batch, ShardedLoader, shard
+from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
+from pytorch_accel_lite.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
 
@@ -46,14 +47,14 @@ class Run:
     control: StopCoordinator
     window: GradientWindow
     request: RunRequest
+    train_dataset: Any
+    eval_dataset: Any
+    collate_fn: Any
     before: Run | None = None
     outer: Run | None = None
     config: TrainerRunConfig | None = None
     stop_reason: str | None = None
     interruption: RunPausedError | None = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    collate_fn: Any = None
     data_seed: int | None = None
     train_loader: Any = None
     train_loader_kwargs: dict[str, Any] | None = None
@@ -77,10 +78,13 @@ class Run:
     skipped_updates: int = 0
 
     @classmethod
-    def create(cls, ranks: Ranks, request: RunRequest | None = None) -> Run:
-        """Return a run that is not under way yet."""
+    def create(
+        cls, ranks: Ranks, request: RunRequest, train_data: Any = None, eval_data: Any = None, collate_fn: Any = None
+    ) -> Run:
+        """Return a run that is not under way yet. Several training datasets by name become one."""
+        data = NamedDatasets(train_data) if isinstance(train_data, dict) else train_data
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        return cls(StopCoordinator(ranks), window, RunRequest() if request is None else request)
+        return cls(StopCoordinator(ranks), window, request, data, eval_data, collate_fn)
 
     def derive(self) -> Run:
         """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""
@@ -130,9 +134,7 @@ class Run:
         # What Batch.samples() and Progress.add_samples() do, without calling them: this is done in every step.
         own = batch.num_samples
         progress = self.progress
-        if own == 0:  # it only keeps this process in step with the others
-            output["batch_size"] = 0
-        else:
+        if own != 0:  # else it only keeps this process in step with the others
             self.loss_trackers.add(output)
         own = int(output["batch_size"]) if own is None else own
         total = own if batch.total_samples is None else batch.total_samples
@@ -146,6 +148,40 @@ class Run:
         for metric, value in means.items():
             history.update_metric(metric, value)
         self.recorded_losses = means
+
+
+class StepSnapshot:
+    """What a step changes besides what it returns: gradients, buffers, generators, the counts of the window.
+
+    :ivar gradients: those of before, by parameter of the model or the optimizer; a step begins without any
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        model = trainer.get_model()
+        self._window = run.window
+        self._counts = run.window.counts
+        self._generators = capture_generators()
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self.gradients = {p: p.grad for p in (*model.parameters(), *optimized_parameters(trainer.optimizer))}
+        for parameter in self.gradients:
+            parameter.grad = None
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the step to those that the window had before."""
+        for parameter, gradient in self.gradients.items():
+            if gradient is not None:
+                if parameter.grad is not None:
+                    gradient.add_(parameter.grad)
+                parameter.grad = gradient
+
+    def restore(self) -> None:
+        """Undo the step."""
+        self._window.counts = self._counts
+        restore_generators(self._generators)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
 
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:

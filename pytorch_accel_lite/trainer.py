@@ -18,7 +18,6 @@ from pytorch_accel_lite import validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, batch_size_of
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs, processes_on_machine
 from pytorch_accel_lite.distributed import Ranks, collectives, prepared, shutdown
 from pytorch_accel_lite.distributed.launch import check_launch, die_with_launcher
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
     from pytorch_accel_lite.gradients import GradientWindow
-    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
     from pytorch_accel_lite.tools import diagnosis, tuning
 
 __all__ = [
@@ -76,8 +74,7 @@ class Trainer:
         batch (or a dict of such by name, whose sum is minimised); ``None`` for models that return their own loss
     :param optimizer: an optimizer over the model's parameters; ``None`` when only evaluating or predicting
     :param callbacks: callbacks, as instances or classes, called in this order
-    :param run_history: where metrics are recorded; by default an
-        :class:`~pytorch_accel_lite.InMemoryRunHistory`
+    :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
         by default one is made by ``_create_accelerator()``
     :param seed: makes each run a function of (code, data, seed): generators are seeded when ``train`` starts and
@@ -88,13 +85,11 @@ class Trainer:
         last in memory, which is faster for convolutions on many devices; shapes stay as they are
     :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
-    :ivar train_dataloader: this process's training batches; so ``eval_dataloader``, and for all datasets
-        ``eval_dataloaders``
+    :ivar train_dataloader: this process's training batches; so ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
     :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
-    :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors of one element
-        on the device, which are read only by those who show them every so often
+    :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors on the device
     """
 
     # ------------------------------------------------------------------------- the current or last run
@@ -154,7 +149,7 @@ class Trainer:
         self.registered_objects: dict[str, Any] = {}
         self.prepared_model: prepared.PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(self.ranks)
+        self.current_run = Run.create(self.ranks, RunRequest())
         self.current_run.data_seed = self.seed
         self._adapter = BatchAdapter(model)
         self._latest_eval_dataset: Any = None
@@ -241,10 +236,7 @@ class Trainer:
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
         batch_size = int(per_device_batch_size)  # of numpy's integers, too
-        run = Run.create(self.ranks, request)
-        run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-        run.eval_dataset = eval_dataset
-        run.collate_fn = collate_fn
+        run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
         with entering(self, run):
@@ -311,18 +303,15 @@ class Trainer:
         Whatever a ``DataLoader`` over a map dataset would read is shared out over the processes; see
         :mod:`pytorch_accel_lite.data` for other iterables.
 
-        :param batch_size: samples in a batch of one process
         :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
         """
-        defaults = self.get_default_train_dl_kwargs(batch_size)
-        kwargs = merge_loader_kwargs(self.train_dataset, defaults, train_dl_kwargs)
+        kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
         self.current_run.train_loader_kwargs = kwargs
         return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
-        defaults = self.get_default_eval_dl_kwargs(batch_size)
-        kwargs = merge_loader_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
+        kwargs = merge_loader_kwargs(self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
         self.current_run.eval_loader_kwargs = kwargs
         return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
@@ -420,10 +409,7 @@ class Trainer:
         self.model.eval()
 
     def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
-        """Return the outputs and the loss of an evaluation batch, without gradients.
-
-        The default and what is returned are as in :meth:`calculate_train_batch_loss`.
-        """
+        """Return of an evaluation batch what :meth:`calculate_train_batch_loss` does, without gradients."""
         with torch.no_grad():
             return self._calculate_loss(batch)
 
@@ -575,9 +561,39 @@ class Trainer:
         return self.current_run.control.clock
 
 
-def __getattr__(name: str) -> Any:
-    if name != "TrainerWithTimmScheduler":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
+class TrainerWithTimmScheduler(Trainer):
+    """A :class:`Trainer` for timm's schedulers, stepped as timm's own training script does (extra ``timm``).
 
-    return TrainerWithTimmScheduler
+    ``step_update(num_updates)`` is called after every update, and ``step(epoch, metric)`` after every epoch, with the
+    number of finished epochs and the latest loss. The scheduler's own ``t_in_epochs`` says which takes effect.
+    """
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates made in this run."""
+        return self.progress.update
+
+    def scheduler_step(self) -> None:
+        """Tell the scheduler of an update."""
+        if self.scheduler is not None:
+            self.scheduler.step_update(num_updates=self.num_updates)
+
+    def training_run_epoch_end(self) -> None:
+        """Tell the scheduler of the end of an epoch."""
+        if self.scheduler is not None:
+            self.scheduler.step(self.progress.epoch, next(iter(self.recorded_losses.values())))
+
+    def _check_scheduler(self, request: RunRequest) -> None:
+        super()._check_scheduler(request)
+        if request.scheduler_interval != "update":
+            raise ValueError(
+                f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
+                "after updates and epochs, as they need it. Leave scheduler_interval and scheduler_metric out."
+            )
+        scheduler = self.scheduler
+        takes = scheduler is None or (hasattr(scheduler, "step_update") and validation.accepts(scheduler.step, 1, 0.0))
+        if not takes:
+            raise TypeError(
+                f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped as timm's schedulers "
+                "are: step_update(num_updates), step(epoch, metric). Use Trainer for it."
+            )

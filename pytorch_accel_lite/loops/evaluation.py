@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.randomness import preserving_generators, preserving_python
 from pytorch_accel_lite.run import Run, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.tracking import LossTrackers, RunHistory
+from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.validation import has_no_batch
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ def evaluate(
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     history = self.run_history
     known = {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+    request = RunRequest("evaluation", num_epochs=1)
     with (
         _in_last_epoch(self),
-        inference_run(self, "evaluation", dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
+        inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(run),
         preserving_modes(self.model) if run.outer is not None else nullcontext(),
         ending(self, run, "evaluation"),
@@ -67,12 +68,7 @@ def evaluate(
 
 @contextmanager
 def inference_run(
-    trainer: Trainer,
-    kind: Literal["evaluation", "prediction"],
-    dataset: Any,
-    batch_size: int,
-    loader_kwargs: Any,
-    collate_fn: Any,
+    trainer: Trainer, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
 ) -> Iterator[Run]:
     """Enter a run that evaluates or predicts a dataset, with its loaders and the model prepared.
 
@@ -82,7 +78,6 @@ def inference_run(
     run = trainer.current_run.derive()
     run.eval_dataset = dataset
     run.collate_fn = collate_fn
-    request = RunRequest(kind, num_epochs=1)
     with entering(trainer, run):
         if run.outer is None:
             run.train_loader = run.train_loader_kwargs = run.stop_reason = None
@@ -94,7 +89,7 @@ def inference_run(
         prepare_model(trainer, training=False)
         if run.outer is None:
             run.config = trainer._create_run_config(batch_size, request)
-            run.before = None if kind == "evaluation" else run.before
+            run.before = None if request.kind == "evaluation" else run.before
         yield run
 
 
@@ -168,24 +163,25 @@ def run_evaluation(
     run = self.current_run.derive()
     own = self.model
     handler = self.callback_handler
+    autocast: AbstractContextManager[None] = nullcontext()
     if model is not None:
         self.sync_buffers(model)
         run.trained_model = own
-    autocast = nullcontext() if model is None else self.accelerator.autocast()
-    with entering(self, run), preserving_generators(), preserving_modes(own), _prefixed(self.run_history, prefix):
+        autocast = self.accelerator.autocast()
+    with entering(self, run), preserving_generators(), preserving_modes(own), _prefixed(self, prefix), autocast:
         self.model = own if model is None else model
         self.callback_handler = handler if callbacks is None else callbacks
         try:
-            with autocast:
-                return evaluate_all(self, run, is_intermediate=is_intermediate)
+            return evaluate_all(self, run, is_intermediate=is_intermediate)
         finally:
             self.model = own
             self.callback_handler = handler
 
 
 @contextmanager
-def _prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
+def _prefixed(trainer: Trainer, prefix: str) -> Iterator[None]:
     """Add a prefix to the names of metrics that are recorded in a block."""
+    history = trainer.run_history
     before = history.metric_name_prefix
     history.set_metric_name_prefix(f"{before}{prefix}")
     try:
@@ -204,7 +200,7 @@ def evaluate_all(
     losses: dict[str, float] = {}
     for name, loader in run.eval_loaders.items():
         run.eval_loader = loader
-        with _prefixed(trainer.run_history, f"{name}_"):
+        with _prefixed(trainer, f"{name}_"):
             trainer._run_eval_epoch(loader, is_training, is_intermediate)
         losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
     return losses
@@ -223,9 +219,7 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
             trainer.call_event("on_eval_step_start")
             output = trainer.calculate_eval_batch_loss(batch.data)
             complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
-            if batch.num_samples == 0:  # it only keeps this process in step with the others
-                output["batch_size"] = 0
-            else:
+            if batch.num_samples != 0:
                 run.loss_trackers.add(output)
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
     trainer.eval_epoch_end()

@@ -15,11 +15,9 @@ from pytorch_accel_lite.batches import BatchOutput, batch_size_of, concatenate_i
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.training import backward, forward
-from pytorch_accel_lite.randomness import capture_generators, restore_generators
-from pytorch_accel_lite.run import Run
+from pytorch_accel_lite.run import Run, StepSnapshot
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -50,7 +48,7 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
     """
     while True:
         before = StepSnapshot(trainer, run)
-        run.averaged_here = before.parameters
+        run.averaged_here = list(before.gradients)
         outputs: list[BatchOutput] = []
         error = None
         try:
@@ -153,39 +151,6 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
         pieces.append(part)
         begin += size
     return pieces
-
-
-class StepSnapshot:
-    """What a step changes besides what it returns: gradients, buffers, generators, the counts of the window."""
-
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self._window = run.window
-        self._counts = self._window.counts
-        self._generators = capture_generators()
-        self._buffers = [(buffer, buffer.clone()) for buffer in trainer.get_model().buffers()]
-        # Those of the model, and those of the optimizer that are not its own.
-        trained = [*trainer.get_model().parameters(), *optimized_parameters(trainer.optimizer)]
-        self.parameters = list(dict.fromkeys(trained))
-        self._gradients = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def add_gradients(self) -> None:
-        """Add the gradients of the step to those that the window had before."""
-        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-            if gradient is not None:
-                if parameter.grad is not None:
-                    gradient.add_(parameter.grad)
-                parameter.grad = gradient
-
-    def restore(self) -> None:
-        """Undo the step."""
-        self._window.counts = self._counts
-        restore_generators(self._generators)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-            parameter.grad = gradient
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -12,6 +12,7 @@ from pytorch_accel_lite.batches import batch_size_of, concatenate, to_cpu
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
 from pytorch_accel_lite.run import Run, close_failed, suspended
+from pytorch_accel_lite.run_config import RunRequest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -28,10 +29,9 @@ def predict(
 
     May be called within a training run, which then goes on as if it had not been.
 
+    Other arguments are those of :meth:`evaluate`.
+
     :param dataset: a dataset whose samples may or may not hold targets, which are not used
-    :param per_device_batch_size: samples in a batch of one process
-    :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
-    :param collate_fn: makes a batch of a list of samples
     :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
         ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
     """
@@ -59,7 +59,8 @@ def predict_iter(
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
-    with inference_run(self, "prediction", dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run:
+    request = RunRequest("prediction", num_epochs=1)
+    with inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run:
         outputs = _outputs(self, run)
         try:
             self.call_event("on_predict_run_start")

@@ -9,10 +9,9 @@ from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.checkpoint.snapshot import restore_callbacks, restore_per_rank
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
-from pytorch_accel_lite.gradients import NOTHING, average_gradients, clear_gradients, gradient_sync
+from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
-from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, create_loader, ending
+from pytorch_accel_lite.run import Run, StepSnapshot, create_loader, ending
 from pytorch_accel_lite.tracking import LossTrackers
 
 if TYPE_CHECKING:
@@ -191,9 +190,6 @@ def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
     the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
     """
     run.must_warm_up_ddp = False
-    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
-    with preserving_generators():
-        trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"]))
-    clear_gradients(trainer.optimizer)
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    before = StepSnapshot(trainer, run)
+    trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"]))
+    before.restore()
