@@ -217,8 +217,6 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     finally:
         if trainer.current_run is run and run.before is not None:
             trainer.current_run = run.before
-        for loader in run.made_loaders:
-            loader.stop_workers()
         run.before = None
         run.resumed = None
         # Predictions that were begun within it, and that nobody reads to their end, are over too.
@@ -226,6 +224,8 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
         run.outer = None
         if not trainer.open_runs:
             release_model(trainer)
+        for loader in run.made_loaders:
+            loader.stop_workers()
 
 
 @contextmanager

@@ -19,13 +19,10 @@ from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, batch_size_of
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs, processes_on_machine
-from pytorch_accel_lite.distributed import Ranks, collectives, prepared, shutdown
-from pytorch_accel_lite.distributed.launch import check_launch, die_with_launcher
+from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
-from pytorch_accel_lite.loops import evaluation, prediction
-from pytorch_accel_lite.loops.setup import begin_training, find_data, start_or_resume
-from pytorch_accel_lite.loops.training import train, train_epoch
+from pytorch_accel_lite.loops import evaluation, prediction, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -129,7 +126,7 @@ class Trainer:
         compile_model: bool | dict[str, Any] = False,
         channels_last: bool = False,
     ) -> None:
-        die_with_launcher()
+        launch.die_with_launcher()
         validation.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
         validation.check_model_options(compile_model, channels_last)
         self.model = model
@@ -139,7 +136,7 @@ class Trainer:
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
         self._accelerator = self.accelerator  # the name that the ancestor's users know
-        check_launch(self.accelerator)
+        launch.check_launch(self.accelerator)
         self.seed = None if seed is None else int(seed)  # generators refuse numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
@@ -240,11 +237,11 @@ class Trainer:
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
         with entering(self, run):
-            find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
-            begin_training(self, run, batch_size)
+            setup.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            setup.begin_training(self, run, batch_size)
             self.scheduler = self.create_scheduler()
             self._check_scheduler(request)
-            start_or_resume(self, run, reset_run_history)
+            setup.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request, request.ends_at_signals):
                 self._run_training(run.resumed)
         exit_for(run.interruption)
@@ -272,10 +269,10 @@ class Trainer:
     load_training_state = saving.load_training_state
 
     def _run_training(self, resumed: TrainingState | None = None) -> None:
-        train(self, self.current_run)
+        training.train(self, self.current_run)
 
     def _run_train_epoch(self) -> None:
-        train_epoch(self, self.current_run)
+        training.train_epoch(self, self.current_run)
 
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
