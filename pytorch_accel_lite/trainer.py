@@ -57,7 +57,7 @@ def _of_the_run(name: str) -> Any:
     def write(trainer: Trainer, value: Any) -> None:
         setattr(trainer.current_run, name, value)
 
-    return property(attrgetter(f"current_run.{name}"), write, doc=getattr(Run, name).__doc__)
+    return property(attrgetter(f"current_run.{name}"), write, doc=getattr(Run, name).__doc__ or "")
 
 
 class Trainer:
