@@ -185,8 +185,7 @@ class Trainer:
         :param eval_dataset: evaluated after an epoch, see ``eval_every_n_epochs``; ``None``: no evaluation; a dict of
             datasets is evaluated one by one, with their names as prefixes of the metrics
         :param per_device_batch_size: samples in a batch of one process
-        :param max_num_train_steps: end after this many optimizer updates of the whole job; takes precedence
-            over ``num_epochs``
+        :param max_num_train_steps: end after this many optimizer updates of the whole job, whatever ``num_epochs``
         :param gradient_accumulation_steps: batches of each process in one update
         :param gradient_clip_value: limit the absolute value of each element of the gradients
         :param gradient_clip_norm: limit the total norm of the gradients
@@ -200,8 +199,7 @@ class Trainer:
             ``save_dir`` of the trainer's :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`, if any.
             Give the same data and arguments as in the run that saved it.
         :param eval_every_n_epochs: evaluate after every n epochs, and after the last
-        :param scheduler_interval: the scheduler is stepped after every ``"update"``, or after every ``"epoch"``,
-            its evaluation included
+        :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"``, its evaluation included
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value the scheduler's ``step`` is given, as
             ``ReduceLROnPlateau`` needs; recorded before the end of the epoch's evaluation. Epochs that are not
             evaluated do not step it then.

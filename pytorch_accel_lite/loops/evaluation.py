@@ -33,13 +33,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate the model. Every sample counts once, on any number of processes.
 
-    May be called within a training run, which then goes on as if it had not been.
+    May be called within a training run, which then goes on as if it had not been. Other arguments are those of
+    :meth:`train`.
 
     :param dataset: by default the ``eval_dataset`` of the last training run; a dict of datasets is evaluated
         one by one, with their names as prefixes of the metrics
-    :param per_device_batch_size: samples in a batch of one process
     :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
-    :param collate_fn: makes a batch of a list of samples
     :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
         run history too, which keeps what it held.
     """
@@ -143,8 +142,7 @@ def run_evaluation(
 ) -> dict[str, float]:
     """Evaluate on the run's ``eval_dataset`` within a training run, of which nothing is changed.
 
-    To be called in a callback, on every process. Weights that are trained later are those that they would have
-    been without it: modes, running losses and generators are restored.
+    To be called in a callback, on every process. Modes, running losses and generators are restored.
 
     :param model: a module to evaluate in place of the trainer's model, averaged weights say. What is saved
         meanwhile is still the trainer's own.

@@ -27,9 +27,7 @@ def predict(
 ) -> Any:
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
-    May be called within a training run, which then goes on as if it had not been.
-
-    Other arguments are those of :meth:`evaluate`.
+    May be called where :meth:`evaluate` may, and takes the same arguments.
 
     :param dataset: a dataset whose samples may or may not hold targets, which are not used
     :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
