@@ -255,6 +255,8 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
     if isinstance(size, int) and size < 1:
         raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
+    if num_samples == 0:  # the batch only keeps this process in step with the others
+        output["batch_size"] = 0
     if not isinstance(losses, torch.Tensor):
         output["loss"] = total_loss(losses)
         if losses.keys() != {"loss"}:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput
-from pytorch_accel_lite.data import Batch, ShardedLoader, shard
+from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
+from pytorch_accel_lite.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
-    from pytorch_accel_lite.loops.guarded import GuardedStep
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -34,37 +34,39 @@ class Run:
 
     :ivar before: the run that is restored when it ends; ``outer`` the one within which it was begun, if any
     :ivar request: what it was asked to do; ``config`` is what that comes to with its data
-    :ivar train_loader: the batches of this process; so ``eval_loader``, the one of ``eval_loaders`` that is read
-    :ivar batch: the batch that is being worked on, in training or evaluation
+    :ivar eval_loader: the one of ``eval_loaders`` that is read; these are empty when there is but one, without a name
+    :ivar made_loaders: those that were made for this run, whose workers end with it
+    :ivar batch: the batch that is being worked on
     :ivar loss_trackers: the running losses of the epoch or evaluation; ``recorded_losses`` the means of the last
-    :ivar guard: makes the steps when they may fail
+    :ivar guarded_step: makes the steps when they may fail
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar outside_model: parameters that the optimizer trains and that are not the model's
+    :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
     :ivar resumed: the state of which a part is still to be restored
     """
 
     control: StopCoordinator
     window: GradientWindow
     request: RunRequest
+    train_dataset: Any
+    eval_dataset: Any
+    collate_fn: Any
     before: Run | None = None
     outer: Run | None = None
     config: TrainerRunConfig | None = None
     stop_reason: str | None = None
     interruption: RunPausedError | None = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    collate_fn: Any = None
     data_seed: int | None = None
     train_loader: Any = None
     train_loader_kwargs: dict[str, Any] | None = None
     eval_loader: Any = None
     eval_loaders: dict[str, Any] = field(default_factory=dict)
     eval_loader_kwargs: dict[str, Any] | None = None
+    made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     progress: Progress = field(default_factory=Progress)
-    guard: GuardedStep | None = None
+    guarded_step: Callable[[Trainer, Run, Batch], BatchOutput | None] | None = None
     num_microbatches: int = 1
     must_warm_up_ddp: bool = False
-    outside_model: list[nn.Parameter] = field(default_factory=list)
+    averaged_here: list[nn.Parameter] = field(default_factory=list)
     trained_model: nn.Module | None = None
     resumed: TrainingState | None = None
     batch: Batch | None = None
@@ -76,18 +78,17 @@ class Run:
     skipped_updates: int = 0
 
     @classmethod
-    def create(cls, ranks: Ranks, request: RunRequest | None = None) -> Run:
-        """Return a run that is not under way yet."""
+    def create(
+        cls, ranks: Ranks, request: RunRequest, train_data: Any = None, eval_data: Any = None, collate_fn: Any = None
+    ) -> Run:
+        """Return a run that is not under way yet. Several training datasets by name become one."""
+        data = NamedDatasets(train_data) if isinstance(train_data, dict) else train_data
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        return cls(StopCoordinator(ranks), window, RunRequest() if request is None else request)
+        return cls(StopCoordinator(ranks), window, request, data, eval_data, collate_fn)
 
     def derive(self) -> Run:
         """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""
-        run = copy.copy(self)
-        run.batch = None
-        run.loss_trackers = LossTrackers()
-        run.recorded_losses = {}
-        return run
+        return replace(self, batch=None, loss_trackers=LossTrackers(), recorded_losses={}, made_loaders=WeakSet())
 
     @property
     def required_config(self) -> TrainerRunConfig:
@@ -98,12 +99,12 @@ class Run:
 
     @property
     def all_eval_loaders(self) -> list[Any]:
-        """The evaluation batches of every dataset; several when a dict of datasets was given."""
+        """The evaluation batches of this process, of every dataset."""
         return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has made all the epochs or updates it was asked for."""
+        """Whether all epochs or updates that were asked for are made."""
         limit = self.request.max_num_train_steps
         if limit is not None:  # how many epochs these take is an estimate: batches may be skipped
             return self.progress.update >= limit
@@ -112,7 +113,7 @@ class Run:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether the current epoch is followed by an evaluation: every n-th epoch and the last, if there are data."""
+        """Whether the current epoch is followed by an evaluation."""
         epoch = self.progress.epoch
         no_limit = self.request.max_num_train_steps is None
         is_last = self.is_finished or (no_limit and epoch == self.required_config.num_epochs)
@@ -120,25 +121,20 @@ class Run:
 
     @property
     def batch_indices(self) -> list[Any] | None:
-        """The indices in the dataset of the samples in the current batch, see ``Trainer.batch_indices``."""
+        """The indices in the dataset of the samples in the current batch of this process.
+
+        For callbacks and steps. ``None`` when they are not known: of streams, and of loaders that are no
+        ``DataLoader``; empty for a batch that only keeps this process in step with the others, which counts nothing.
+        """
         indices = None if self.batch is None else self.batch.indices
         return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
 
-    def track(self, output: BatchOutput, batch: Batch) -> None:
-        """Add the losses of a batch to the running means."""
-        if batch.num_samples == 0:  # it only keeps this process in step with the others
-            output["batch_size"] = 0
-        else:
-            self.loss_trackers.add(output)
-
     def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
         """Track the losses of a training batch, and count its samples; return those of this process and of all."""
-        # What track(), Batch.samples() and Progress.add_samples() do, without calling them: this is done in every step.
+        # What Batch.samples() and Progress.add_samples() do, without calling them: this is done in every step.
         own = batch.num_samples
         progress = self.progress
-        if own == 0:  # it only keeps this process in step with the others
-            output["batch_size"] = 0
-        else:
+        if own != 0:  # else it only keeps this process in step with the others
             self.loss_trackers.add(output)
         own = int(output["batch_size"]) if own is None else own
         total = own if batch.total_samples is None else batch.total_samples
@@ -153,24 +149,45 @@ class Run:
             history.update_metric(metric, value)
         self.recorded_losses = means
 
-    def forget_data(self) -> None:
-        """Drop what holds data: loaders, and the batch that was worked on."""
-        self.train_loader = None
-        self.eval_loader = None
-        self.eval_loaders = {}
-        self.batch = None
 
-    def stop_workers(self) -> None:
-        """Stop the worker processes of its loaders."""
-        for loader in (self.train_loader, *self.all_eval_loaders):
-            if hasattr(loader, "stop_workers"):
-                loader.stop_workers()
+class StepSnapshot:
+    """What a step changes besides what it returns: gradients, buffers, generators, the sizes of the window.
+
+    :ivar gradients: those of before, by parameter of the model or the optimizer; a step begins without any
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        model = trainer.get_model()
+        self._window = run.window
+        self._counted = run.window.sizes, run.window.items_per_batch
+        self._generators = capture_generators()
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self.gradients = {p: p.grad for p in (*model.parameters(), *optimized_parameters(trainer.optimizer))}
+        for parameter in self.gradients:
+            parameter.grad = None
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the step to those that the window had before."""
+        for parameter, gradient in self.gradients.items():
+            if gradient is not None:
+                if parameter.grad is not None:
+                    gradient.add_(parameter.grad)
+                parameter.grad = gradient
+
+    def restore(self) -> None:
+        """Undo the step."""
+        self._window.sizes, self._window.items_per_batch = self._counted
+        restore_generators(self._generators)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
 
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
     """Return the loader that gives this process its share of a source of batches, as the run needs it."""
     request = run.request
-    return shard(
+    loader = shard(
         source,
         trainer.ranks,
         trainer.device,
@@ -180,11 +197,14 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         channels_last=trainer.channels_last,
         yields_failures=training and request.skips_failed_batches,
     )
+    if loader is not source:
+        run.made_loaders.add(loader)
+    return loader
 
 
 @contextmanager
 def entering(trainer: Trainer, run: Run) -> Iterator[None]:
-    """Make a run the trainer's current one; restore the previous run on exit, even after an error.
+    """Make a run the trainer's current one, and restore the previous run afterwards.
 
     A run that forgets what was ``before`` it, because it has begun, stays as the latest one.
     """
@@ -204,6 +224,8 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
         run.outer = None
         if not trainer.open_runs:
             release_model(trainer)
+        for loader in run.made_loaders:
+            loader.stop_workers()
 
 
 @contextmanager
@@ -251,15 +273,35 @@ def release_model(trainer: Trainer) -> None:
         trainer.prepared_model = None
 
 
-def end_early(trainer: Trainer, run: Run, stop: StopTrainingError) -> None:
-    """Note why a run is stopped, say it, and tell the callbacks."""
-    run.stop_reason = str(stop) or type(stop).__name__
-    run.interruption = stop if isinstance(stop, RunPausedError) else None
-    trainer.print(run.stop_reason)
-    call_ending_event(trainer, run, "on_stop_training_error")
+@contextmanager
+def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
+    """Fire the ending events after a block; when it is stopped early, note why, say it, and tell the callbacks.
+
+    A run around this one has its own end: what stops or fails in the block is left to it.
+    """
+    stopped = None
+    ended = kind == "evaluation"  # whose ending events an error does not fire
+    try:
+        try:
+            yield
+        except StopTrainingError as stop:
+            stopped = stop
+            if run.outer is None:
+                run.stop_reason = str(stop) or type(stop).__name__
+                run.interruption = stop if isinstance(stop, RunPausedError) else None
+                trainer.print(run.stop_reason)
+                _call_ending_event(trainer, run, "on_stop_training_error")
+        ended = True
+        getattr(trainer, f"{kind}_run_end")()
+        _call_ending_event(trainer, run, f"on_{kind}_run_end")
+    except BaseException as error:
+        close_failed(trainer, run, error, ended)
+        raise
+    if stopped is not None and run.outer is not None:
+        raise stopped
 
 
-def call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
+def _call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
     """Fire an event when the run is ending anyway: there is nothing left to stop."""
     try:
         trainer.call_event(event)
@@ -272,10 +314,13 @@ def call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
 def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) -> None:
     """Tell the callbacks that an error ends the run; the error itself is raised to the caller.
 
-    A rank that fails alone does not fire the ending events: they may communicate, and its peers are not there.
+    Not within another run, which may catch it. A rank that fails alone does not fire the ending events: they may
+    communicate, and its peers are not there.
 
     :param ended: the ending events have been fired already
     """
+    if run.outer is not None:
+        return
     run.control.forget()
     together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)

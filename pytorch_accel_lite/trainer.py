@@ -14,18 +14,15 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
+from pytorch_accel_lite import validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs, processes_on_machine
-from pytorch_accel_lite.distributed import Ranks, collectives, prepared, shutdown
-from pytorch_accel_lite.distributed.launch import check_launch, die_with_launcher
+from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
-from pytorch_accel_lite.loops import evaluation, prediction
-from pytorch_accel_lite.loops.setup import begin_training, find_data, start_or_resume
-from pytorch_accel_lite.loops.training import train, train_epoch
+from pytorch_accel_lite.loops import evaluation, prediction, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -36,21 +33,12 @@ from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
-from pytorch_accel_lite.validation import (
-    check_constructor,
-    check_data,
-    check_model_options,
-    check_scheduler,
-    check_training,
-    warn_if_optimizer_misses_model,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
     from pytorch_accel_lite.gradients import GradientWindow
-    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
     from pytorch_accel_lite.tools import diagnosis, tuning
 
 __all__ = [
@@ -63,13 +51,13 @@ __all__ = [
 ]
 
 
-def _of_the_run(name: str, doc: str | None = None) -> Any:
+def _of_the_run(name: str) -> Any:
     """Return a property for an attribute of the current or last run."""
 
     def write(trainer: Trainer, value: Any) -> None:
         setattr(trainer.current_run, name, value)
 
-    return property(attrgetter(f"current_run.{name}"), write, doc=doc)
+    return property(attrgetter(f"current_run.{name}"), write, doc=getattr(Run, name).__doc__ or "")
 
 
 class Trainer:
@@ -83,8 +71,7 @@ class Trainer:
         batch (or a dict of such by name, whose sum is minimised); ``None`` for models that return their own loss
     :param optimizer: an optimizer over the model's parameters; ``None`` when only evaluating or predicting
     :param callbacks: callbacks, as instances or classes, called in this order
-    :param run_history: where metrics are recorded; by default an
-        :class:`~pytorch_accel_lite.InMemoryRunHistory`
+    :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
         by default one is made by ``_create_accelerator()``
     :param seed: makes each run a function of (code, data, seed): generators are seeded when ``train`` starts and
@@ -95,11 +82,11 @@ class Trainer:
         last in memory, which is faster for convolutions on many devices; shapes stay as they are
     :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
+    :ivar train_dataloader: this process's training batches; so ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
     :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
     :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
-    :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors of one element
-        on the device, which are read only by those who show them every so often
+    :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors on the device
     """
 
     # ------------------------------------------------------------------------- the current or last run
@@ -117,23 +104,14 @@ class Trainer:
     train_dataset: Any = _of_the_run("train_dataset")
     eval_dataset: Any = _of_the_run("eval_dataset")
     collate_fn: Callable[[Any], Any] | None = _of_the_run("collate_fn")
-    train_dataloader: Any = _of_the_run("train_loader", "This process's training batches.")
-    eval_dataloader: Any = _of_the_run("eval_loader", "This process's evaluation batches.")
-    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders", "The evaluation loaders of all datasets.")
+    train_dataloader: Any = _of_the_run("train_loader")
+    eval_dataloader: Any = _of_the_run("eval_loader")
+    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders")
     _train_dataloader: Any = train_dataloader  # the names that the ancestor's users know
     _eval_dataloader: Any = eval_dataloader
-    is_finished: bool = _of_the_run("is_finished", "Whether all epochs or updates that were asked for are made.")
-    evaluation_is_due: bool = _of_the_run(
-        "evaluation_is_due", "Whether the current epoch is followed by an evaluation."
-    )
-    batch_indices: list[Any] | None = _of_the_run(
-        "batch_indices",
-        """The indices in the dataset of the samples in the current batch of this process.
-
-        For callbacks and steps. ``None`` when they are not known: of streams, and of loaders that are no
-        ``DataLoader``; empty for a batch that only keeps this process in step with the others, which counts nothing.
-        """,
-    )
+    is_finished: bool = _of_the_run("is_finished")
+    evaluation_is_due: bool = _of_the_run("evaluation_is_due")
+    batch_indices: list[Any] | None = _of_the_run("batch_indices")
 
     def __init__(
         self,
@@ -148,9 +126,9 @@ class Trainer:
         compile_model: bool | dict[str, Any] = False,
         channels_last: bool = False,
     ) -> None:
-        die_with_launcher()
-        check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
-        check_model_options(compile_model, channels_last)
+        launch.die_with_launcher()
+        validation.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
+        validation.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizer
@@ -158,7 +136,7 @@ class Trainer:
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
         self._accelerator = self.accelerator  # the name that the ancestor's users know
-        check_launch(self.accelerator)
+        launch.check_launch(self.accelerator)
         self.seed = None if seed is None else int(seed)  # generators refuse numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
@@ -168,7 +146,7 @@ class Trainer:
         self.registered_objects: dict[str, Any] = {}
         self.prepared_model: prepared.PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(self.ranks)
+        self.current_run = Run.create(self.ranks, RunRequest())
         self.current_run.data_seed = self.seed
         self._adapter = BatchAdapter(model)
         self._latest_eval_dataset: Any = None
@@ -207,8 +185,7 @@ class Trainer:
         :param eval_dataset: evaluated after an epoch, see ``eval_every_n_epochs``; ``None``: no evaluation; a dict of
             datasets is evaluated one by one, with their names as prefixes of the metrics
         :param per_device_batch_size: samples in a batch of one process
-        :param max_num_train_steps: end after this many optimizer updates of the whole job; takes precedence
-            over ``num_epochs``
+        :param max_num_train_steps: end after this many optimizer updates of the whole job, whatever ``num_epochs``
         :param gradient_accumulation_steps: batches of each process in one update
         :param gradient_clip_value: limit the absolute value of each element of the gradients
         :param gradient_clip_norm: limit the total norm of the gradients
@@ -222,8 +199,7 @@ class Trainer:
             ``save_dir`` of the trainer's :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`, if any.
             Give the same data and arguments as in the run that saved it.
         :param eval_every_n_epochs: evaluate after every n epochs, and after the last
-        :param scheduler_interval: the scheduler is stepped after every ``"update"``, or after every ``"epoch"``,
-            its evaluation included
+        :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"``, its evaluation included
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value the scheduler's ``step`` is given, as
             ``ReduceLROnPlateau`` needs; recorded before the end of the epoch's evaluation. Epochs that are not
             evaluated do not step it then.
@@ -249,29 +225,23 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End that "
                 "first: raise StopTrainingError, or close the iterator."
             )
-        check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
-        batch_size = per_device_batch_size
-        self._check_data("train_dataset", train_dataset, batch_size, train_dataloader_kwargs, collate_fn)
+        validation.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        validation.warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
+        self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
-            self._check_data("eval_dataset", eval_dataset, batch_size, eval_dataloader_kwargs, collate_fn)
-        run = Run.create(self.ranks, request)
-        run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-        run.eval_dataset = eval_dataset
-        run.collate_fn = collate_fn
+            self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
+        batch_size = int(per_device_batch_size)  # of numpy's integers, too
+        run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
         with entering(self, run):
-            find_data(self, run, int(batch_size), train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
-            begin_training(self, run, int(batch_size))  # of numpy's integers, too
+            setup.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            setup.begin_training(self, run, batch_size)
             self.scheduler = self.create_scheduler()
             self._check_scheduler(request)
-            start_or_resume(self, run, reset_run_history)
-            try:
-                with ending_in_order(run.control.request, request.ends_at_signals):
-                    self._run_training(run.resumed)
-            finally:
-                run.stop_workers()
+            setup.start_or_resume(self, run, reset_run_history)
+            with ending_in_order(run.control.request, request.ends_at_signals):
+                self._run_training(run.resumed)
         exit_for(run.interruption)
 
     evaluate = evaluation.evaluate
@@ -297,10 +267,10 @@ class Trainer:
     load_training_state = saving.load_training_state
 
     def _run_training(self, resumed: TrainingState | None = None) -> None:
-        train(self, self.current_run)
+        training.train(self, self.current_run)
 
     def _run_train_epoch(self) -> None:
-        train_epoch(self, self.current_run)
+        training.train_epoch(self, self.current_run)
 
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
@@ -328,18 +298,15 @@ class Trainer:
         Whatever a ``DataLoader`` over a map dataset would read is shared out over the processes; see
         :mod:`pytorch_accel_lite.data` for other iterables.
 
-        :param batch_size: samples in a batch of one process
         :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
         """
-        defaults = self.get_default_train_dl_kwargs(batch_size)
-        kwargs = merge_loader_kwargs(self.train_dataset, defaults, train_dl_kwargs)
+        kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
         self.current_run.train_loader_kwargs = kwargs
         return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
-        defaults = self.get_default_eval_dl_kwargs(batch_size)
-        kwargs = merge_loader_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
+        kwargs = merge_loader_kwargs(self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
         self.current_run.eval_loader_kwargs = kwargs
         return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
@@ -359,12 +326,12 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
+        validation.check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
         builds_loader = getattr(type(self), method) is not getattr(Trainer, method)
-        check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
+        validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
 
     # -------------------------------------------------------------------------------- steps to override
 
@@ -437,10 +404,7 @@ class Trainer:
         self.model.eval()
 
     def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
-        """Return the outputs and the loss of an evaluation batch, without gradients.
-
-        The default and what is returned are as in :meth:`calculate_train_batch_loss`.
-        """
+        """Return of an evaluation batch what :meth:`calculate_train_batch_loss` does, without gradients."""
         with torch.no_grad():
             return self._calculate_loss(batch)
 
@@ -536,10 +500,8 @@ class Trainer:
         if run.gradient_norm is None:
             if self.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
                 self.accelerator.unscale_gradients(self.optimizer)
-            gradients = [
-                parameter.grad for parameter in optimized_parameters(self.optimizer) if parameter.grad is not None
-            ]
-            run.gradient_norm = nn.utils.get_total_norm(gradients)
+            gradients = (parameter.grad for parameter in optimized_parameters(self.optimizer))
+            run.gradient_norm = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
         return run.gradient_norm
 
     @property
@@ -568,7 +530,9 @@ class Trainer:
         Happens by itself at the end of the program, when the job of several processes is left in order.
         """
         if shutdown.unregister(self):
-            self.current_run.forget_data()
+            run = self.current_run
+            run.train_loader = run.eval_loader = run.batch = None
+            run.eval_loaders = {}
             self.accelerator.free_memory()
 
     def __enter__(self) -> Self:
@@ -592,9 +556,39 @@ class Trainer:
         return self.current_run.control.clock
 
 
-def __getattr__(name: str) -> Any:
-    if name != "TrainerWithTimmScheduler":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
+class TrainerWithTimmScheduler(Trainer):
+    """A :class:`Trainer` for timm's schedulers, stepped as timm's own training script does (extra ``timm``).
 
-    return TrainerWithTimmScheduler
+    ``step_update(num_updates)`` is called after every update, and ``step(epoch, metric)`` after every epoch, with the
+    number of finished epochs and the latest loss. The scheduler's own ``t_in_epochs`` says which takes effect.
+    """
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates made in this run."""
+        return self.progress.update
+
+    def scheduler_step(self) -> None:
+        """Tell the scheduler of an update."""
+        if self.scheduler is not None:
+            self.scheduler.step_update(num_updates=self.num_updates)
+
+    def training_run_epoch_end(self) -> None:
+        """Tell the scheduler of the end of an epoch."""
+        if self.scheduler is not None:
+            self.scheduler.step(self.progress.epoch, next(iter(self.recorded_losses.values())))
+
+    def _check_scheduler(self, request: RunRequest) -> None:
+        super()._check_scheduler(request)
+        if request.scheduler_interval != "update":
+            raise ValueError(
+                f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
+                "after updates and epochs, as they need it. Leave scheduler_interval and scheduler_metric out."
+            )
+        scheduler = self.scheduler
+        takes = scheduler is None or (hasattr(scheduler, "step_update") and validation.accepts(scheduler.step, 1, 0.0))
+        if not takes:
+            raise TypeError(
+                f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped as timm's schedulers "
+                "are: step_update(num_updates), step(epoch, metric). Use Trainer for it."
+            )

@@ -13,19 +13,11 @@ from torch import nn
 from pytorch_accel_lite.batches import complete_output
 from pytorch_accel_lite.distributed.prepared import preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
-from pytorch_accel_lite.events import CallbackHandler, StopTrainingError
+from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.randomness import preserving_generators, preserving_python
-from pytorch_accel_lite.run import (
-    Run,
-    call_ending_event,
-    close_failed,
-    create_loader,
-    end_early,
-    entering,
-    prepare_model,
-)
+from pytorch_accel_lite.run import Run, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.tracking import LossTrackers, RunHistory
+from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
@@ -41,43 +33,31 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate the model. Every sample counts once, on any number of processes.
 
-    May be called within a training run, which then goes on as if it had not been.
+    May be called within a training run, which then goes on as if it had not been. Other arguments are those of
+    :meth:`train`.
 
     :param dataset: by default the ``eval_dataset`` of the last training run; a dict of datasets is evaluated
         one by one, with their names as prefixes of the metrics
-    :param per_device_batch_size: samples in a batch of one process
     :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
-    :param collate_fn: makes a batch of a list of samples
     :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
         run history too, which keeps what it held.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     history = self.run_history
-    within_a_run = self.current_run in self.open_runs
-    stopped = None
     known = {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
     request = RunRequest("evaluation", num_epochs=1)
-    arguments = dataset, per_device_batch_size, dataloader_kwargs, collate_fn
-    with _in_last_epoch(self), inference_run(self, request, *arguments) as run, _leaving_alone(self, run):
-        try:
-            try:
-                self.call_event("on_dataloaders_created")
-                self.evaluation_run_start()
-                self.call_event("on_evaluation_run_start")
-                evaluate_all(self, run, is_training=False)
-            except StopTrainingError as stop:
-                stopped = stop
-                if not within_a_run:
-                    end_early(self, run, stop)
-            self.evaluation_run_end()
-            call_ending_event(self, run, "on_evaluation_run_end")
-        except BaseException as error:
-            if not within_a_run:  # that has its own end, if it does not catch the error
-                close_failed(self, run, error, ended=True)
-            raise
-    if stopped is not None and within_a_run:
-        raise stopped  # it ends that run
+    with (
+        _in_last_epoch(self),
+        inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
+        preserving_randomness(run),
+        preserving_modes(self.model) if run.outer is not None else nullcontext(),
+        ending(self, run, "evaluation"),
+    ):
+        self.call_event("on_dataloaders_created")
+        self.evaluation_run_start()
+        self.call_event("on_evaluation_run_start")
+        evaluate_all(self, run, is_training=False)
     return {
         name: history.get_latest_metric(name)
         for name in history.get_metric_names()
@@ -93,36 +73,23 @@ def inference_run(
 
     Within another run it leaves the outer run unchanged; alone, an evaluation stays as the latest run.
     """
+    batch_size = int(batch_size)
     run = trainer.current_run.derive()
-    nested = trainer.current_run in trainer.open_runs
     run.eval_dataset = dataset
     run.collate_fn = collate_fn
-    batch_size = int(batch_size)
-    if not nested:
-        run.train_loader = run.train_loader_kwargs = run.stop_reason = None
-        run.control = StopCoordinator(trainer.ranks)
     with entering(trainer, run):
+        if run.outer is None:
+            run.train_loader = run.train_loader_kwargs = run.stop_reason = None
+            run.control = StopCoordinator(trainer.ranks)
         trainer.callback_handler.configure_run(trainer, request)
         asked = replace(run.request, max_batches=request.max_batches, first_sample=request.first_sample)
-        run.request = asked if nested else request
-        try:
-            create_eval_loaders(trainer, run, dataset, batch_size, loader_kwargs)
-            prepare_model(trainer, training=False)
-            if not nested:
-                run.config = trainer._create_run_config(batch_size, request)
-            if not nested and request.kind == "evaluation":
-                run.before = None
-            yield run
-        finally:
-            for loader in run.all_eval_loaders:
-                loader.stop_workers()
-
-
-@contextmanager
-def _leaving_alone(trainer: Trainer, run: Run) -> Iterator[None]:
-    """Restore what an evaluation changes of the generators, and within a run of the model's modes."""
-    with preserving_randomness(run), preserving_modes(trainer.model) if run.outer is not None else nullcontext():
-        yield
+        run.request = request if run.outer is None else asked
+        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
+        prepare_model(trainer, training=False)
+        if run.outer is None:
+            run.config = trainer._create_run_config(batch_size, request)
+            run.before = None if request.kind == "evaluation" else run.before
+        yield run
 
 
 def preserving_randomness(run: Run) -> AbstractContextManager[None]:
@@ -138,21 +105,19 @@ def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
     history = trainer.run_history
     progress = trainer.progress
     epoch = history.current_epoch
-    is_over = not trainer.is_running and progress.epochs_completed and not progress.is_mid_epoch
-    set_epoch = history._set_epoch
-    set_epoch(epoch - 1 if is_over else epoch)
+    if not trainer.is_running and progress.epochs_completed and not progress.is_mid_epoch:
+        history._set_epoch(epoch - 1)
     try:
         yield
     finally:
-        set_epoch(epoch)
+        history._set_epoch(epoch)
 
 
-def create_eval_loaders(
-    trainer: Trainer, run: Run, dataset: Any, batch_size: int, loader_kwargs: dict[str, Any] | None
-) -> None:
+def create_eval_loaders(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
     """Make the loaders of what is to be evaluated: a dataset, several by name, or nothing."""
     run.eval_loader = None
     run.eval_loaders = {}
+    dataset = run.eval_dataset
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
         run.eval_dataset = part  # for who overrides create_eval_dataloader
         if part is None:
@@ -177,8 +142,7 @@ def run_evaluation(
 ) -> dict[str, float]:
     """Evaluate on the run's ``eval_dataset`` within a training run, of which nothing is changed.
 
-    To be called in a callback, on every process. Weights that are trained later are those that they would have
-    been without it: modes, running losses and generators are restored.
+    To be called in a callback, on every process. Modes, running losses and generators are restored.
 
     :param model: a module to evaluate in place of the trainer's model, averaged weights say. What is saved
         meanwhile is still the trainer's own.
@@ -197,24 +161,25 @@ def run_evaluation(
     run = self.current_run.derive()
     own = self.model
     handler = self.callback_handler
+    autocast: AbstractContextManager[None] = nullcontext()
     if model is not None:
         self.sync_buffers(model)
         run.trained_model = own
-    autocast = nullcontext() if model is None else self.accelerator.autocast()
-    with entering(self, run), preserving_generators(), preserving_modes(own), _prefixed(self.run_history, prefix):
+        autocast = self.accelerator.autocast()
+    with entering(self, run), preserving_generators(), preserving_modes(own), _prefixed(self, prefix), autocast:
         self.model = own if model is None else model
         self.callback_handler = handler if callbacks is None else callbacks
         try:
-            with autocast:
-                return evaluate_all(self, run, is_intermediate=is_intermediate)
+            return evaluate_all(self, run, is_intermediate=is_intermediate)
         finally:
             self.model = own
             self.callback_handler = handler
 
 
 @contextmanager
-def _prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
+def _prefixed(trainer: Trainer, prefix: str) -> Iterator[None]:
     """Add a prefix to the names of metrics that are recorded in a block."""
+    history = trainer.run_history
     before = history.metric_name_prefix
     history.set_metric_name_prefix(f"{before}{prefix}")
     try:
@@ -233,7 +198,7 @@ def evaluate_all(
     losses: dict[str, float] = {}
     for name, loader in run.eval_loaders.items():
         run.eval_loader = loader
-        with _prefixed(trainer.run_history, f"{name}_"):
+        with _prefixed(trainer, f"{name}_"):
             trainer._run_eval_epoch(loader, is_training, is_intermediate)
         losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
     return losses
@@ -252,7 +217,8 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
             trainer.call_event("on_eval_step_start")
             output = trainer.calculate_eval_batch_loss(batch.data)
             complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
-            run.track(output, batch)
+            if batch.num_samples != 0:
+                run.loss_trackers.add(output)
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"

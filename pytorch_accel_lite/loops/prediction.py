@@ -27,12 +27,9 @@ def predict(
 ) -> Any:
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
-    May be called within a training run, which then goes on as if it had not been.
+    May be called where :meth:`evaluate` may, and takes the same arguments.
 
     :param dataset: a dataset whose samples may or may not hold targets, which are not used
-    :param per_device_batch_size: samples in a batch of one process
-    :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
-    :param collate_fn: makes a batch of a list of samples
     :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
         ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
     """
@@ -75,8 +72,7 @@ def predict_iter(
             self.call_event("on_predict_run_end")
             raise
         except BaseException as error:
-            if run.outer is None:  # that has its own end, if it does not catch the error
-                close_failed(self, run, error, ended=True)
+            close_failed(self, run, error, ended=True)
             raise
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.checkpoint.snapshot import find_state, restore
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
-from pytorch_accel_lite.loops.guarded import GuardedStep, check_guard
+from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_loader, prepare_model
 from pytorch_accel_lite.validation import check_training
@@ -41,7 +41,7 @@ def find_data(
     elif trainer.seed is None and request.saves_training_states:
         run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
-    create_eval_loaders(trainer, run, run.eval_dataset, batch_size, eval_loader_kwargs)
+    create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # now, so that a callback's copy of the model has them too
     trainer.call_event("on_dataloaders_created")
 
@@ -62,14 +62,18 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )
     if not trainer.is_sharded:
-        run.outside_model = parameters_not_in_model(trainer.model, trainer.optimizer)
-        ranks.copy_from_first(run.outside_model)
+        run.averaged_here = parameters_not_in_model(trainer.model, trainer.optimizer)
+        ranks.copy_from_first(run.averaged_here)
     clear_gradients(trainer.optimizer)  # what a run that failed within a window may have left
     trainer.accelerator.sync_gradients = True
     if request.auto_microbatch or request.skips_failed_batches:
-        check_guard(trainer.accelerator, trainer.is_sharded)
+        if trainer.is_sharded:
+            raise ValueError(
+                "auto_microbatch=True and SkipFailedBatchesCallback do not work with weights that are sharded by "
+                f"{trainer.accelerator.distributed_type.value}: a step that fails on one process cannot be taken back."
+            )
         run.window.is_guarded = ranks.world_size > 1
-        run.guard = GuardedStep(request.auto_microbatch, request.skips_failed_batches)
+        run.guarded_step = guarded_step
 
 
 def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:
@@ -82,5 +86,5 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         trainer.run_history._increment_epoch()
     if run.resumed is not None:
         restore(trainer, run.resumed)
-    is_ddp = isinstance(trainer.model, DistributedDataParallel)
-    run.must_warm_up_ddp = is_ddp and run.guard is None and trainer.ranks.world_size > 2 and run.progress.update > 0
+    reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
+    run.must_warm_up_ddp = reorders and run.guarded_step is None and run.progress.update > 0

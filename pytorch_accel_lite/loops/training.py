@@ -9,11 +9,9 @@ from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
-from pytorch_accel_lite.events import StopTrainingError
-from pytorch_accel_lite.gradients import NOTHING, average_gradients, clear_gradients, gradient_sync
+from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
-from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, call_ending_event, close_failed, create_loader, end_early
+from pytorch_accel_lite.run import Run, StepSnapshot, create_loader, ending
 from pytorch_accel_lite.tracking import LossTrackers
 
 if TYPE_CHECKING:
@@ -21,26 +19,16 @@ if TYPE_CHECKING:
 
 
 def train(trainer: Trainer, run: Run) -> None:
-    """Make a run, or what is left of it; say why, when it is stopped early."""
-    ended = False
+    """Make a run, or what is left of it."""
     run.control.start_clock()
-    try:
-        try:
-            trainer.training_run_start()
-            trainer.call_event("on_training_run_start")
-            over = _is_over(trainer, run)
-            if over or not run.progress.is_mid_epoch:
-                _finish_resuming(trainer, run)
-            while not over and (run.progress.is_mid_epoch or not run.is_finished):
-                _train_and_evaluate(trainer, run)
-        except StopTrainingError as stop:
-            end_early(trainer, run, stop)
-        ended = True
-        trainer.training_run_end()
-        call_ending_event(trainer, run, "on_training_run_end")
-    except BaseException as error:
-        close_failed(trainer, run, error, ended)
-        raise
+    with ending(trainer, run, "training"):
+        trainer.training_run_start()
+        trainer.call_event("on_training_run_start")
+        over = _is_over(trainer, run)
+        if over or not run.progress.is_mid_epoch:
+            _finish_resuming(trainer, run)
+        while not over and (run.progress.is_mid_epoch or not run.is_finished):
+            _train_and_evaluate(trainer, run)
 
 
 def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
@@ -94,7 +82,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
-        output = forward_and_backward(trainer, run, batch) if run.guard is None else run.guard.run(trainer, run, batch)
+        output = (run.guarded_step or forward_and_backward)(trainer, run, batch)
     updates = ends_window and window.sizes is not None  # they are None when all its batches were skipped
     if updates:
         update(trainer, run)
@@ -141,10 +129,8 @@ def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samp
 
 def update(trainer: Trainer, run: Run) -> None:
     """Update the weights by the gradients of a window."""
-    if run.guard is not None:
-        run.guard.finish_window(trainer)
-    elif run.outside_model and trainer.ranks.world_size > 1:
-        average_gradients(run.outside_model, trainer.ranks)
+    if run.averaged_here and trainer.ranks.world_size > 1:
+        average_gradients(run.averaged_here, trainer.ranks)
     hears = trainer.callback_handler.listeners
     run.window.finish(trainer.optimizer)
     run.gradient_norm = None
@@ -167,10 +153,9 @@ def update(trainer: Trainer, run: Run) -> None:
 
 def _step_scheduler_after_epoch(trainer: Trainer, run: Run) -> None:
     """Step a scheduler that is stepped by epochs; one that follows a metric, only when that was to be measured."""
-    if trainer.scheduler is None or run.request.scheduler_interval != "epoch":
-        return
-    is_measured = run.evaluation_is_due or not run.all_eval_loaders
-    if run.request.scheduler_metric is None or is_measured:
+    each_epoch = trainer.scheduler is not None and run.request.scheduler_interval == "epoch"
+    has_metric = run.request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
+    if each_epoch and has_metric:
         trainer.scheduler_step()
 
 
@@ -179,12 +164,11 @@ def _is_over(trainer: Trainer, run: Run) -> bool:
     if run.resumed is None:
         return False
     about = run.resumed.metadata
-    progress = run.progress
     if about["stop_reason"] is not None and not about["interrupted"]:
         run.stop_reason = about["stop_reason"]
         trainer.print(f"Nothing more to do: the run was stopped. {run.stop_reason}")
         return True
-    ends_its_epoch = progress.is_mid_epoch and progress.update == run.request.max_num_train_steps
+    ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
     if run.is_finished and not ends_its_epoch:
         trainer.print("Nothing more to do: the run had finished. Ask for more epochs to go on from its end.")
         return True
@@ -194,9 +178,8 @@ def _is_over(trainer: Trainer, run: Run) -> bool:
 def _finish_resuming(trainer: Trainer, run: Run) -> None:
     """Restore what must be restored last: what the starting events may have reset, and the generators."""
     if run.resumed is not None:
-        state = run.resumed
+        finish_restoring(trainer, run.resumed)
         run.resumed = None
-        finish_restoring(trainer, state)
 
 
 def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
@@ -206,9 +189,6 @@ def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
     the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
     """
     run.must_warm_up_ddp = False
-    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
-    with preserving_generators():
-        trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"]))
-    clear_gradients(trainer.optimizer)
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    before = StepSnapshot(trainer, run)
+    trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"]))
+    before.restore()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.loops.setup import begin_training, create_train_loader
@@ -84,18 +83,13 @@ def trial(
         raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
     check_training(trainer.optimizer, trainer.accelerator, request, None)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
-    run = Run.create(trainer.ranks, request)
-    run.train_dataset = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
-    run.collate_fn = collate_fn
+    run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)
     run.data_seed = trainer.seed or 0
     with entering(trainer, run):
-        try:
-            create_train_loader(trainer, run, batch_size, loader_kwargs)
-            with prepared_for_trial(trainer):
-                begin_training(trainer, run, batch_size)
-                yield run
-        finally:
-            run.stop_workers()
+        create_train_loader(trainer, run, batch_size, loader_kwargs)
+        with prepared_for_trial(trainer):
+            begin_training(trainer, run, batch_size)
+            yield run
 
 
 @contextmanager
