@@ -105,10 +105,10 @@ def samples(step: list[Any]) -> list[int]:
     return [sample for loaded in step for sample in loaded.data[0][: loaded.num_samples].tolist()]
 
 
-@given(sizes, batches, processes)
-def test_shares_are_even_and_contiguous(begin, length, world_size):
-    parts = [split(begin, begin + length, rank, world_size) for rank in range(world_size)]
-    assert [i for start, stop in parts for i in range(start, stop)] == list(range(begin, begin + length))
+@given(sizes, processes)
+def test_shares_are_even_and_contiguous(size, world_size):
+    parts = [split(size, rank, world_size) for rank in range(world_size)]
+    assert [i for start, stop in parts for i in range(start, stop)] == list(range(size))
     lengths = [stop - start for start, stop in parts]
     assert max(lengths) - min(lengths) <= 1
 

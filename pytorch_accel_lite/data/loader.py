@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -74,14 +74,11 @@ class LoaderOptions:
     yields_failures: bool = False
 
 
+@dataclass
 class FailedRead:
-    """Stands for a batch that could not be read.
+    """Stands for a batch that could not be read."""
 
-    :ivar error: what was raised
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
 class ShardedLoader(ABC):
@@ -97,8 +94,7 @@ class ShardedLoader(ABC):
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source
         self.options = options
-        #: At most this many steps in an epoch; ``None`` for no limit.
-        self.limit = options.limit
+        self.limit = options.limit  # which callbacks may lower
         self._ranks = ranks
         self._device = device
         self._epoch = 0
@@ -148,22 +144,27 @@ class ShardedLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         return (step.data for step in self.steps(self._epoch))
 
+    def _steps_alone(self, start: int) -> Iterator[Batch]:
+        """Yield what this process reads of the source; only the steps that use the batches can tell their sizes."""
+        for batch, is_last in with_last(islice(self._read_from(start), self._left)):
+            yield Batch(batch, None, None, is_last)
+
     def _read_from(self, start: int) -> Iterator[Any]:
         """Read the source and drop what a resumed epoch had before; the generators stay where that run put them.
 
-        Several processes count the samples of a step here, so the samples tell where to go on. One process counts what
+        Several processes count the samples of a step here, so the samples tell where to resume. One process counts what
         each step says that it had, which may be no size of the batch: there the steps tell, where the batches are
         as large as before. With another batch size the samples tell again, and a batch in which they end is split.
         """
         size = getattr(self.source, "batch_size", None)
-        by_steps = self._ranks.world_size == 1 and size in (None, start / max(self._steps_done, 1))
+        done = self._steps_done
+        by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, start / done)
         with preserving_generators() if start else nullcontext():
             batches = self._start_reading(self.source)
-            if by_steps and self._steps_done:
-                rest = _skip_batches(batches, self._steps_done, start, is_certain=size is not None)
-            else:
-                rest = _skip_samples(batches, start)
-        return chain(rest, batches) if rest else batches
+            if by_steps:
+                _skip_batches(batches, done, start, is_certain=size is not None)
+                return batches
+            return after_samples(batches, start, find_batch_size, _last_samples)
 
     def _start_reading(self, batches: Iterable[Any]) -> Iterator[Any]:
         iterator = start_reading(batches)
@@ -211,6 +212,14 @@ def ended(source: str, given: str, done: int) -> WrongLengthError:
     )
 
 
+def cannot_split(what: str) -> ValueError:
+    """Return the error for a place to resume at that lies within a batch."""
+    return ValueError(
+        f"The run that is resumed was saved at a sample that is now in the middle of {what}, which cannot be split. "
+        "Resume it with its batch size and number of processes."
+    )
+
+
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yield each item with whether it is the last, reading one ahead."""
     iterator = iter(items)
@@ -222,7 +231,35 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
         yield held.pop(), True
 
 
-def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> list[Any]:
+def in_groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of so many items; the last may be shorter."""
+    return iter(lambda: list(islice(items, size)), [])
+
+
+def after_samples(
+    batches: Iterator[T], start: int, size_of: Callable[[T], int], last: Callable[[T, int], T], source: str = "data"
+) -> Iterator[T]:
+    """Drop so many samples; return the batches after them, first the ``last`` samples of one in which they end."""
+    position = 0
+    while position < start:
+        batch = next(batches, None)
+        if batch is None:
+            raise ended(source, f"{position} samples", start)
+        position += size_of(batch)
+        if position > start:
+            return chain([last(batch, position - start)], batches)
+    return batches
+
+
+def _last_samples(batch: Any, count: int) -> Any:
+    size = find_batch_size(batch)
+    rest = slice_batch(batch, size - count, size, size)
+    if find_batch_size(rest) != count:
+        raise cannot_split(f"a batch of type {type(batch).__name__}")
+    return rest
+
+
+def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
     """Drop so many batches. Unless the caller is certain, warn when they hold another number of samples than before."""
     skipped = 0
     samples = 0
@@ -240,33 +277,3 @@ def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bo
             f"{samples} now. It goes on where it was only if it had one process and the same batches.",
             stacklevel=2,
         )
-    return []
-
-
-def _skip_samples(batches: Iterator[Any], start: int) -> list[Any]:
-    """Drop so many samples, and return the rest of a batch in which they end."""
-    position = 0
-    while position < start:
-        batch = next(batches, None)
-        if batch is None:
-            raise ended("data", f"{position} samples", start)
-        size = find_batch_size(batch)
-        if position + size > start:
-            return [_rest(batch, start - position, size)]
-        position += size
-    return []
-
-
-def _rest(batch: Any, begin: int, size: int) -> Any:
-    rest = slice_batch(batch, begin, size, size)
-    if find_batch_size(rest) != size - begin:
-        raise cannot_split(f"a batch of type {type(batch).__name__}")
-    return rest
-
-
-def cannot_split(what: str) -> ValueError:
-    """Return the error for a place to resume at that lies within a batch."""
-    return ValueError(
-        f"The run that is resumed was saved at a sample that is now in the middle of {what}, which cannot be split. "
-        "Resume it with its batch size and number of processes."
-    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-def split(begin: int, end: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the part of the positions ``begin:end`` that falls to a rank, as even and contiguous as possible.
+def split(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the bounds of the part of so many positions that falls to a rank, as even and contiguous as possible.
 
-    The first ``(end - begin) % world_size`` ranks get one more; with fewer positions than ranks, the last ranks
-    get none.
+    The first ``size % world_size`` ranks get one more; with fewer positions than ranks, the last ranks get none.
     """
-    quotient, remainder = divmod(end - begin, world_size)
-    start = begin + rank * quotient + min(rank, remainder)
+    quotient, remainder = divmod(size, world_size)
+    start = rank * quotient + min(rank, remainder)
     return start, start + quotient + (rank < remainder)
 
 
@@ -33,13 +32,12 @@ def global_batches(
     :param at_least: when fewer than this many samples are left for the last step, it shares evenly with the step
         before it; used in evaluation, where it keeps every rank busy in every step
     """
-    begin = start
-    while begin < num_samples:
-        end = min(begin + global_batch, num_samples)
-        rest = num_samples - end
-        if drop_last and end - begin < global_batch:
+    while start < num_samples:
+        left = num_samples - start
+        size = min(global_batch, left)
+        if drop_last and size < global_batch:
             return
-        if not drop_last and 0 < rest < at_least and num_samples - begin >= 2 * at_least:
-            end = begin + (num_samples - begin + 1) // 2
-        yield begin, end
-        begin = end
+        if not drop_last and 0 < left - size < at_least and left >= 2 * at_least:
+            size = (left + 1) // 2
+        yield start, start + size
+        start += size

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
 
 from pytorch_accel_lite.batches import find_batch_size
-from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader, cannot_split, ended, with_last
+from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader, after_samples, cannot_split
+from pytorch_accel_lite.data.order import find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import preserving_generators
 
@@ -41,32 +41,19 @@ class PreShardedLoader(ShardedLoader):
 
     def __init__(self, source: Iterable[Any], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
-        self._no_length: TypeError | None = None
-        try:
-            length = float(len(source))  # type: ignore[arg-type]
-        except TypeError as error:
-            length = -1.0
-            self._no_length = error
-        self._length = int(ranks.max([length])[0])
+        length = find_length(source)
+        self._length = int(ranks.max([-1 if length is None else length])[0])
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        if self._ranks.world_size == 1 or not self.options.fill:
-            for batch, is_last in with_last(islice(self._read_from(start), self._left)):
-                yield Batch(batch, None, None, is_last)
-            return
-        with preserving_generators() if start else nullcontext():
-            steps = self._steps_together()
-            samples = 0
-            while samples < start:
-                step = next(steps, None)
-                if step is None:
-                    raise ended("data", f"{samples} samples", start)
-                samples += step.total_samples or 0
-            if samples > start:
-                raise cannot_split("the batches of several processes")
+        is_alone = self._ranks.world_size == 1 or not self.options.fill
+        return self._steps_alone(start) if is_alone else self._steps_together(start)
+
+    def _steps_together(self, start: int) -> Iterator[Batch]:
+        with preserving_generators():
+            steps = after_samples(self._in_step(), start, _total, _refuse_to_split)
         yield from steps
 
-    def _steps_together(self) -> Iterator[Batch]:
+    def _in_step(self) -> Iterator[Batch]:
         batches = islice(self._start_reading(self.source), self.limit)
         batch = None
         ready = next(batches, None)
@@ -87,5 +74,13 @@ class PreShardedLoader(ShardedLoader):
 
     def _num_steps(self) -> int:
         if self._length < 0:
-            raise TypeError(f"{type(self.source).__name__} has no length.") from self._no_length
+            raise TypeError(f"{type(self.source).__name__} has no length.")
         return self._length
+
+
+def _total(step: Batch) -> int:
+    return step.total_samples or 0
+
+
+def _refuse_to_split(step: Batch, count: int) -> Batch:
+    raise cannot_split("the batches of several processes")
