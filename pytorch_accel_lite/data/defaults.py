@@ -22,9 +22,8 @@ def default_num_workers(dataset: Any, processes: int) -> int:
     repeat the stream), and where workers are new interpreters instead of forks; else one for each core that this
     process can count on, up to eight.
     """
-    if _is_in_memory(dataset) or reads_batches(dataset):
-        return 0
-    if isinstance(dataset, IterableDataset) or start_method() != "fork":
+    is_fast = _is_in_memory(dataset) or reads_batches(dataset)
+    if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     per_process = cores // max(processes, 1)

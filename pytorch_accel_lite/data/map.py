@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
 
-from pytorch_accel_lite.data.loader import (
-    Batch,
-    FailedRead,
-    LoaderOptions,
-    ShardedLoader,
+from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.order import BatchReader, draw_order, find_length, of_all_processes
+from pytorch_accel_lite.data.plan import (
     WrongLengthError,
-    after_samples,
-    in_groups,
+    count_global_batches,
+    global_batches,
+    grouped,
+    skip_samples,
+    split,
     with_last,
 )
-from pytorch_accel_lite.data.order import BatchReader, draw_order, find_length, of_all_processes
-from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, seed_generators
 
@@ -84,20 +83,23 @@ class _EpochShares:
         """Return the indices of all processes in each step; with own batches, the batches of each step."""
         order = draw_order(self._sampler, self._ranks, self._seed, epoch)
         if self._own_batches:
-            rest = after_samples(filter(len, order), start, len, _last_indices, "batch_sampler")
-            return in_groups(rest, self._per_step)
+            batches: Iterator[Any] = filter(len, order)
+            rest = skip_samples(batches, start, len, "batch_sampler")
+            if rest is not None:
+                batch, left = rest
+                batches = chain([batch[-left:]], batches)
+            return grouped(batches, self._per_step)
         if self._rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
             order = _from_front(np.fromiter(order, dtype=np.int64), self._rows)  # once, not for each batch
         size = find_length(self._sampler)
         if size is None:
-            return in_groups(islice(order, start, None), self._per_step)
+            return grouped(islice(order, start, None), self._per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
             raise _wrong_length(self._sampler, size, len(order))
         at_least = 1 if self._fill else self._ranks.world_size
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
         if isinstance(order, (list, range)):
-            batches = map(order.__getitem__, starmap(slice, bounds))
-            return map(list, batches) if isinstance(order, range) else batches
+            return map(list, map(order.__getitem__, starmap(slice, bounds)))
         sizes = [end - begin for begin, end in bounds]
         if isinstance(order, torch.Tensor):
             parts = order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
@@ -236,15 +238,10 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
 
 
 def _wrong_length(sampler: Any, size: int, given: int) -> WrongLengthError:
-    found = f"{given} or more" if given > size else given
     return WrongLengthError(
-        f"The sampler {type(sampler).__name__} gives {found} indices, but its length is {size}. Make its __len__ "
+        f"The sampler {type(sampler).__name__} gives {given} indices, but its length is {size}. Make its __len__ "
         "return as many as it gives."
     )
-
-
-def _last_indices(batch: Any, count: int) -> Any:
-    return batch[-count:]
 
 
 def _from_front(indices: Any, rows: int) -> torch.Tensor:

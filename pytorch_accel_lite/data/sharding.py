@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.data.iterables import PreShardedLoader, StreamLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
-from pytorch_accel_lite.data.presharded import PreShardedLoader
-from pytorch_accel_lite.data.stream import StreamLoader
 from pytorch_accel_lite.distributed import Ranks
 
 
