@@ -15,6 +15,7 @@ from pytorch_accel_lite.batches import find_batch_size, slice_batch
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import find_length
 from pytorch_accel_lite.data.plan import count_global_batches, ended, grouped, skip_samples, with_last
+from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import preserving_generators
 
@@ -30,7 +31,7 @@ class OwnShard:
         self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+        return start_reading(self.batches)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -47,9 +48,8 @@ class _ReadInTurn(ShardedLoader):
     def _read_from(self, start: int) -> Iterator[Any]:
         """Read the source and drop what a resumed epoch had before; the generators stay where that run put them.
 
-        Several processes count the samples of a step here, so the samples tell where to resume. One process counts what
-        each step says that it had, which may be no size of the batch: there the steps tell, where the batches are
-        as large as before. With another batch size the samples tell again, and a batch in which they end is split.
+        As many samples are dropped as it had; a batch in which they end is split. But one process counts what each step
+        says that it had, which may be no size of the batch: where these are as large as before, it drops as many.
         """
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
@@ -66,8 +66,7 @@ class _ReadInTurn(ShardedLoader):
 class StreamLoader(_ReadInTurn):
     """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads them all and deals them out in turn.
 
-    So every sample is seen once, whatever the randomness of the stream. Resuming in the middle of an epoch reads
-    and drops what came before.
+    So every sample is seen once, whatever the randomness of the stream.
     """
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:

@@ -50,10 +50,7 @@ class _EpochShares:
         self._rows = rows
 
     def begin(self, epoch: int, start: int, limit: int | None) -> deque[_Counts]:
-        """Say where the next iteration begins; return the counts of what it hands out, to be taken from there.
-
-        Another one may be under way, and is left alone.
-        """
+        """Say where the next iteration begins, which leaves others alone; return the counts of what it hands out."""
         counts: deque[_Counts] = deque()
         self._next = epoch, start, limit, counts
         return counts

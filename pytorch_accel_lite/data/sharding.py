@@ -19,7 +19,6 @@ def shard(
     """Return a loader that gives this process its share of any source of batches.
 
     :param source: a ``DataLoader``, or any other iterable of batches (see :class:`OwnShard`)
-    :param seed: the order of the data follows from it, ``None``: from the generators
     :param training: every process makes equally many steps; in evaluation a process may have fewer
     :param options: further :class:`LoaderOptions`
     """
