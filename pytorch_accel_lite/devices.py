@@ -12,11 +12,6 @@ def module_of(device: torch.device) -> Any:
     return getattr(torch, device.type, None)
 
 
-def available_accelerator() -> torch.device | None:
-    """Return this process's GPU or other accelerator; ``None`` where there is none to be used."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
 def is_asynchronous(device: torch.device) -> bool:
     """Whether a device goes on computing while Python does, and has events to tell how far it has come.
 
@@ -49,8 +44,6 @@ class AsyncCopy:
     """A copy of a tensor that is on its way to host memory, begun now and read later: nothing waits for the device.
 
     Where copies cannot be made so, it is made at once.
-
-    :param tensor: on any device
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers: seeding the generators, keeping their states, and putting them back. Nobody else touches them.
+"""Random numbers: seeding the generators, keeping their states, and restoring them.
 
 The generators are those of python, numpy and torch, and that of torch for this process's GPU or other accelerator.
 """
@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-
-from pytorch_accel_lite.devices import available_accelerator, module_of
 
 _MASK = (1 << 64) - 1
 
@@ -38,31 +36,32 @@ def seed_run(seed: int) -> None:
     set_seed(seed, device_specific=True)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the generators of the CPU: python's, numpy's and torch's."""
-    # torch.manual_seed also visits every device, which costs a hundred times as much.
-    torch.default_generator.manual_seed(seed >> 1)
-    seed_python(seed)
-
-
-def seed_python(seed: int) -> None:
-    """Seed python's and numpy's generators, which is ten times as fast as keeping and restoring their states."""
+def seed_generators(seed: int, with_torch: bool = True) -> None:
+    """Seed the generators of the CPU, which is ten times as fast as keeping and restoring their states."""
+    if with_torch:
+        # torch.manual_seed also visits every device, which costs a hundred times as much.
+        torch.default_generator.manual_seed(seed >> 1)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def _modules_of_torch() -> dict[str, Any]:
+    """Return what gets and sets the states of torch's generators, by their names in a training state."""
+    modules: dict[str, Any] = {"torch": torch}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        modules[accelerator.type] = torch.get_device_module(accelerator)
+    return modules
 
 
 def capture_generators() -> dict[str, Any]:
     """Return the states of all generators, as they can be stored in a training state."""
     kind, keys, *rest = np.random.get_state()
-    states = {
+    return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-        "torch": torch.get_rng_state(),
+        **{name: module.get_rng_state() for name, module in _modules_of_torch().items()},
     }
-    accelerator = available_accelerator()
-    if accelerator is not None:
-        states[accelerator.type] = module_of(accelerator).get_rng_state()
-    return states
 
 
 def restore_generators(states: dict[str, Any]) -> None:
@@ -70,28 +69,16 @@ def restore_generators(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    accelerator = available_accelerator()
-    if accelerator is not None and accelerator.type in states:
-        module_of(accelerator).set_rng_state(states[accelerator.type])
+    for name, module in _modules_of_torch().items():
+        if name in states:  # not those of a GPU in a training state that was saved without one
+            module.set_rng_state(states[name])
 
 
 @contextmanager
-def preserving_python() -> Iterator[None]:
-    """Restore python's and numpy's generators after a block of code."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-@contextmanager
-def preserving_generators() -> Iterator[None]:
-    """Restore all generators after a block of code."""
+def preserving_generators(*only: str) -> Iterator[None]:
+    """Restore the generators after a block of code: all, or ``only`` those that are named."""
     states = capture_generators()
     try:
         yield
     finally:
-        restore_generators(states)
+        restore_generators({name: states[name] for name in only or states})

@@ -18,7 +18,7 @@ from pytorch_accel_lite import validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs, processes_on_machine
+from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
@@ -312,11 +312,11 @@ class Trainer:
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the training dataloader: shuffled, workers where they pay."""
-        return default_loader_kwargs(self.train_dataset, batch_size, True, processes_on_machine(self.accelerator))
+        return default_loader_kwargs(self.train_dataset, batch_size, True, self.accelerator)
 
     def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the evaluation dataloader: in order, workers where they pay."""
-        return default_loader_kwargs(self.eval_dataset, batch_size, False, processes_on_machine(self.accelerator))
+        return default_loader_kwargs(self.eval_dataset, batch_size, False, self.accelerator)
 
     def create_scheduler(self) -> Any:
         """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""

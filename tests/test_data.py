@@ -44,7 +44,7 @@ from pytorch_accel_lite.callbacks import (
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
-from pytorch_accel_lite.data import NamedDatasets, shard
+from pytorch_accel_lite.data import NamedDatasets, OwnShard, shard
 from pytorch_accel_lite.data.defaults import default_num_workers
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
@@ -105,10 +105,10 @@ def samples(step: list[Any]) -> list[int]:
     return [sample for loaded in step for sample in loaded.data[0][: loaded.num_samples].tolist()]
 
 
-@given(sizes, batches, processes)
-def test_shares_are_even_and_contiguous(begin, length, world_size):
-    parts = [split(begin, begin + length, rank, world_size) for rank in range(world_size)]
-    assert [i for start, stop in parts for i in range(start, stop)] == list(range(begin, begin + length))
+@given(sizes, processes)
+def test_shares_are_even_and_contiguous(size, world_size):
+    parts = [split(size, rank, world_size) for rank in range(world_size)]
+    assert [i for start, stop in parts for i in range(start, stop)] == list(range(size))
     lengths = [stop - start for start, stop in parts]
     assert max(lengths) - min(lengths) <= 1
 
@@ -1106,7 +1106,7 @@ def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples
     assert run_code(WORKERS_THAT_DO_NOT_BEGIN, str(tmp_path), kind).split() == [str(samples), "4"]
 
 
-@pytest.mark.parametrize("kind", ["rows", "stream"])
+@pytest.mark.parametrize("kind", ["rows", "stream", "own"])
 @pytest.mark.parametrize("seed", [None, 0])
 def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, kind, seed):
     """A process group or an iterator finalised in a fork waits forever for threads that it does not have."""
@@ -1125,7 +1125,11 @@ def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, kind,
     try:
         Discarded()
         kwargs = {"num_workers": 2} if kind == "rows" else {"num_workers": 1, "shuffle": False}
-        quiet_trainer(small_model(), seed=seed).train(dataset, 1, None, 2, train_dataloader_kwargs=kwargs)
+        trainer = quiet_trainer(small_model(), seed=seed)
+        if kind == "own":
+            own = OwnShard(DataLoader(dataset, 2, num_workers=1))
+            trainer.create_train_dataloader = lambda *_: own
+        trainer.train(dataset, 1, None, 2, train_dataloader_kwargs=kwargs)
     finally:
         gc.enable()
     gc.collect()

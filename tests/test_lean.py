@@ -93,8 +93,8 @@ QUIET = get_default_callbacks(progress_bar=False)
     [
         (Ready, batches, (), {}, 24),
         (Ready, batches, QUIET, {}, 28),
-        (Trainer, lambda steps: Whole(8 * steps), (), {}, 28),
-        (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 36),
+        (Trainer, lambda steps: Whole(8 * steps), (), {}, 27),
+        (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 32),
     ],
     ids=["list", "list and default callbacks", "dataset", "dataset with a seed"],
 )

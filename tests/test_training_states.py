@@ -40,6 +40,7 @@ from tests.scripts.resumable import CopyStates, make_model, run, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
     Rows,
+    Stream,
     equal,
     listener,
     make_data,
@@ -259,6 +260,15 @@ def test_workers_that_leave_signals_to_the_run_are_initialised_as_asked(tmp_path
     kwargs = {"num_workers": 2, "worker_init_fn": mark}
     train(trainer, train_dataset=Marked(make_data()), train_dataloader_kwargs=kwargs)
     assert marks == [0, 0, 1, 1, 0, 0]
+
+
+def test_workers_of_streams_leave_signals_to_the_run_too(tmp_path):
+    def look(worker_id: int) -> None:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
+    train(trainer, train_dataset=Stream(), train_dataloader_kwargs={"num_workers": 1, "worker_init_fn": look})
+    assert trainer.progress.samples == 6
 
 
 @pytest.mark.programs

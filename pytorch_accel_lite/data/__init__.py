@@ -1,8 +1,8 @@
 """Samplers and loaders: order, position, sharding, batched fetch."""
 
+from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoadedBatch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.presharded import OwnShard
 from pytorch_accel_lite.data.sharding import shard
 
 __all__ = [

@@ -15,25 +15,19 @@ from pytorch_accel_lite.data.order import inner_datasets, reads_batches
 from pytorch_accel_lite.data.workers import start_method
 
 
-def default_num_workers(dataset: Any, processes_on_machine: int) -> int:
-    """Return how many worker processes a dataloader gets unless told otherwise.
+def default_num_workers(dataset: Any, processes: int) -> int:
+    """Return how many worker processes a dataloader gets unless told otherwise, with so many processes on the machine.
 
     None for data that are in memory or read a whole batch at a time, for iterable datasets (workers would each
     repeat the stream), and where workers are new interpreters instead of forks; else one for each core that this
     process can count on, up to eight.
     """
-    if _is_in_memory(dataset) or reads_batches(dataset):
-        return 0
-    if isinstance(dataset, IterableDataset) or start_method() != "fork":
+    is_fast = _is_in_memory(dataset) or reads_batches(dataset)
+    if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    per_process = cores // max(processes_on_machine, 1)
+    per_process = cores // max(processes, 1)
     return min(per_process, 8) if per_process > 1 else 0
-
-
-def processes_on_machine(accelerator: Accelerator) -> int:
-    """Return how many processes of the job run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
 
 
 def _is_in_memory(dataset: Any) -> bool:
@@ -41,20 +35,16 @@ def _is_in_memory(dataset: Any) -> bool:
     return type(dataset) is TensorDataset or (bool(inner) and all(map(_is_in_memory, inner)))
 
 
-def _is_on_host(dataset: Any) -> bool:
-    """Whether a dataset is not known to lie in the memory of a device, which cannot be pinned."""
-    memory = tensors_in_memory(dataset)
-    return memory is None or all(tensor.is_cpu for tensor in memory[0])
-
-
-def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, processes_on_machine: int) -> dict[str, Any]:
+def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelerator: Accelerator) -> dict[str, Any]:
     """Return the arguments that a dataloader is made with unless told otherwise."""
-    workers = default_num_workers(dataset, processes_on_machine)
+    workers = default_num_workers(dataset, int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)))
+    memory = tensors_in_memory(dataset)
+    can_be_pinned = memory is None or all(tensor.is_cpu for tensor in memory[0])
     kwargs: dict[str, Any] = {
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,
-        "pin_memory": torch.cuda.is_available() and _is_on_host(dataset),
+        "pin_memory": torch.cuda.is_available() and can_be_pinned,
     }
     if isinstance(dataset, NamedDatasets):
         kwargs["sampler"] = NamedSampler(dataset, shuffle)
@@ -68,10 +58,11 @@ def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str,
     given = dict(given or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in given:
         given["sampler"] = NamedSampler(dataset, given.pop("shuffle"))
+    excluded = set()
     if "sampler" in given or "batch_sampler" in given:
-        defaults = {k: v for k, v in defaults.items() if k != "shuffle"}
+        excluded = {"shuffle"}
     if "batch_sampler" in given:
-        defaults = {k: v for k, v in defaults.items() if k not in ("batch_size", "drop_last", "sampler")}
+        excluded |= {"batch_size", "drop_last", "sampler"}
     if not (defaults | given).get("num_workers"):
-        defaults = {k: v for k, v in defaults.items() if k not in ("persistent_workers", "prefetch_factor")}
-    return defaults | given
+        excluded |= {"persistent_workers", "prefetch_factor"}
+    return {name: value for name, value in defaults.items() if name not in excluded} | given

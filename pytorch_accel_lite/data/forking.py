@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from multiprocessing.connection import wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
@@ -23,14 +24,12 @@ class CheckedPopen(Popen):
 
     def _launch(self, process_obj: CheckedProcess) -> None:
         for attempt in range(_ATTEMPTS):
-            process_obj.pipe = begun, _ = os.pipe()
-            try:
+            process_obj.pipe = Pipe(duplex=False)
+            begun, child = process_obj.pipe
+            with begun, child:
                 super()._launch(process_obj)  # type: ignore[misc]
-                has_begun = bool(wait([begun], SECONDS_TO_BEGIN * 2**attempt))
-            finally:
-                process_obj.close_pipe()
-            if has_begun:
-                return
+                if begun.poll(SECONDS_TO_BEGIN * 2**attempt):
+                    return
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.finalizer()  # type: ignore[misc]
@@ -40,22 +39,18 @@ class CheckedPopen(Popen):
 
 
 class CheckedProcess(ForkProcess):
-    """A process that says when it has begun."""
+    """A process that says through a pipe that it has begun."""
 
-    pipe: tuple[int, int]  # through which the child says that it is there
-
-    def close_pipe(self) -> None:
-        """Close both of its ends."""
-        for end in self.pipe:
-            os.close(end)
+    pipe: tuple[Connection, Connection]
 
     @staticmethod
     def _Popen(process_obj: Any) -> Popen:  # noqa: N802 (its name in multiprocessing)
         return CheckedPopen(process_obj)
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
-        os.write(self.pipe[1], b"1")
-        self.close_pipe()
+        parent, begun = self.pipe
+        with parent, begun:
+            begun.send_bytes(b"1")
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
         return code
 

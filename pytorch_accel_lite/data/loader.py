@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.batches import find_batch_size, slice_batch
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import preserving_generators
-
-T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -74,14 +68,11 @@ class LoaderOptions:
     yields_failures: bool = False
 
 
+@dataclass
 class FailedRead:
-    """Stands for a batch that could not be read.
+    """Stands for a batch that could not be read."""
 
-    :ivar error: what was raised
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
 class ShardedLoader(ABC):
@@ -97,8 +88,7 @@ class ShardedLoader(ABC):
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source
         self.options = options
-        #: At most this many steps in an epoch; ``None`` for no limit.
-        self.limit = options.limit
+        self.limit = options.limit  # which callbacks may lower
         self._ranks = ranks
         self._device = device
         self._epoch = 0
@@ -137,33 +127,14 @@ class ShardedLoader(ABC):
     def _measured(self, steps: Iterator[Batch]) -> Iterator[Batch]:
         yield from islice(steps, 1)  # its time is that of starting workers
         self.seconds_waited = 0.0
-        while True:
-            begin = time.perf_counter()
-            step = next(steps, None)
+        begin = time.perf_counter()
+        for step in steps:
             self.seconds_waited += time.perf_counter() - begin
-            if step is None:
-                return
             yield step
+            begin = time.perf_counter()
 
     def __iter__(self) -> Iterator[Any]:
         return (step.data for step in self.steps(self._epoch))
-
-    def _read_from(self, start: int) -> Iterator[Any]:
-        """Read the source and drop what a resumed epoch had before; the generators stay where that run put them.
-
-        Several processes count the samples of a step here, so the samples tell where to go on. One process counts what
-        each step says that it had, which may be no size of the batch: there the steps tell, where the batches are
-        as large as before. With another batch size the samples tell again, and a batch in which they end is split.
-        """
-        size = getattr(self.source, "batch_size", None)
-        by_steps = self._ranks.world_size == 1 and size in (None, start / max(self._steps_done, 1))
-        with preserving_generators() if start else nullcontext():
-            batches = self._start_reading(self.source)
-            if by_steps and self._steps_done:
-                rest = _skip_batches(batches, self._steps_done, start, is_certain=size is not None)
-            else:
-                rest = _skip_samples(batches, start)
-        return chain(rest, batches) if rest else batches
 
     def _start_reading(self, batches: Iterable[Any]) -> Iterator[Any]:
         iterator = start_reading(batches)
@@ -197,76 +168,3 @@ class ShardedLoader(ABC):
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
-
-
-class WrongLengthError(ValueError):
-    """What gives the order of an epoch has not as many indices as it said: no batch of it can be skipped."""
-
-
-def ended(source: str, given: str, done: int) -> WrongLengthError:
-    """Return the error for data that end before the place at which a run is resumed."""
-    return WrongLengthError(
-        f"The {source} ended after {given} of this epoch, but the run that is resumed has had {done} of them. Resume "
-        "it with the data that it was saved with."
-    )
-
-
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item with whether it is the last, reading one ahead."""
-    iterator = iter(items)
-    held = list(islice(iterator, 1))
-    for following in iterator:
-        yield held.pop(), False
-        held.append(following)
-    if held:
-        yield held.pop(), True
-
-
-def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> list[Any]:
-    """Drop so many batches. Unless the caller is certain, warn when they hold another number of samples than before."""
-    skipped = 0
-    samples = 0
-    for batch in islice(batches, count):
-        skipped += 1
-        try:
-            samples += find_batch_size(batch)
-        except ValueError:  # no size can be told
-            is_certain = True
-    if skipped < count:
-        raise ended("data", f"{skipped} batches", count)
-    if samples != start and not is_certain:
-        warnings.warn(
-            f"The run that is resumed had counted {start} samples in {count} steps of this epoch; as many batches hold "
-            f"{samples} now. It goes on where it was only if it had one process and the same batches.",
-            stacklevel=2,
-        )
-    return []
-
-
-def _skip_samples(batches: Iterator[Any], start: int) -> list[Any]:
-    """Drop so many samples, and return the rest of a batch in which they end."""
-    position = 0
-    while position < start:
-        batch = next(batches, None)
-        if batch is None:
-            raise ended("data", f"{position} samples", start)
-        size = find_batch_size(batch)
-        if position + size > start:
-            return [_rest(batch, start - position, size)]
-        position += size
-    return []
-
-
-def _rest(batch: Any, begin: int, size: int) -> Any:
-    rest = slice_batch(batch, begin, size, size)
-    if find_batch_size(rest) != size - begin:
-        raise cannot_split(f"a batch of type {type(batch).__name__}")
-    return rest
-
-
-def cannot_split(what: str) -> ValueError:
-    """Return the error for a place to resume at that lies within a batch."""
-    return ValueError(
-        f"The run that is resumed was saved at a sample that is now in the middle of {what}, which cannot be split. "
-        "Resume it with its batch size and number of processes."
-    )

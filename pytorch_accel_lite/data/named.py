@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from pytorch_accel_lite.utils import check_choice
+from pytorch_accel_lite.utils import check_choice, find_length
 
 
 class NamedDatasets(Dataset[Any]):
@@ -25,20 +25,19 @@ class NamedDatasets(Dataset[Any]):
         check_choice("length", length, ("min", "max"))
         if not datasets:
             raise ValueError("A dict of datasets needs at least one.")
-        sizes = {}
+        self.datasets = dict(datasets)
+        self.sizes: dict[str, int] = {}
         for name, dataset in datasets.items():
-            try:
-                sizes[name] = len(dataset)
-            except TypeError:
+            size = find_length(dataset)
+            if size is None:
                 raise ValueError(
                     f"The dataset {name!r} ({type(dataset).__name__}) has no length; datasets by name must be map "
                     "datasets. Combine iterable ones into one IterableDataset that yields dicts."
-                ) from None
-            if not sizes[name]:
+                )
+            if not size:
                 raise ValueError(f"The dataset {name!r} is empty.")
-        self.datasets = dict(datasets)
-        self.sizes = sizes
-        self._length = min(sizes.values()) if length == "min" else max(sizes.values())
+            self.sizes[name] = size
+        self._length = min(self.sizes.values()) if length == "min" else max(self.sizes.values())
 
     def __len__(self) -> int:
         return self._length

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -17,7 +17,6 @@ from torch.utils.data import (
     SequentialSampler,
     StackDataset,
     Subset,
-    get_worker_info,
 )
 
 from pytorch_accel_lite.distributed import Ranks
@@ -51,55 +50,29 @@ def reads_batches(dataset: Any) -> bool:
     return has_method and (not inner or any(map(reads_batches, inner)))
 
 
-class Share(NamedTuple):
-    """What a process reads of a step.
-
-    :param place: what the seed and the epoch come to
-    :param first: the position of its first sample in the epoch
-    """
-
-    place: int
-    first: int
-    indices: list[Any]
-
-
 class BatchReader(Dataset[Any]):
-    """Reads and collates whole batches, with randomness that is a function of (seed, epoch, position).
+    """Reads batches with randomness that is a function of (seed, epoch, position).
 
     Every sample is read with generators seeded from its place in the epoch's order; a dataset that reads many samples
     at once (``__getitems__``) has one seed for them, and collating a batch continues from there. So neither workers,
-    nor processes, nor an interruption change what is read. Without workers, torch's generator is restored afterwards;
-    python's and numpy's are seeded by the loader.
+    nor processes, nor an interruption change what is read.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.collate_fn = collate_fn
         self._reads_batches = reads_batches(dataset)
 
-    def __getitems__(self, share: Share) -> Any:
-        if get_worker_info() is not None:  # a worker's generators serve nothing else
-            return self._read(*share)
-        state = torch.default_generator.get_state()
-        try:
-            return self._read(*share)
-        finally:
-            torch.default_generator.set_state(state)
-
-    def _read(self, place: int, first: int, indices: list[Any]) -> Any:
+    def __getitems__(self, share: tuple[int, int, list[Any]]) -> Any:
+        """Return the samples of a share: what seed and epoch come to, the position of its first sample, its indices."""
+        place, first, indices = share
         if self._reads_batches:
             seed_generators(mix(first, after=place))
-            return self.collate_fn(self.dataset.__getitems__(indices))
+            return self.dataset.__getitems__(indices)
         samples = []
         for position, index in enumerate(indices, first):
             seed_generators(mix(position, after=place))
             samples.append(self.dataset[index])
-        return self.collate_fn(samples)
-
-
-def identity(batch: Any) -> Any:
-    """Return a batch that is collated already."""
-    return batch
+        return samples
 
 
 def of_all_processes(sampler: Any) -> Any:
@@ -117,56 +90,41 @@ def of_all_processes(sampler: Any) -> Any:
     return sampler
 
 
-class EpochOrder:
-    """The global sequence of an epoch's samples, from the sampler of a dataloader.
+def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
+    """Return the order of an epoch, the same on all ranks: what a sampler of indices, or of lists of them, gives.
 
     Without a seed it is what the sampler draws from torch's generator on rank 0; with one, f(seed, epoch). A sampler
     without a length may have no end: it is drawn in pieces.
-
-    :param sampler: yields indices, or lists of indices when ``batched``
-    :param seed: ``None`` to leave the sampler to its own randomness
     """
-
-    def __init__(self, sampler: Iterable[Any], ranks: Ranks, seed: int | None) -> None:
-        self._sampler = sampler
-        self._ranks = ranks
-        self._seed = seed
-
-    def draw(self, epoch: int, as_tensor: bool = False) -> Iterable[Any]:
-        """Return the sequence for an epoch, the same on all ranks.
-
-        :param as_tensor: of a plain shuffle, give the tensor that it is drawn as, instead of a list
-        """
-        sampler = self._sampler
-        if isinstance(sampler, SequentialSampler):
-            return range(len(sampler))
-        inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
-        set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        is_shuffle = _is_plain_shuffle(sampler)
-        if self._seed is None:
-            if self._ranks.world_size == 1:
-                return _shuffled(sampler, as_tensor) if is_shuffle else sampler
-            if find_length(sampler) is None:
-                return self._share_pieces(sampler)
-            indices: list[Any] = self._ranks.broadcast_object(lambda: list(sampler))
-            return indices
-        seed = mix(self._seed, epoch)
-        generator = getattr(inner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed >> 1)
+    if isinstance(sampler, SequentialSampler):
+        return range(len(sampler))
+    inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+    set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+    is_shuffle = _is_plain_shuffle(sampler)
+    if seed is None:
+        if ranks.world_size == 1:
+            return _shuffled(sampler) if is_shuffle else sampler
         if find_length(sampler) is None:
-            return _draw_pieces(sampler, seed)
-        with preserving_generators():
-            seed_generators(seed)
-            return _shuffled(sampler, as_tensor) if is_shuffle else list(sampler)
+            return _share_pieces(sampler, ranks)
+        return ranks.broadcast_object(lambda: list(sampler))
+    seed = mix(seed, epoch)
+    generator = getattr(inner, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    if find_length(sampler) is None:
+        return _draw_pieces(sampler, seed)
+    with preserving_generators():
+        seed_generators(seed)
+        return _shuffled(sampler) if is_shuffle else list(sampler)
 
-    def _share_pieces(self, sampler: Iterable[Any]) -> Iterator[Any]:
-        """Yield what the sampler draws on rank 0. All ranks read equally far at each step, so they ask together."""
-        drawn = chain.from_iterable([sampler])
-        pieces = iter(lambda: self._ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
-        return chain.from_iterable(pieces)
+
+def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
+    """Return what the sampler draws on rank 0. All ranks read equally far at each step, so they ask together."""
+    drawn = chain.from_iterable([sampler])
+    pieces = iter(lambda: ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
+    return chain.from_iterable(pieces)
 
 
 def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
@@ -191,25 +149,7 @@ def _is_plain_shuffle(sampler: Any) -> bool:
     return is_random and len(sampler) == len(sampler.data_source)
 
 
-def _shuffled(sampler: Any, as_tensor: bool) -> torch.Tensor | list[int]:
-    """Return what a plain ``RandomSampler`` gives, drawn as it draws it, at once."""
+def _shuffled(sampler: Any) -> torch.Tensor:
+    """Return what a plain ``RandomSampler`` gives, drawn as it draws it, as the tensor that it is drawn as."""
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    order = torch.randperm(len(sampler), generator=generator)
-    return order if as_tensor else order.tolist()
-
-
-def take(order: Any, start: int) -> Callable[[int], Any]:
-    """Return a function that gives the next n elements of an order, of which ``start`` are skipped."""
-    if isinstance(order, (range, list, torch.Tensor)):
-        position = start
-
-        def slice_off(count: int) -> Any:
-            nonlocal position
-            position += count
-            return order[position - count : position]
-
-        return slice_off
-    iterator = iter(order)
-    for _ in range(start):
-        next(iterator, None)
-    return lambda count: [index for _, index in zip(range(count), iterator, strict=False)]
+    return torch.randperm(len(sampler), generator=generator)

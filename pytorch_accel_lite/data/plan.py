@@ -1,18 +1,21 @@
-"""The arithmetic of sharing an epoch over processes and batches. Pure functions of integers."""
+"""Sharing an epoch over processes and batches, and finding a place in it. Nothing here knows what a batch is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def split(begin: int, end: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the part of the positions ``begin:end`` that falls to a rank, as even and contiguous as possible.
+def split(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the bounds of the part of so many positions that falls to a rank, as even and contiguous as possible.
 
-    The first ``(end - begin) % world_size`` ranks get one more; with fewer positions than ranks, the last ranks
-    get none.
+    The first ``size % world_size`` ranks get one more; with fewer positions than ranks, the last ranks get none.
     """
-    quotient, remainder = divmod(end - begin, world_size)
-    start = begin + rank * quotient + min(rank, remainder)
+    quotient, remainder = divmod(size, world_size)
+    start = rank * quotient + min(rank, remainder)
     return start, start + quotient + (rank < remainder)
 
 
@@ -26,20 +29,61 @@ def global_batches(
 ) -> Iterator[tuple[int, int]]:
     """Yield the bounds of each step's samples, of all ranks together, in the order of the epoch.
 
-    :param num_samples: samples in the epoch
     :param global_batch: samples in a full step
     :param start: samples of the epoch that have been consumed
     :param drop_last: leave out a last, smaller step
     :param at_least: when fewer than this many samples are left for the last step, it shares evenly with the step
         before it; used in evaluation, where it keeps every rank busy in every step
     """
-    begin = start
-    while begin < num_samples:
-        end = min(begin + global_batch, num_samples)
-        rest = num_samples - end
-        if drop_last and end - begin < global_batch:
+    while start < num_samples:
+        left = num_samples - start
+        size = min(global_batch, left)
+        if drop_last and size < global_batch:
             return
-        if not drop_last and 0 < rest < at_least and num_samples - begin >= 2 * at_least:
-            end = begin + (num_samples - begin + 1) // 2
-        yield begin, end
-        begin = end
+        if not drop_last and 0 < left - size < at_least and left >= 2 * at_least:
+            size = (left + 1) // 2
+        yield start, start + size
+        start += size
+
+
+class WrongLengthError(ValueError):
+    """What gives the order of an epoch has not as many indices as it said: no batch of it can be skipped."""
+
+
+def ended(source: str, given: str, done: int) -> WrongLengthError:
+    """Return the error for data that end before the place at which a run is resumed."""
+    return WrongLengthError(
+        f"The {source} ended after {given} of this epoch, but the run that is resumed has had {done} of them. Resume "
+        "it with the data that it was saved with."
+    )
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item with whether it is the last, reading one ahead."""
+    iterator = iter(items)
+    held = list(islice(iterator, 1))
+    for following in iterator:
+        yield held.pop(), False
+        held.append(following)
+    if held:
+        yield held.pop(), True
+
+
+def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of so many items; the last may be shorter."""
+    return iter(lambda: list(islice(items, size)), [])
+
+
+def skip_samples(
+    batches: Iterator[T], start: int, size_of: Callable[[T], int], source: str = "data"
+) -> tuple[T, int] | None:
+    """Drop so many samples; return the batch in the middle of which they end, with how many of its samples are left."""
+    position = 0
+    while position < start:
+        batch = next(batches, None)
+        if batch is None:
+            raise ended(source, f"{position} samples", start)
+        position += size_of(batch)
+        if position > start:
+            return batch, position - start
+    return None

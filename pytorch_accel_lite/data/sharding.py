@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.data.iterables import PreShardedLoader, StreamLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
-from pytorch_accel_lite.data.presharded import PreShardedLoader
-from pytorch_accel_lite.data.stream import StreamLoader
 from pytorch_accel_lite.distributed import Ranks
 
 
@@ -20,7 +19,6 @@ def shard(
     """Return a loader that gives this process its share of any source of batches.
 
     :param source: a ``DataLoader``, or any other iterable of batches (see :class:`OwnShard`)
-    :param seed: the order of the data follows from it, ``None``: from the generators
     :param training: every process makes equally many steps; in evaluation a process may have fewer
     :param options: further :class:`LoaderOptions`
     """

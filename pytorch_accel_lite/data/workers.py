@@ -31,7 +31,9 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     was_enabled = gc.isenabled()
     worker_init_fn = batches.worker_init_fn
     context = batches.multiprocessing_context
-    batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled)
+    # While a run ends in order at signals, its workers must not die of them first.
+    leaves_signals = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled, leaves_signals)
     if (start_method() if context is None else context.get_start_method()) == "fork":
         from pytorch_accel_lite.data.forking import CheckedForkContext  # which not every system has
 
@@ -46,18 +48,18 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
             gc.enable()
 
 
-def _begin(worker_init_fn: Callable[[int], object] | None, collects: bool, worker_id: int) -> None:
-    """Keep all that was there when the worker was forked out of its garbage collector, then let it collect."""
+def _begin(
+    worker_init_fn: Callable[[int], object] | None, collects: bool, leaves_signals: bool, worker_id: int
+) -> None:
+    """Start a worker: keep all that was there when it was forked out of its garbage collector, then let it collect.
+
+    :param leaves_signals: leave signals to its parent: launchers send them to the whole group
+    """
     gc.freeze()
     if collects:
         gc.enable()
-    if worker_init_fn is not None:
-        worker_init_fn(worker_id)
-
-
-def ignore_in_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    """Start a dataloader's worker that leaves signals to its parent: launchers send them to the whole group."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    if leaves_signals:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     if worker_init_fn is not None:
         worker_init_fn(worker_id)

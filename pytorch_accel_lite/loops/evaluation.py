@@ -14,7 +14,7 @@ from pytorch_accel_lite.batches import complete_output
 from pytorch_accel_lite.distributed.prepared import preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler
-from pytorch_accel_lite.randomness import preserving_generators, preserving_python
+from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import LossTrackers
@@ -96,7 +96,7 @@ def preserving_randomness(run: Run) -> AbstractContextManager[None]:
     """Leave the generators to the run around this one as they were; alone, those that reading under a seed changes."""
     if run.outer is not None:
         return preserving_generators()
-    return nullcontext() if run.data_seed is None else preserving_python()
+    return nullcontext() if run.data_seed is None else preserving_generators("python", "numpy")
 
 
 @contextmanager

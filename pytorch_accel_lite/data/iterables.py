@@ -1,0 +1,178 @@
+"""Batches of sources that cannot be indexed: streams, and what is already different on every process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from pytorch_accel_lite.batches import find_batch_size, slice_batch
+from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.plan import count_global_batches, ended, grouped, skip_samples, with_last
+from pytorch_accel_lite.data.workers import start_reading
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.utils import find_length
+
+
+class OwnShard:
+    """Marks batches that are this process's own, already different on every process.
+
+    Return it from ``create_train_dataloader`` for a ``DataLoader`` over an ``IterableDataset`` that shards itself.
+    Iterables that are no ``torch.utils.data.DataLoader`` are always taken to be such.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return start_reading(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+class _ReadInTurn(ShardedLoader):
+    """Reads its source from the beginning; resuming in the middle of an epoch drops what came before."""
+
+    def _steps_alone(self, start: int) -> Iterator[Batch]:
+        """Yield what this process reads; only the steps that use the batches can tell their sizes."""
+        for batch, is_last in with_last(islice(self._read_from(start), self._left)):
+            yield Batch(batch, None, None, is_last)
+
+    def _read_from(self, start: int) -> Iterator[Any]:
+        """Read the source and drop what a resumed epoch had before; the generators stay where that run put them.
+
+        As many samples are dropped as it had; a batch in which they end is split. But one process counts what each step
+        says that it had, which may be no size of the batch: where these are as large as before, it drops as many.
+        """
+        size = getattr(self.source, "batch_size", None)
+        done = self._steps_done
+        by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, start / done)
+        with preserving_generators() if start else nullcontext():
+            batches = self._start_reading(self.source)
+            if by_steps:
+                _skip_batches(batches, done, start, is_certain=size is not None)
+                return batches
+            rest = skip_samples(batches, start, find_batch_size)
+            return batches if rest is None else chain([_last_samples(*rest)], batches)
+
+
+class StreamLoader(_ReadInTurn):
+    """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads them all and deals them out in turn.
+
+    So every sample is seen once, whatever the randomness of the stream.
+    """
+
+    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        dataset = self.source.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        return self._steps_alone(start) if self._ranks.world_size == 1 else self._deal_out(start)
+
+    def _deal_out(self, start: int) -> Iterator[Batch]:
+        rank = self._ranks.rank
+        groups = grouped(self._read_from(start), self._ranks.world_size)
+        steps = with_last(islice(groups, self._left))
+        is_last = False
+        while not is_last:  # a process without a batch in it is done: the others may communicate before they ask again
+            step = self._ranks.broadcast_object(lambda: next(steps, None))
+            if step is None:
+                return
+            group, is_last = step
+            sizes = [find_batch_size(batch) for batch in group]
+            if rank < len(group):
+                yield Batch(group[rank], sizes[rank], sum(sizes), is_last)
+            elif self.options.fill:
+                yield Batch(group[0], 0, sum(sizes), is_last)
+
+    def _num_steps(self) -> int:
+        return count_global_batches(len(self.source), self._ranks.world_size)
+
+
+class PreShardedLoader(_ReadInTurn):
+    """The batches of any other iterable, taken to be this process's own.
+
+    In training, the processes agree at every step on whether any has a batch left; one that has none repeats its
+    last batch without weight until the others are done.
+    """
+
+    def __init__(self, source: Iterable[Any], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+        super().__init__(source, ranks, device, options)
+        length = find_length(source)
+        self._length = int(ranks.max([-1 if length is None else length])[0])
+
+    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        is_alone = self._ranks.world_size == 1 or not self.options.fill
+        return self._steps_alone(start) if is_alone else self._steps_together(start)
+
+    def _steps_together(self, start: int) -> Iterator[Batch]:
+        with preserving_generators():
+            steps = self._in_step()
+            if skip_samples(steps, start, attrgetter("total_samples")) is not None:
+                raise _cannot_split("the batches of several processes")
+        yield from steps
+
+    def _in_step(self) -> Iterator[Batch]:
+        batches = islice(self._start_reading(self.source), self.limit)
+        batch = None
+        ready = next(batches, None)
+        while True:
+            batch = batch if ready is None else ready
+            size = 0 if ready is None else find_batch_size(batch)
+            following = None if ready is None else next(batches, None)
+            total, running, empty = self._ranks.sum([size, following is not None, batch is None])
+            if total and empty:
+                raise ValueError(
+                    f"{int(empty)} of {self._ranks.world_size} processes have no training batch at all. Give every "
+                    "process at least one."
+                )
+            if not total:
+                return
+            yield Batch(batch, size, int(total), not running)
+            ready = following
+
+    def _num_steps(self) -> int:
+        if self._length < 0:
+            raise TypeError(f"{type(self.source).__name__} has no length.")
+        return self._length
+
+
+def _cannot_split(what: str) -> ValueError:
+    return ValueError(
+        f"The run that is resumed was saved at a sample that is now in the middle of {what}, which cannot be split. "
+        "Resume it with its batch size and number of processes."
+    )
+
+
+def _last_samples(batch: Any, count: int) -> Any:
+    size = find_batch_size(batch)
+    rest = slice_batch(batch, size - count, size, size)
+    if find_batch_size(rest) != count:
+        raise _cannot_split(f"a batch of type {type(batch).__name__}")
+    return rest
+
+
+def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
+    """Drop so many batches. Unless the caller is certain, warn when they hold another number of samples than before."""
+    skipped = 0
+    samples = 0
+    for batch in islice(batches, count):
+        skipped += 1
+        try:
+            samples += find_batch_size(batch)
+        except ValueError:  # no size can be told
+            is_certain = True
+    if skipped < count:
+        raise ended("data", f"{skipped} batches", count)
+    if samples != start and not is_certain:
+        warnings.warn(
+            f"The run that is resumed had counted {start} samples in {count} steps of this epoch; as many batches hold "
+            f"{samples} now. It goes on where it was only if it had one process and the same batches.",
+            stacklevel=2,
+        )
