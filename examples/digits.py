@@ -1,7 +1,7 @@
 """Train a small convolutional network on real handwritten digits, keep the best model, draw the curves.
 
     python examples/digits.py
-    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 examples/digits.py
+    torchrun --standalone --nproc_per_node 2 examples/digits.py
 
 The data are the 1,797 scans of the UCI "Optical Recognition of Handwritten Digits" test set, which scikit-learn brings.
 """

@@ -1,7 +1,7 @@
 """Pretrain on the digits 0 to 4, fine-tune on 5 to 9: the new head first, then one more group of layers each epoch.
 
     python examples/finetuning.py
-    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 examples/finetuning.py
+    torchrun --standalone --nproc_per_node 2 examples/finetuning.py
 
 The data are those of examples/digits.py. Only ten scans of each of the digits 5 to 9 are used for fine-tuning, where
 starting from a pretrained model pays.

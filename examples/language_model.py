@@ -1,7 +1,7 @@
 """A small language model of bytes, trained on the sources of Python's own standard library.
 
     python examples/language_model.py
-    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 examples/language_model.py
+    torchrun --standalone --nproc_per_node 2 examples/language_model.py
 
 Lines have different lengths, so batches have different numbers of tokens. The loss is a mean over tokens: with
 ``num_items_in_batch`` every token weighs the same, over micro-batches, accumulation and processes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ import torch
 def module_of(device: torch.device) -> Any:
     """Return torch's module for a kind of device, ``torch.cuda`` say; ``None`` when it has none."""
     return getattr(torch, device.type, None)
+
+
+def launched_on_cpus() -> bool:
+    """Whether a launcher started several processes where there is no accelerator, of which Accelerate must be told."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()
 
 
 def is_asynchronous(device: torch.device) -> bool:

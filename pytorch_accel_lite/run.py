@@ -66,6 +66,7 @@ class Run:
     guarded_step: Callable[[Trainer, Run, Batch], BatchOutput | None] | None = None
     num_microbatches: int = 1
     must_warm_up_ddp: bool = False
+    must_compare_replicas: bool = False
     averaged_here: list[nn.Parameter] = field(default_factory=list)
     trained_model: nn.Module | None = None
     resumed: TrainingState | None = None

@@ -14,11 +14,12 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import validation
+from pytorch_accel_lite import replicas, validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
+from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
@@ -80,6 +81,8 @@ class Trainer:
         arguments in a dict; the names in its state stay as they are
     :param channels_last: lay out the model's weights, and all tensors of 4 dimensions in batches, with the channels
         last in memory, which is faster for convolutions on many devices; shapes stay as they are
+    :param check_replicas: on several processes, check after the first update and after each epoch that all hold the
+        same weights; ``False`` for those who average weights or gradients themselves, and not in every epoch
     :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: this process's training batches; so ``eval_dataloader``
@@ -125,8 +128,9 @@ class Trainer:
         seed: int | None = None,
         compile_model: bool | dict[str, Any] = False,
         channels_last: bool = False,
+        check_replicas: bool = True,
     ) -> None:
-        launch.die_with_launcher()
+        launch.heed_launcher()
         validation.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
         validation.check_model_options(compile_model, channels_last)
         self.model = model
@@ -140,6 +144,7 @@ class Trainer:
         self.seed = None if seed is None else int(seed)  # generators refuse numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
+        self.check_replicas = check_replicas
         self.ranks = Ranks(self.accelerator)
         self.scheduler: Any = None
         self.create_scheduler_fn: Callable[..., Any] | None = None
@@ -285,7 +290,8 @@ class Trainer:
 
     def _create_accelerator(self) -> Accelerator:
         """Make the ``Accelerator``, once, when none was given. Gradients are reduced where they lie, not in copies."""
-        return Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+        in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        return Accelerator(cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_run_config(self, batch_size: int, request: RunRequest) -> TrainerRunConfig:
         run = self.current_run
@@ -446,6 +452,7 @@ class Trainer:
     tensor_to_numeric = collectives.tensor_to_numeric
     get_model = prepared.get_model
     rewrap_model = prepared.rewrap_model
+    compare_replicas = replicas.compare_replicas
 
     def call_event(self, event: str, **kwargs: Any) -> None:
         """Fire an event, of your own too. To be called on every process.

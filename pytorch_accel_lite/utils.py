@@ -23,6 +23,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
+from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.ema import ModelEma as ModelEma  # the ancestor's users import it from here
 
 P = ParamSpec("P")
@@ -87,7 +88,7 @@ class DataLoaderSlice:
 
 def _process() -> PartialState:
     """Return which process this is. Asked before there is an ``Accelerator``, it must come to the same as that."""
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or launched_on_cpus())
 
 
 def _only_where(attribute: str, func: Callable[P, R]) -> Callable[P, R | None]:

@@ -421,7 +421,7 @@ def test_predict_refuses_outputs_of_unequal_shape_and_says_to_pad_them():
 def test_a_launcher_whose_processes_accelerate_does_not_see_is_refused(monkeypatch):
     accelerator = Accelerator()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2.*sees 1.*ACCELERATE_USE_CPU=true"):
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2.*sees 1.*PartialState.*cpu=True"):
         make_trainer(accelerator=accelerator)
 
 

@@ -402,15 +402,18 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
     assert done.returncode != 0
     assert "sample 7 cannot be read" in done.stderr
     assert "in __getitem__" in done.stderr
+    summary = done.stderr.split("Root Cause")[1]
+    assert "sample 7 cannot be read" in summary
+    assert "in __getitem__" in summary
 
 
 def test_a_launch_that_accelerate_does_not_see_is_refused():
-    done = torchrun(2, "tests/scripts/refused.py", timeout=60, ACCELERATE_USE_CPU="false")
+    done = torchrun(2, "tests/scripts/refused.py", timeout=60)
     assert done.returncode == 0, done.stderr
     if done.stdout.count("made on 2 processes") == 2:
-        pytest.skip("accelerate sees the processes, as old ones do also without ACCELERATE_USE_CPU")
+        pytest.skip("old versions of accelerate see the processes all the same")
     assert done.stdout.count("RuntimeError: The launcher started WORLD_SIZE=2 processes, but Accelerate sees 1") == 2
-    assert "ACCELERATE_USE_CPU=true" in done.stdout
+    assert "made before the trainer, by an Accelerator or a PartialState" in done.stdout
 
 
 @pytest.mark.parametrize("how", ["by itself", "with", "two trainers"])

@@ -701,7 +701,7 @@ def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
 
     def run_as(rank: int) -> None:
         if processes > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
         action(rank)
 

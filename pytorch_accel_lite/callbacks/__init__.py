@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback
     from pytorch_accel_lite.callbacks.plots import PlotMetricsCallback, SnapshotCallback
     from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback, read_predictions
+    from pytorch_accel_lite.callbacks.replicas import ReplicaCheckCallback
     from pytorch_accel_lite.callbacks.run_log import RunLogCallback
     from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback
     from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
@@ -80,6 +81,7 @@ __all__ = [
     "PrintProgressCallback",
     "ProfilerCallback",
     "ProgressBarCallback",
+    "ReplicaCheckCallback",
     "RunInterruptedError",
     "RunLogCallback",
     "RunPausedError",
@@ -123,6 +125,7 @@ _LOADED_WHEN_NAMED = {
     "nan_report": ("NaNReportCallback",),
     "plots": ("PlotMetricsCallback", "SnapshotCallback"),
     "prediction_writer": ("PredictionWriterCallback", "read_predictions"),
+    "replicas": ("ReplicaCheckCallback",),
     "run_log": ("RunLogCallback",),
     "spikes": ("GradientSpikeCallback",),
     "timing": ("ProfilerCallback", "TimingCallback"),

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import warnings
+from functools import cache
+from types import TracebackType
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -20,8 +22,9 @@ def check_launch(accelerator: Accelerator) -> None:
     if launched != accelerator.num_processes:
         raise RuntimeError(
             f"The launcher started WORLD_SIZE={launched} processes, but Accelerate sees "
-            f"{accelerator.num_processes}: each rank would train on its own. On machines without a GPU set the "
-            "environment variable ACCELERATE_USE_CPU=true, or pass accelerator=Accelerator(cpu=True) to the Trainer."
+            f"{accelerator.num_processes}: each rank would train on its own. The state that Accelerate keeps was made "
+            "before the trainer, by an Accelerator or a PartialState. On a machine without a GPU make these with "
+            "cpu=True, or leave it to the Trainer: give it no accelerator, and make no such state before it."
         )
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and accelerator.is_main_process:
@@ -40,10 +43,32 @@ def check_launch(accelerator: Accelerator) -> None:
         )
 
 
-def die_with_launcher() -> None:
-    """Under torchrun, let the system kill this process when its launcher is killed. Linux only."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
-        return
+def heed_launcher() -> None:
+    """Under torchrun, report the error that ends this process to its launcher, and end when that is killed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _report_uncaught_errors()
+        if sys.platform.startswith("linux"):
+            _die_with_parent()
+
+
+@cache
+def _report_uncaught_errors() -> None:
+    """Let the launcher's summary name the error that came first, and not those of the ranks that it left behind."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    show = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            raise error  # the handler records the traceback of what is being handled
+        except BaseException:
+            get_error_handler().record_exception(error)
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = report
+
+
+def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died in between

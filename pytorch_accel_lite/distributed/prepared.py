@@ -55,6 +55,7 @@ class PreparedModel:
     :ivar is_plain: whether Accelerate adds nothing to backward pass and optimizer
     :ivar is_sharded: whether the weights are spread over the processes, so that no process can compute alone
     :ivar outlives_runs: whether it stays as it is at the end of a run: its weights exist in no other form
+    :ivar has_run: whether the prepared model has been called, and not only the bare one in it
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
@@ -74,6 +75,13 @@ class PreparedModel:
             self.model = accelerator.prepare_model(model, evaluation_mode=True)
         if self.is_plain:
             self.optimizer = optimizer
+        self.has_run = not isinstance(self.model, DistributedDataParallel)
+        if not self.has_run:
+            self._first_call = self.model.register_forward_pre_hook(self._note_first_call)
+
+    def _note_first_call(self, *_: Any) -> None:
+        self.has_run = True
+        self._first_call.remove()
 
     def can_rewrap(self, model: nn.Module) -> bool:
         """Whether the prepared model can be wrapped again: not with sharded weights, nor once compiled."""

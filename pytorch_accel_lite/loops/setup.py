@@ -17,7 +17,12 @@ from pytorch_accel_lite.run import Run, apply_model_options, create_loader, prep
 from pytorch_accel_lite.validation import check_training
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.distributed import Ranks
+    from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
+
+# What is a rank's own of a run's settings.
+_OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
 
 
 def find_data(
@@ -58,6 +63,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     ranks = trainer.ranks
     prepare_model(trainer, training=True)
     run.config = trainer._create_run_config(batch_size, request)
+    _check_same_on_all_ranks(run.config, ranks)
     run.window = GradientWindow(
         ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )
@@ -76,6 +82,19 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         run.guarded_step = guarded_step
 
 
+def _check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
+    """Ranks with other settings would wait for each other, or read each other's samples."""
+    given = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
+    first, *others = ranks.all_gather_object(given)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Give the Trainer and "
+                    "train() the same arguments on every process: each makes its own share of the run of them."
+                )
+
+
 def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:
     """Start from the beginning, or from a state."""
     was_mid_epoch = run.before is not None and run.before.progress.is_mid_epoch
@@ -86,5 +105,6 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         trainer.run_history._increment_epoch()
     if run.resumed is not None:
         restore(trainer, run.resumed)
+    run.must_compare_replicas = trainer.check_replicas
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
     run.must_warm_up_ddp = reorders and run.guarded_step is None and run.progress.update > 0

@@ -63,8 +63,13 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
         if run.must_warm_up_ddp:
             _warm_up_ddp(trainer, run, batch)
         train_step(trainer, run, batch)
+        if run.must_compare_replicas and progress.update:
+            run.must_compare_replicas = False
+            trainer.compare_replicas()
     if not progress.step:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
+    if trainer.check_replicas:
+        trainer.compare_replicas()
     run.control.sync(now=True)
     sync_ddp_buffers(trainer.model, trainer.ranks)
     trainer.train_epoch_end()

@@ -272,7 +272,6 @@ def main(file: str) -> None:
     global waits
     waits = simulated_device.waits
     os.environ["ACCELERATE_TORCH_DEVICE"] = "sim"
-    del os.environ["ACCELERATE_USE_CPU"]
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in [name.removeprefix("case_") for name in globals() if name.startswith("case_")]:

@@ -66,7 +66,7 @@ def call(module: str, function: str, args: tuple[Any, ...], kwargs: dict[str, An
 def main() -> None:
     faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=True)
     surroundings = Surroundings()
     gc.freeze()
     with Client(sys.argv[1], "AF_UNIX") as master:

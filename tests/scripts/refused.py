@@ -1,7 +1,10 @@
 """Prints the error with which a trainer refuses to be made, or on how many processes it was made."""
 
+from accelerate import PartialState
+
 from tests.tasks import quiet_trainer, small_model
 
+PartialState()
 try:
     print(f"made on {quiet_trainer(small_model()).accelerator.num_processes} processes")
 except RuntimeError as error:
