@@ -104,6 +104,11 @@ class Run:
         return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
 
     @property
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every process (as of when they last synchronised)."""
+        return self.control.clock
+
+    @property
     def is_finished(self) -> bool:
         """Whether all epochs or updates that were asked for are made."""
         limit = self.request.max_num_train_steps

@@ -115,6 +115,7 @@ class Trainer:
     is_finished: bool = _of_the_run("is_finished")
     evaluation_is_due: bool = _of_the_run("evaluation_is_due")
     batch_indices: list[Any] | None = _of_the_run("batch_indices")
+    clock: float = _of_the_run("clock")
 
     def __init__(
         self,
@@ -450,6 +451,7 @@ class Trainer:
     broadcast_object = collectives.broadcast_object
     all_gather_object = collectives.all_gather_object
     tensor_to_numeric = collectives.tensor_to_numeric
+    sync_buffers = collectives.sync_buffers
     get_model = prepared.get_model
     rewrap_model = prepared.rewrap_model
     compare_replicas = replicas.compare_replicas
@@ -552,15 +554,6 @@ class Trainer:
     def can_rewrap_model(self) -> bool:
         """Whether :meth:`rewrap_model` works: not with sharded weights, nor when Accelerate compiled the wrapper."""
         return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
-
-    def sync_buffers(self, module: nn.Module) -> None:
-        """Give all processes the first one's buffers of a module. To be called on every process."""
-        self.ranks.copy_from_first(module.buffers())
-
-    @property
-    def clock(self) -> float:
-        """Seconds since the start of the run, the same on every process (as of when they last synchronised)."""
-        return self.current_run.control.clock
 
 
 class TrainerWithTimmScheduler(Trainer):

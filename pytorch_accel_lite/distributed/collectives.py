@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -25,6 +26,11 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None) -> An
 def barrier(self: Trainer) -> None:
     """Wait until every process is here."""
     self.ranks.barrier()
+
+
+def sync_buffers(self: Trainer, module: nn.Module) -> None:
+    """Give all processes the first one's buffers of a module. To be called on every process."""
+    self.ranks.copy_from_first(module.buffers())
 
 
 def broadcast_object(self: Trainer, obj: T) -> T:
