@@ -138,9 +138,7 @@ class PreShardedLoader(_ReadInTurn):
             ready = following
 
     def _num_steps(self) -> int:
-        if self._length < 0:
-            raise TypeError(f"{type(self.source).__name__} has no length.")
-        return self._length
+        return self._length if self._length >= 0 else len(self.source)  # which says why it has none
 
 
 def _cannot_split(what: str) -> ValueError:
