@@ -43,13 +43,13 @@ class TerminateOnNaNCallback(TrainerCallback):
         self.triggered = False
         self._clear()
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         latest = trainer.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # it lies in host memory, and was read there already
-        loss = kwargs["batch_output"]["loss"].detach()
-        named = {name: value.detach() for name, value in kwargs["batch_output"].get("losses", {}).items()}
-        step = kwargs["step"]
+        loss = batch_output["loss"].detach()
+        named = {name: value.detach() for name, value in batch_output.get("losses", {}).items()}
+        step = trainer.progress.step - 1
         if isinstance(latest, float):
             self._terminate(trainer, step, loss, named)
         self._recent.append((step, loss, named))
