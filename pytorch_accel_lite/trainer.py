@@ -14,6 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
+from pytorch_accel_lite import validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, batch_size_of
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
@@ -23,6 +24,7 @@ from pytorch_accel_lite.distributed import Ranks, collectives, prepared, shutdow
 from pytorch_accel_lite.distributed.launch import check_launch, die_with_launcher
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
+from pytorch_accel_lite.hints import KnownElsewhere, answering
 from pytorch_accel_lite.loops import evaluation, prediction
 from pytorch_accel_lite.loops.setup import begin_training, find_data, start_or_resume
 from pytorch_accel_lite.loops.training import train, train_epoch
@@ -36,14 +38,6 @@ from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
-from pytorch_accel_lite.validation import (
-    check_constructor,
-    check_data,
-    check_model_options,
-    check_scheduler,
-    check_training,
-    warn_if_optimizer_misses_model,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,6 +66,7 @@ def _of_the_run(name: str, doc: str | None = None) -> Any:
     return property(attrgetter(f"current_run.{name}"), write, doc=doc)
 
 
+@answering
 class Trainer:
     """Trains, evaluates and applies a model on whatever hardware there is.
 
@@ -149,8 +144,8 @@ class Trainer:
         channels_last: bool = False,
     ) -> None:
         die_with_launcher()
-        check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
-        check_model_options(compile_model, channels_last)
+        validation.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
+        validation.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizer
@@ -249,8 +244,8 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End that "
                 "first: raise StopTrainingError, or close the iterator."
             )
-        check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
+        validation.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        validation.warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
         batch_size = per_device_batch_size
         self._check_data("train_dataset", train_dataset, batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
@@ -287,6 +282,7 @@ class Trainer:
         find_lr = LazyMethod("pytorch_accel_lite.tools.tuning")
         find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning")
         diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis")
+        fit = KnownElsewhere("Call train(train_dataset, num_epochs, eval_dataset).")
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint
@@ -355,16 +351,19 @@ class Trainer:
         """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""
         if self.create_scheduler_fn is None:
             return None
+        validation.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
+        validation.check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
-        method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
-        builds_loader = getattr(type(self), method) is not getattr(Trainer, method)
-        check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
+        phase = "train" if name == "train_dataset" else "eval"
+        methods = f"create_{phase}_dataloader", f"calculate_{phase}_batch_loss"
+        own_loader, own_step = (getattr(type(self), method) is not getattr(Trainer, method) for method in methods)
+        needs_targets = not (own_step or name == "dataset" or self.loss_func is None or collate_fn is not None)
+        validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
 
     # -------------------------------------------------------------------------------- steps to override
 

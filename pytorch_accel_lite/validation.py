@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -64,8 +67,34 @@ def warn_if_optimizer_misses_model(optimizer: Any, attributes: Iterable[Any]) ->
             f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
             "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
             "that the trainer is given: again, whenever you make the model again.",
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def check_scheduler_factory(create_scheduler_fn: Callable[..., Any], optimizer: Any) -> None:
+    """Check that a class of schedulers needs nothing but the optimizer.
+
+    :raises TypeError: when it needs more
+    """
+    if isinstance(create_scheduler_fn, type) and not accepts(create_scheduler_fn, optimizer):
+        name = create_scheduler_fn.__name__
+        parameters = list(inspect.signature(create_scheduler_fn).parameters.values())[1:]
+        needed = ", ".join(f"{parameter.name}=..." for parameter in parameters if parameter.default is parameter.empty)
+        raise TypeError(
+            f"create_scheduler_fn={name} is called with the optimizer alone. Pass functools.partial({name}, {needed})."
+        )
+
+
+def check_resume(resume_from: Any) -> None:
+    """Check what a run is to resume from.
+
+    :raises TypeError, ValueError: when it is neither ``"latest"`` nor a path
+    """
+    hint = "Pass 'latest' for the newest state in the save_dir of the SaveTrainingStateCallback, or a state's directory"
+    if resume_from is not None and not isinstance(resume_from, (str, os.PathLike)):
+        raise TypeError(f"resume_from={resume_from!r} is no path. {hint}; leave it out to start afresh.")
+    if resume_from in ("last", "auto", "newest", "best", "") and not os.path.exists(resume_from):
+        raise ValueError(f"resume_from={resume_from!r}: there is no such directory. {hint}.")
 
 
 def _check_stepping(interval: Any, metric: Any) -> None:
@@ -125,11 +154,18 @@ def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def check_data(
-    name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any, builds_loader: bool
+    name: str,
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
+    builds_loader: bool,
+    needs_targets: bool = False,
 ) -> None:
     """Check a dataset and how it is to be read.
 
     :param builds_loader: the user's own method makes the dataloader, from whatever the dataset may be
+    :param needs_targets: the step is the trainer's own, which gives the loss function inputs and targets
     :raises TypeError, ValueError: for the first argument that is wrong
     """
     kwargs_name = {"train_dataset": "train_dataloader_kwargs", "eval_dataset": "eval_dataloader_kwargs"}
@@ -142,13 +178,20 @@ def check_data(
         if not dataset:
             raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")
         for key, part in dataset.items():
-            _check_dataset(f"{name}[{key!r}]", part, builds_loader)
+            _check_dataset(f"{name}[{key!r}]", part, builds_loader, needs_targets)
     else:
-        _check_dataset(name, dataset, builds_loader)
+        _check_dataset(name, dataset, builds_loader, needs_targets)
 
 
-def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
+def _check_dataset(name: str, dataset: Any, builds_loader: bool, needs_targets: bool) -> None:
     if not builds_loader:
+        _refuse_class(name, dataset, "...")
+        if needs_targets and _has_only_inputs(dataset):
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__} without targets for loss_func. Pass "
+                "torch.utils.data.TensorDataset(inputs, targets), or override calculate_train_batch_loss and "
+                "calculate_eval_batch_loss for data without targets."
+            )
         if dataset is None:
             raise ValueError(f"{name}=None: pass a dataset.")
         if isinstance(dataset, DataLoader):
@@ -158,7 +201,8 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
             )
         if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
             raise TypeError(
-                f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, or to be an IterableDataset."
+                f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, as a list has; what can only be "
+                "iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples."
             )
     try:
         size = len(dataset)
@@ -166,6 +210,12 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
         return
     if size == 0:
         raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Look at how it was made.")
+
+
+def _has_only_inputs(dataset: Any) -> bool:
+    """Whether each sample is a tensor or an array: of one of all inputs, or of one list of inputs and targets."""
+    samples = dataset[:2] if isinstance(dataset, (list, tuple)) else [dataset]
+    return bool(samples) and all(isinstance(sample, (torch.Tensor, np.ndarray)) for sample in samples)
 
 
 def has_no_batch(dataloader: Any) -> bool:
@@ -183,23 +233,37 @@ def check_constructor(
 
     :raises TypeError, ValueError: for the first that is wrong
     """
+    _refuse_class("model", model, "...")
+    _refuse_class("loss_func", loss_func, "")
+    _refuse_class("optimizer", optimizer, "model.parameters(), ...")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} must be a torch.nn.Module.")
-    if isinstance(loss_func, type) and issubclass(loss_func, nn.Module):
-        raise TypeError(f"loss_func={loss_func!r} is a class. Pass an instance: {loss_func.__name__}().")
+    if hasattr(loss_func, "param_groups"):
+        raise TypeError(
+            f"loss_func is an optimizer, {type(loss_func).__name__}. The order is Trainer(model, loss_func, optimizer)."
+        )
     if loss_func is not None and not callable(loss_func):
         raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
-    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
     if run_history is not None and not isinstance(run_history, RunHistory):
         raise TypeError(f"run_history={run_history!r} must be an instance of RunHistory, or None.")
     if accelerator is not None and not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator={accelerator!r} must be an accelerate.Accelerator, or None.")
     if seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-            raise TypeError(f"seed={seed!r} must be a whole number, or None.")
-        if not 0 <= int(seed) < _SEEDS:
-            raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")
+        _check_seed(seed)
+
+
+def _refuse_class(name: str, value: Any, arguments: str) -> None:
+    if isinstance(value, type):
+        raise TypeError(f"{name}={value!r} must be an instance, not a class: {value.__name__}({arguments}).")
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed={seed!r} must be a whole number, or None.")
+    if not 0 <= int(seed) < _SEEDS:
+        raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")
 
 
 def check_model_options(compile_model: Any, channels_last: Any) -> None:

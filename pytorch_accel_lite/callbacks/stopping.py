@@ -12,6 +12,7 @@ import torch
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 _ADVICE = "Lower the learning rate, clip the gradients, or look at the data of this step."
 
 
+@answering
 class EarlyStoppingCallback(TrainerCallback):
     """Stops the run when a metric has not improved for some time.
 
