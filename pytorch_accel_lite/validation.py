@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.gradients import optimized_parameters
+from pytorch_accel_lite.placeholders import Placeholder
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
@@ -125,9 +126,10 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or leave it out.")
         return
+    kind = type(scheduler).__name__
+    _check_rates(kind, getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
     if steps_itself:
         return
-    kind = type(scheduler).__name__
     if metric is None and hasattr(scheduler, "step_update") and not accepts(scheduler.step):
         raise TypeError(
             f"create_scheduler_fn returned {kind}, which is stepped as timm's schedulers are, with the number of the "
@@ -142,6 +144,17 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         raise ValueError(
             f"scheduler_metric={metric!r}: {kind}.step takes no metric, as ReduceLROnPlateau's does. Leave it out."
         )
+
+
+def _check_rates(kind: str, groups: Iterable[dict[str, Any]]) -> None:
+    for group in groups:
+        for name, value in group.items():
+            if isinstance(value, Placeholder):
+                raise TypeError(
+                    f"{kind} made {name}={value!r}, a placeholder without a value. It is replaced among the arguments "
+                    "of a functools.partial, not within a function: pass it to the function as an argument, as in "
+                    "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
+                )
 
 
 def accepts(function: Callable[..., Any], *arguments: Any) -> bool:

@@ -93,11 +93,18 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     run.batch = batch
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
-    with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
-        output = forward_and_backward(trainer, run, batch) if run.guard is None else run.guard.run(trainer, run, batch)
-    updates = ends_window and window.is_open  # it is not when all its batches were skipped
-    if updates:
-        update(trainer, run)
+    try:
+        with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
+            plain = run.guard is None
+            output = forward_and_backward(trainer, run, batch) if plain else run.guard.run(trainer, run, batch)
+        updates = ends_window and window.is_open  # it is not when all its batches were skipped
+        if updates:
+            update(trainer, run)
+    except Exception as error:
+        from pytorch_accel_lite.explanations import explain
+
+        explain(error, trainer, run, "training")
+        raise
     run.progress.step += 1
     if output is not None and hears["on_train_step_end"]:
         trainer.call_event("on_train_step_end", batch=batch.data, batch_output=output, step=step)
