@@ -31,7 +31,7 @@ class _FirstCall:
         self._handle = loss_func.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, loss_func: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("input", "target"), args)) | kwargs  # noqa: B905 - there may be fewer
+        given = dict(zip(("input", "target"), args, strict=False)) | kwargs
         if shapes_are_known(type(loss_func), given.get("input"), given.get("target")):
             self._handle.remove()
 

@@ -362,7 +362,7 @@ class Trainer:
         phase = "train" if name == "train_dataset" else "eval"
         methods = f"create_{phase}_dataloader", f"calculate_{phase}_batch_loss"
         own_loader, own_step = (getattr(type(self), method) is not getattr(Trainer, method) for method in methods)
-        needs_targets = not (own_step or name == "dataset" or self.loss_func is None or collate_fn is not None)
+        needs_targets = not (own_step or name == "dataset" or self.loss_func is None)
         validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
 
     # -------------------------------------------------------------------------------- steps to override

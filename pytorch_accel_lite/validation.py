@@ -187,6 +187,8 @@ def check_data(
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch of a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
+    if collate_fn is not None or "collate_fn" in (loader_kwargs or ()):
+        needs_targets = False  # it makes batches of whatever the samples are
     if type(dataset) is dict:
         if not dataset:
             raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ def test_the_note_of_an_error_names_step_batch_model_and_layer():
     ]
     text = "".join(traceback.format_exception(error))
     assert "linear" in text
-    assert text.index("cannot be multiplied") < text.index("In training, epoch 1, step 0:")
+    if sys.version_info >= (3, 11):  # which show notes
+        assert text.index("cannot be multiplied") < text.index("In training, epoch 1, step 0:")
 
 
 class Point(NamedTuple):

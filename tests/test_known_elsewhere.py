@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
@@ -224,6 +223,7 @@ def test_tensors_are_data_for_those_who_need_no_targets():
     assert trainer.progress.update == 3
     pairs = lambda samples: torch.utils.data.default_collate([(sample, sample) for sample in samples])  # noqa: E731
     train(make_trainer(model=model), train_dataset=list(INPUTS), collate_fn=pairs)
+    make_trainer(model=model).train(INPUTS, 1, train_dataloader_kwargs={"collate_fn": pairs, "num_workers": 0})
     assert make_trainer().predict(INPUTS).shape == (6, 1)
 
 
@@ -269,7 +269,3 @@ def test_a_create_scheduler_of_ones_own_may_give_the_class_what_it_needs():
     trainer = make_trainer(trainer_class=Own)
     train(trainer, create_scheduler_fn=StepLR)
     assert trainer.scheduler.step_size == 2
-
-
-def test_data_set_of_pairs_of_tensors_is_what_was_advised():
-    train(make_trainer(), train_dataset=TensorDataset(INPUTS, TARGETS))
