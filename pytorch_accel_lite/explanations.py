@@ -6,7 +6,8 @@ import dataclasses
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run
     from pytorch_accel_lite.trainer import Trainer
 
-_SHOWN = 6  # elements of a collection, and levels of them below each other: 3
+_SHOWN = 6  # elements of a collection
 
 
 def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
@@ -32,29 +33,29 @@ def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
     notes: list[str] = list(getattr(error, "__notes__", []))
     if isinstance(error, (StopTrainingError, NonFiniteLossError)) or any(map(_is_ours, notes)):
         return
-    try:
-        note = "\n".join(_lines(error, trainer, run, phase))
-    except Exception:  # an error that cannot be explained is still the one to show
-        return
-    error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+    lines = list[str]()
+    with suppress(Exception):  # an error of which little can be said is still the one to show
+        for line in _lines(error, trainer, run, phase):
+            lines.append(line)  # one by one: what was found before remains
+    vars(error)["__notes__"] = [*notes, "\n".join(lines)]  # what add_note does, in any version of Python
 
 
 def _is_ours(note: str) -> bool:
-    return re.match(r"In (training|evaluation|prediction)\b.*:\n  ", note) is not None
+    return re.match(r"In (training|evaluation|prediction)\b.*:(\n  |$)", note) is not None
 
 
 def _lines(error: Exception, trainer: Trainer, run: Run, phase: str) -> Iterator[str]:
-    case = Case.of(error, trainer, run)
     yield f"In {_place(trainer, run, phase)}:"
     if run.batch is not None:
         indices = run.batch_indices
         samples = "" if not indices else f"; samples {_listed(map(repr, indices))} of the dataset"
         yield f"  batch: {described(run.batch.data)}{samples}"
+    case = Case.of(error, trainer, run)
     yield f"  model: {_described_model(case.model, trainer.accelerator.mixed_precision)}"
     if case.module is not None:
         yield f"  in {_named(case.module, case.model)}, which was given {described(case.given)}"
     if case.outputs is not None:
-        yield f"  loss_func was given {described(case.outputs)} and {described(case.targets)}"
+        yield f"  the loss was given {described(case.outputs)} and {described(case.targets)}"
     advice = next((text for find in _ADVICE if (text := find(case))), None)
     if advice is not None:
         yield f"  What to do: {advice}"
@@ -87,10 +88,10 @@ def described(value: Any, levels: int = 3) -> str:
     return name
 
 
-def _listed(parts: Any) -> str:
-    parts = list(parts)
-    more = [f"and {len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
-    return ", ".join([*parts[:_SHOWN], *more])
+def _listed(parts: Iterable[str]) -> str:
+    every = list(parts)
+    more = [f"and {len(every) - _SHOWN} more"] if len(every) > _SHOWN else []
+    return ", ".join([*every[:_SHOWN], *more])
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -205,7 +206,7 @@ def _of_arguments(case: Case) -> str | None:
 
 
 def _called(function: Any) -> Callable[..., Any]:
-    return function.forward if isinstance(function, nn.Module) else function  # type: ignore[no-any-return]
+    return function.forward if isinstance(function, nn.Module) else function
 
 
 def _takes(function: Callable[..., Any], arguments: int) -> bool:

@@ -58,7 +58,7 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
 
 def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
     try:
-        both = tuple(torch.broadcast_shapes(outputs, targets))
+        both = tuple(torch.broadcast_shapes(outputs, targets))  # type: ignore[no-untyped-call]
     except RuntimeError:  # the loss function itself refuses them
         return
     if both not in (outputs, targets):

@@ -95,8 +95,8 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         trainer.call_event("on_train_step_start")
     try:
         with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
-            plain = run.guard is None
-            output = forward_and_backward(trainer, run, batch) if plain else run.guard.run(trainer, run, batch)
+            forward_backward = forward_and_backward if run.guard is None else run.guard.run
+            output = forward_backward(trainer, run, batch)
         updates = ends_window and window.is_open  # it is not when all its batches were skipped
         if updates:
             update(trainer, run)
