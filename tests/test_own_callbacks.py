@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from pytorch_accel_lite.schedulers import WSDLrScheduler
-from tests.shipped import SHIPPED, build
+from tests.shipped import NEEDED, SHIPPED, build
 from tests.tasks import EVENTS, Broken, make_data, make_trainer, train
 
 # ----------------------------------------------------------------------------------- how methods may look
@@ -185,20 +184,17 @@ ANCESTORS = [
     "TerminateOnNaNCallback",
     "WSDCheckpointCallback",
 ]
-NEEDED = {"num_batches": 2, "num_eval_steps": 2, "eval_every_n_steps": 2}
 
 
 @pytest.mark.parametrize("name", ANCESTORS)
 def test_a_subclass_with_a_constructor_of_its_own_need_not_call_ours(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = getattr(shipped, name)
-    required = [n for n, p in inspect.signature(base).parameters.items() if p.default is p.empty and n in NEEDED]
 
     class Own(base):
         def __init__(self):
             self.client = "mine"
-            for argument in required:
-                setattr(self, argument, NEEDED[argument])
+            vars(self).update(NEEDED.get(name, {}))
 
     schedule = partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)
     callback = Own()
@@ -249,6 +245,19 @@ def test_a_constructor_that_does_call_ours_is_left_alone():
     make_trainer([own])
     assert made == ["runs"]
     assert own._logged == {"train_loss_epoch": 7}
+
+
+@pytest.mark.parametrize("base", SHIPPED, ids=lambda base: base.__name__)
+def test_no_constructor_is_called_a_second_time(base):
+    class Own(base):
+        def __init__(self):
+            super().__init__(**NEEDED.get(base.__name__, {}))
+
+    own = Own()
+    before = dict(vars(own))
+    CallbackHandler([own])
+    assert vars(own).keys() == before.keys()
+    assert all(vars(own)[name] is value for name, value in before.items())
 
 
 def test_what_a_constructor_cannot_do_without_is_asked_for():
