@@ -17,6 +17,8 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 from torch import nn
 
+from pytorch_accel_lite.first_loss import shapes_are_known
+
 BatchOutput = dict[str, Any]
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -142,11 +144,14 @@ class BatchAdapter:
         self._keys = [p.name for p in parameters if p.kind in named]
         self._name = type(model).__name__
         self._warned = False
+        self._is_new = True
 
     def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> tuple[Any, Any]:
         """Return the model's outputs for a batch, and the loss of them."""
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
+            if self._is_new:
+                self._is_new = not shapes_are_known(loss_func, outputs, batch[1])
             return outputs, loss_func(outputs, batch[1])
         outputs, targets = self._call(model, batch)
         if loss_func is None:

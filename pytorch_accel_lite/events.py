@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from pytorch_accel_lite.utils import did_you_mean
+from pytorch_accel_lite.callback_checks import (
+    call_skipped_constructors,
+    check_call,
+    check_methods,
+    warn_about_misspelt_events,
+)
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -87,7 +91,7 @@ class TrainerCallback:
 
     Where both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
     batches from 0 within an epoch; ``trainer.progress`` holds all counts. Accept ``**kwargs`` in every event:
-    arguments may be added.
+    arguments may be added. A method that could not be called as its event is refused when the callback is added.
 
     ``configure_run`` is called first, so that a callback can declare what it needs of a run. A callback with
     ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
@@ -122,10 +126,10 @@ class TrainerCallback:
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """A training batch has been read and placed on the device."""
 
-    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """The loss of a batch is known. Keywords: ``batch``, ``batch_output``, ``step``."""
 
-    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """The gradients of a batch have been added. Keywords: ``batch``, ``batch_output``, ``step``."""
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -134,7 +138,7 @@ class TrainerCallback:
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """An update has happened: new weights, scheduler stepped, gradients cleared."""
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """A training step is complete, its update included. Keywords: ``batch``, ``batch_output``, ``step``."""
 
     def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -159,7 +163,7 @@ class TrainerCallback:
     def on_eval_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """An evaluation batch has been read and placed on the device."""
 
-    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """An evaluation batch is complete. Keywords: ``batch``, ``batch_output``."""
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -183,7 +187,7 @@ class TrainerCallback:
     def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """``predict`` begins."""
 
-    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_predict_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """A batch has been predicted. Keywords: ``batch``, ``batch_output`` (the outputs of the model)."""
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -249,10 +253,9 @@ class CallbackHandler:
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
-        kind = type(instance)
-        for name in dir(kind):
-            if name.startswith("on_") and name not in EVENTS and (hint := did_you_mean(name, EVENTS, cutoff=0.88)):
-                warnings.warn(f"{kind.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=3)
+        call_skipped_constructors(instance)
+        check_methods(instance, TrainerCallback)
+        warn_about_misspelt_events(type(instance), EVENTS)
         self.callbacks.append(instance)
         self.listeners.clear()
 
@@ -286,7 +289,11 @@ class CallbackHandler:
         """
         listeners = self.listeners[event]
         if len(listeners) == 1 and self.timer is None:
-            listeners[0](*args, **kwargs)
+            try:
+                listeners[0](*args, **kwargs)
+            except TypeError:
+                check_call(listeners[0], event, args, kwargs)
+                raise
             return
         raised: list[Exception] = []
         self.call_each(event, raised.append, *args, **kwargs)
@@ -308,6 +315,9 @@ class CallbackHandler:
                         listener(*args, **kwargs)
             except (StopTrainingError, NonFiniteLossError) as error:
                 ask(error)
+            except TypeError:
+                check_call(listener, event, args, kwargs)
+                raise
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""

@@ -87,7 +87,8 @@ class Placeholder:
 
     def _not_yet(self, *_: Any) -> NoReturn:
         raise TypeError(
-            f"The placeholder {self!r} has no value before the run starts, so it cannot be compared or converted. "
+            f"The placeholder {self!r} has no value before the run starts, so it cannot be compared or converted, "
+            "nor used within a function (lr_lambda, for example): give it as an argument of a functools.partial. "
             "Use round(...) or // for whole numbers, and TrainerPlaceholderValues.min/max for the smaller/larger."
         )
 

@@ -18,6 +18,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.first_loss import watch_first_call
 from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
 from pytorch_accel_lite.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
@@ -255,6 +256,7 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
         return
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
+        watch_first_call(trainer.loss_func)
     apply_model_options(trainer)
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training)
     trainer.prepared_model = prepared

@@ -23,6 +23,7 @@ from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
+from pytorch_accel_lite.hints import KnownElsewhere, answering
 from pytorch_accel_lite.loops import evaluation, prediction, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
@@ -61,6 +62,7 @@ def _of_the_run(name: str) -> Any:
     return property(attrgetter(f"current_run.{name}"), write, doc=getattr(Run, name).__doc__ or "")
 
 
+@answering
 class Trainer:
     """Trains, evaluates and applies a model on whatever hardware there is.
 
@@ -263,6 +265,7 @@ class Trainer:
         find_lr = LazyMethod("pytorch_accel_lite.tools.tuning")
         find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning")
         diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis")
+        fit = KnownElsewhere("Call train(train_dataset, num_epochs, eval_dataset).")
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint
@@ -329,6 +332,7 @@ class Trainer:
         """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""
         if self.create_scheduler_fn is None:
             return None
+        validation.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
     def _check_scheduler(self, request: RunRequest) -> None:
@@ -336,9 +340,11 @@ class Trainer:
         validation.check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
-        method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
-        builds_loader = getattr(type(self), method) is not getattr(Trainer, method)
-        validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, builds_loader)
+        phase = "train" if name == "train_dataset" else "eval"
+        methods = f"create_{phase}_dataloader", f"calculate_{phase}_batch_loss"
+        own_loader, own_step = (getattr(type(self), method) is not getattr(Trainer, method) for method in methods)
+        needs_targets = not (own_step or name == "dataset" or self.loss_func is None)
+        validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
 
     # -------------------------------------------------------------------------------- steps to override
 

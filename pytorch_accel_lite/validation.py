@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.gradients import optimized_parameters
+from pytorch_accel_lite.placeholders import Placeholder
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
@@ -61,8 +65,34 @@ def warn_if_optimizer_misses_model(optimizer: Any, attributes: Iterable[Any]) ->
             f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
             "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
             "that the trainer is given: again, whenever you make the model again.",
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def check_scheduler_factory(create_scheduler_fn: Callable[..., Any], optimizer: Any) -> None:
+    """Check that a class of schedulers needs nothing but the optimizer.
+
+    :raises TypeError: when it needs more
+    """
+    if isinstance(create_scheduler_fn, type) and not accepts(create_scheduler_fn, optimizer):
+        name = create_scheduler_fn.__name__
+        parameters = list(inspect.signature(create_scheduler_fn).parameters.values())[1:]
+        needed = ", ".join(f"{parameter.name}=..." for parameter in parameters if parameter.default is parameter.empty)
+        raise TypeError(
+            f"create_scheduler_fn={name} is called with the optimizer alone. Pass functools.partial({name}, {needed})."
+        )
+
+
+def check_resume(resume_from: Any) -> None:
+    """Check what a run is to resume from.
+
+    :raises TypeError, ValueError: when it is neither ``"latest"`` nor a path
+    """
+    hint = "Pass 'latest' for the newest state in the save_dir of the SaveTrainingStateCallback, or a state's directory"
+    if resume_from is not None and not isinstance(resume_from, (str, os.PathLike)):
+        raise TypeError(f"resume_from={resume_from!r} is no path. {hint}; leave it out to start afresh.")
+    if resume_from in ("last", "auto", "newest", "best", "") and not os.path.exists(resume_from):
+        raise ValueError(f"resume_from={resume_from!r}: there is no such directory. {hint}.")
 
 
 def _check_stepping(interval: Any, metric: Any) -> None:
@@ -92,9 +122,10 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or leave it out.")
         return
+    kind = type(scheduler).__name__
+    _check_rates(kind, getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
     if steps_itself:
         return
-    kind = type(scheduler).__name__
     if metric is None and hasattr(scheduler, "step_update") and not accepts(scheduler.step):
         raise TypeError(
             f"create_scheduler_fn returned {kind}, which is stepped as timm's schedulers are, with the number of the "
@@ -111,6 +142,17 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         )
 
 
+def _check_rates(kind: str, groups: Iterable[dict[str, Any]]) -> None:
+    for group in groups:
+        for name, value in group.items():
+            if isinstance(value, Placeholder):
+                raise TypeError(
+                    f"{kind} made {name}={value!r}, a placeholder without a value. It is replaced among the arguments "
+                    "of a functools.partial, not within a function: pass it to the function as an argument, as in "
+                    "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
+                )
+
+
 def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     """Whether a function can be called with these positional arguments."""
     try:
@@ -121,7 +163,13 @@ def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def check_data(
-    name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any, builds_loader: bool
+    name: str,
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
+    builds_loader: bool,
+    needs_targets: bool = False,
 ) -> None:
     """Check a dataset and how it is to be read.
 
@@ -132,17 +180,26 @@ def check_data(
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch of a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
+    if collate_fn is not None or "collate_fn" in (loader_kwargs or ()):
+        needs_targets = False  # it makes batches of whatever the samples are
     if type(dataset) is not dict:
-        _check_dataset(name, dataset, builds_loader)
+        _check_dataset(name, dataset, builds_loader, needs_targets)
     elif not dataset:
         raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")
     else:
         for key, part in dataset.items():
-            _check_dataset(f"{name}[{key!r}]", part, builds_loader)
+            _check_dataset(f"{name}[{key!r}]", part, builds_loader, needs_targets)
 
 
-def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
+def _check_dataset(name: str, dataset: Any, builds_loader: bool, needs_targets: bool) -> None:
     if not builds_loader:
+        _refuse_class(name, dataset, "...")
+        if needs_targets and _has_only_inputs(dataset):
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__} without targets for loss_func. Pass "
+                "torch.utils.data.TensorDataset(inputs, targets), or override calculate_train_batch_loss and "
+                "calculate_eval_batch_loss for data without targets."
+            )
         if dataset is None:
             raise ValueError(f"{name}=None: pass a dataset.")
         if isinstance(dataset, DataLoader):
@@ -152,23 +209,35 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool) -> None:
             )
         if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
             raise TypeError(
-                f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, or to be an IterableDataset."
+                f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, as a list has; what can only be "
+                "iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples."
             )
     if find_length(dataset) == 0:
         raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Look at how it was made.")
+
+
+def _has_only_inputs(dataset: Any) -> bool:
+    """Whether each sample is a tensor or an array: of one of all inputs, or of one list of inputs and targets."""
+    samples = dataset[:2] if isinstance(dataset, (list, tuple)) else [dataset]
+    return bool(samples) and all(isinstance(sample, (torch.Tensor, np.ndarray)) for sample in samples)
 
 
 def check_constructor(
     model: Any, loss_func: Any, optimizer: Any, run_history: Any, accelerator: Any, seed: Any
 ) -> None:
     """Check the arguments of a trainer."""
+    _refuse_class("model", model, "...")
+    _refuse_class("loss_func", loss_func, "")
+    _refuse_class("optimizer", optimizer, "model.parameters(), ...")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} must be a torch.nn.Module.")
-    if isinstance(loss_func, type) and issubclass(loss_func, nn.Module):
-        raise TypeError(f"loss_func={loss_func!r} is a class. Pass an instance: {loss_func.__name__}().")
+    if hasattr(loss_func, "param_groups"):
+        raise TypeError(
+            f"loss_func is an optimizer, {type(loss_func).__name__}. The order is Trainer(model, loss_func, optimizer)."
+        )
     if loss_func is not None and not callable(loss_func):
         raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
-    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
     if run_history is not None and not isinstance(run_history, RunHistory):
         raise TypeError(f"run_history={run_history!r} must be an instance of RunHistory, or None.")
@@ -178,6 +247,11 @@ def check_constructor(
         check_number("seed", seed, numbers.Integral, "a whole number, or None")
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")
+
+
+def _refuse_class(name: str, value: Any, arguments: str) -> None:
+    if isinstance(value, type):
+        raise TypeError(f"{name}={value!r} must be an instance, not a class: {value.__name__}({arguments}).")
 
 
 def check_model_options(compile_model: Any, channels_last: Any) -> None:

@@ -51,7 +51,7 @@ THREE = TensorDataset(*make_data().tensors, torch.zeros(6))
 # What the trainer is made with, the error, and what its message must match.
 CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "model=None": ({"model": None}, TypeError, r"model=None must be a torch\.nn\.Module"),
-    "model is a class": ({"model": nn.Linear}, TypeError, r"model=<class .*Linear.*must be"),
+    "model is a class": ({"model": nn.Linear}, TypeError, r"model=<class .*Linear.*must be an instance"),
     "loss_func is a name": ({"loss_func": "mse"}, TypeError, "loss_func='mse' must be callable"),
     "loss_func is a class of modules": ({"loss_func": nn.MSELoss}, TypeError, r"loss_func=.*MSELoss.*(instance|\(\))"),
     "optimizer is a class": ({"optimizer": torch.optim.SGD}, TypeError, r"optimizer=.*SGD.*must be an instance"),

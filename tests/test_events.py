@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from tests.tasks import EVENTS, Broken, equal, listener, make_data, make_model, make_trainer, train, weights
 
 BEFORE_RUNS = ("on_init", "on_dataloaders", "on_evaluation", "on_predict")
@@ -364,7 +365,7 @@ def test_custom_and_right_event_names_do_not_warn(name):
 def test_shipped_callbacks_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_trainer(Trainer.__init__.__defaults__[0])
+        make_trainer(DEFAULT_CALLBACKS)
 
 
 def test_the_handler_prints_each_event_with_its_listeners_in_order():

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
+from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, TrainerRunConfig
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from tests.launching import run_python
 from tests.tasks import make_data, make_trainer, train
 
@@ -301,7 +302,7 @@ class ListHistory(RunHistory):
 
 def test_a_history_of_the_users_own_is_used():
     history = ListHistory()
-    trainer = make_trainer(Trainer.__init__.__defaults__[0], run_history=history)
+    trainer = make_trainer(DEFAULT_CALLBACKS, run_history=history)
     train(trainer, epochs=2, eval_dataset=True)
     assert [(epoch, name) for epoch, name, _ in history.rows] == [
         (1, "train_loss_epoch"),

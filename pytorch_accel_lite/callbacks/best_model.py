@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
+@answering
 class SaveBestModelCallback(TrainerCallback):
     """Saves the model whenever a metric is better than before, and loads the best one at the end of the run.
 

@@ -11,6 +11,7 @@ from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.ema import ModelEma
 from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
+from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_choice
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
+@answering
 class ModelEmaCallback(TrainerCallback):
     """Keeps an exponential moving average (EMA) of the model's weights, evaluates it, and saves the best.
 

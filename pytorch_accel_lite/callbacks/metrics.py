@@ -63,9 +63,9 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is not None:
             self.train_metrics.to(trainer.device).reset()
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         if self.train_metrics is not None:
-            self._update(self.train_metrics, kwargs["batch"], kwargs["batch_output"])
+            self._update(self.train_metrics, batch, batch_output)
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.train_metrics is not None:
@@ -74,8 +74,8 @@ class MetricsCallback(TrainerCallback):
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.metrics.to(trainer.device).reset()
 
-    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._update(self.metrics, kwargs["batch"], kwargs["batch_output"])
+    def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        self._update(self.metrics, batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")

@@ -129,8 +129,8 @@ class ThroughputCallback(TrainerCallback):
         # The part of an epoch that was trained before a resume has taken no time now.
         self._restart(trainer.progress.samples_in_epoch)
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        items = kwargs["batch_output"].get("num_items_in_batch")
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        items = batch_output.get("num_items_in_batch")
         if items is not None:
             items = items.detach() if isinstance(items, torch.Tensor) else items
             self._items = items if self._items is None else self._items + items

@@ -97,18 +97,18 @@ class NaNReportCallback(TrainerCallback):
         self._parts = trainer.num_microbatches
         self._window.append(RecordedStep(capture_generators()))
 
-    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         if trainer.num_microbatches != self._parts:  # it was tried in larger parts, and taken back
             self._parts = trainer.num_microbatches
             del self._window[self._done + 1 :]
         step = self._window[-1]
-        step.batch = kwargs["batch"]
+        step.batch = batch
         step.indices = trainer.batch_indices
-        loss = kwargs["batch_output"]["loss"].detach()
+        loss = batch_output["loss"].detach()
         if self.report is None and not math.isfinite(to_float(loss)):
             self._write(trainer, "loss")
 
-    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.num_microbatches > 1:  # another part of the batch may follow
             self._window.append(RecordedStep(capture_generators()))
 

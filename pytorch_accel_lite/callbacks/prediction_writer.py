@@ -80,14 +80,14 @@ class PredictionWriterCallback(TrainerCallback):
         written = {index for path in self.directory.glob("shard-*.pt") for index in load_plain(path)["indices"]}
         return next((index for index in range(length) if index not in written), length)
 
-    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_predict_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         indices = trainer.batch_indices
         if indices is None:
             raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, and no stream.")
         if not indices:  # a batch that only keeps this process in step
             return
         self._indices += indices
-        self._outputs.append(to_cpu(kwargs["batch_output"]))
+        self._outputs.append(to_cpu(batch_output))
         if len(self._indices) >= self.shard_size:
             self._write(trainer)
 

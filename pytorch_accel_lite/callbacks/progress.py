@@ -14,6 +14,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_choice, check_positive_number, check_range, find_length, in_notebook
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -64,6 +65,7 @@ class ProgressBarCallback(TrainerCallback):
         self.show_always = show_always
         self.refresh_seconds = refresh_seconds
         self.line_every_seconds = line_every_seconds
+        self._config: TrainerRunConfig | None = None
         self._run_start = 0.0
         self._updates_before = 0
         self.pbar: Any = None
@@ -78,7 +80,8 @@ class ProgressBarCallback(TrainerCallback):
     def _start(self, trainer: Trainer, loader: Any, description: str) -> Any:
         return self._bars.start(description, find_length(loader), "batch", disable=not self._shows_bars(trainer))
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def _begin_run(self, trainer: Trainer) -> None:
+        self._config = trainer.run_config
         self._run_start = time.monotonic()
         self._updates_before = trainer.progress.update
         # Where there are no bars, the next line; on processes that show nothing, never.
@@ -93,6 +96,8 @@ class ProgressBarCallback(TrainerCallback):
         return bool(trainer.accelerator.is_local_main_process and (self.show_always or _is_watched()))
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.run_config is not self._config:  # a run's first epoch, whatever a subclass does when the run starts
+            self._begin_run(trainer)
         self.pbar = self._start(trainer, trainer.train_dataloader, _epoch_of(trainer))
         self._since = time.monotonic()
         if not self.pbar.disable:
@@ -102,7 +107,7 @@ class ProgressBarCallback(TrainerCallback):
         if self._steps_shown:
             self.pbar.update(self._steps_shown)
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         now = time.monotonic()
         if now < self._next_refresh:
             return
@@ -147,7 +152,7 @@ class ProgressBarCallback(TrainerCallback):
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Evaluating")
 
-    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if not self.eval_pbar.n:  # a later callback may have limited the evaluation
             self.eval_pbar.total = find_length(trainer.eval_dataloader)
         self.eval_pbar.update(1)
@@ -161,7 +166,7 @@ class ProgressBarCallback(TrainerCallback):
     def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Predicting")
 
-    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_predict_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self.eval_pbar.update(1)
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -215,6 +220,11 @@ class LogMetricsCallback(TrainerCallback):
 
     def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._skip_earlier(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        # A history that was reset has fewer; a subclass may have replaced what is done when the run starts.
+        counts = self._counts(trainer)
+        self._logged = {name: min(count, counts.get(name, 0)) for name, count in self._logged.items()}
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)

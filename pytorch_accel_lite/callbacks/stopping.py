@@ -12,6 +12,7 @@ import torch
 from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ class TerminateOnNaNCallback(TrainerCallback):
         self.triggered = False
         self._clear()
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         latest = trainer.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # it lies in host memory, and was read there already
-        loss = kwargs["batch_output"]["loss"].detach()
-        named = {name: value.detach() for name, value in kwargs["batch_output"].get("losses", {}).items()}
-        step = kwargs["step"]
+        loss = batch_output["loss"].detach()
+        named = {name: value.detach() for name, value in batch_output.get("losses", {}).items()}
+        step = trainer.progress.step - 1
         if isinstance(latest, float):
             self._terminate(trainer, step, loss, named)
         self._recent.append((step, loss, named))
@@ -108,6 +109,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 _ADVICE = "Lower the learning rate, clip the gradients, or look at the data of this step."
 
 
+@answering
 class EarlyStoppingCallback(TrainerCallback):
     """Stops the run when a metric has not improved for some time.
 

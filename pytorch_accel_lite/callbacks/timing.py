@@ -116,16 +116,16 @@ class TimingCallback(TrainerCallback):
         if self._on_gpu:
             self._lap_of_device("start")
 
-    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._lap_of_device("forward")
 
-    def on_backward_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._lap_of_device("backward")
 
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._lap_of_device("optimizer")
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._on_gpu:
             self._events.append(self._of_step)
             while len(self._events) > _STEPS_BEHIND and self._events[0][-1][1].query():
@@ -248,7 +248,7 @@ class ProfilerCallback(TrainerCallback):
         self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
         self._profiler.start()
 
-    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._profiler.step()
 

@@ -15,6 +15,7 @@ from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class KeepBest:
     greater_is_better: bool = False
 
 
+@answering
 class SaveTrainingStateCallback(TrainerCallback):
     """Saves training states, from which ``train(resume_from="latest")`` goes on.
 

@@ -81,11 +81,11 @@ class WorstSamplesCallback(TrainerCallback):
         if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
             self._gathered = []
 
-    def on_eval_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         indices = trainer.batch_indices
         if indices == []:  # a batch that only keeps this process in step
             return
-        outputs, targets = self.transform(kwargs["batch"], kwargs["batch_output"])
+        outputs, targets = self.transform(batch, batch_output)
         with torch.no_grad():
             losses = _per_sample(self._loss(outputs, targets), len(targets))
         new = {"loss": losses, "prediction": _predicted(outputs, targets), "target": targets}

@@ -215,8 +215,14 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
         for batch in loader.steps(run.progress.epoch):
             run.batch = batch
             trainer.call_event("on_eval_step_start")
-            output = trainer.calculate_eval_batch_loss(batch.data)
-            complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+            try:
+                output = trainer.calculate_eval_batch_loss(batch.data)
+                complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+            except Exception as error:
+                from pytorch_accel_lite.explanations import explain
+
+                explain(error, trainer, run, "evaluation")
+                raise
             if batch.num_samples != 0:
                 run.loss_trackers.add(output)
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)

@@ -88,7 +88,13 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
     for batch in run.eval_loader.steps(run.progress.epoch, run.request.first_sample):
         run.batch = batch
         with unwrapped_model(trainer), torch.no_grad():
-            output = trainer.calculate_predict_batch_output(batch.data)
+            try:
+                output = trainer.calculate_predict_batch_output(batch.data)
+            except Exception as error:
+                from pytorch_accel_lite.explanations import explain
+
+                explain(error, trainer, run, "prediction")
+                raise
         trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if batch.num_samples != 0:
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None

@@ -14,7 +14,7 @@ from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_loader, prepare_model
-from pytorch_accel_lite.validation import check_training
+from pytorch_accel_lite.validation import check_resume, check_training
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.distributed import Ranks
@@ -35,6 +35,7 @@ def find_data(
 ) -> None:
     """Find the state to resume from, seed, and make the loaders, whose order may follow from that state."""
     request = run.request
+    check_resume(resume_from)
     trainer.callback_handler.configure_run(trainer, request)
     check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # again, with theirs
     run.resumed = state = find_state(trainer, request.state_sources, resume_from)

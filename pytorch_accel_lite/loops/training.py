@@ -86,11 +86,17 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     run.batch = batch
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
-    with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
-        output = (run.guarded_step or forward_and_backward)(trainer, run, batch)
-    updates = ends_window and window.sizes is not None  # they are None when all its batches were skipped
-    if updates:
-        update(trainer, run)
+    try:
+        with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
+            output = (run.guarded_step or forward_and_backward)(trainer, run, batch)
+        updates = ends_window and window.sizes is not None  # they are None when all its batches were skipped
+        if updates:
+            update(trainer, run)
+    except Exception as error:
+        from pytorch_accel_lite.explanations import explain
+
+        explain(error, trainer, run, "training")
+        raise
     run.progress.step += 1
     if output is not None and hears["on_train_step_end"]:
         trainer.call_event("on_train_step_end", batch=batch.data, batch_output=output, step=step)

@@ -1,0 +1,101 @@
+"""Looking at a callback when it is added: how its methods are called, how they are spelt, how it was made."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pytorch_accel_lite.utils import did_you_mean
+
+_BATCH = ("batch", "batch_output")
+_STEP = (*_BATCH, "step")
+#: What an event passes by keyword, besides the trainer.
+KEYWORDS: dict[str, tuple[str, ...]] = {
+    "on_backward_start": _STEP,
+    "on_backward_end": _STEP,
+    "on_train_step_end": _STEP,
+    "on_update_end": ("step",),
+    "on_train_step_checkpoint": ("step",),
+    "on_train_batch_skipped": ("failures", "error", "step"),
+    "on_eval_epoch_start": ("is_intermediate",),
+    "on_eval_step_end": _BATCH,
+    "on_eval_epoch_end": ("is_intermediate",),
+    "on_predict_step_end": _BATCH,
+    "on_exception": ("exception",),
+}
+
+
+def check_methods(callback: Any, base: type) -> None:
+    """Check that each event that a callback defines can be called as it will be.
+
+    :param base: the class whose methods are the events
+    :raises TypeError: for the first that cannot; names the class, the method and the signature to write
+    """
+    for name, default in vars(base).items():
+        own = vars(callback).get(name) or getattr(type(callback), name, None)
+        if name.startswith("on_") and own is not default:
+            check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(KEYWORDS.get(name, ())))
+    if type(callback).configure_run is not base.configure_run:  # type: ignore[attr-defined]
+        check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
+
+
+def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that the method of a callback can be called with these arguments.
+
+    :param name: of the event
+    :raises TypeError: when it cannot
+    """
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        owner = type(getattr(method, "__self__", method)).__name__
+        positional = ("trainer", "request") if name == "configure_run" else ("trainer", "*args")[: len(args)]
+        wanted = ", ".join(["self", *positional, *kwargs, "**kwargs"])
+        raise TypeError(
+            f"{owner}.{name}{signature} cannot be called as the event is: {error}. Write: def {name}({wanted})"
+        ) from None
+
+
+def warn_about_misspelt_events(callback_class: type, events: Iterable[str]) -> None:
+    """Warn of methods whose names are nearly those of events, which would never be called."""
+    for name in dir(callback_class):
+        if name.startswith("on_") and name not in events:
+            hint = did_you_mean(name, events, cutoff=0.88)
+            if hint:
+                warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=4)
+
+
+def call_skipped_constructors(callback: Any) -> None:
+    """Set what the constructors of our classes set, where a subclass has one of its own that did not call them.
+
+    What they take as arguments are the attributes of the same names, as far as the subclass has set them.
+
+    :raises TypeError: when they cannot do without one that it has not set
+    """
+    own, *inherited = [cls for cls in type(callback).__mro__ if "__init__" in vars(cls)]
+    for cls in inherited:
+        constructor: Any = inspect.unwrap(vars(cls)["__init__"])
+        if cls.__module__.partition(".")[0] != __package__ or _attributes_set_by(constructor) <= vars(callback).keys():
+            continue
+        signature = inspect.signature(constructor)
+        mine = dict(vars(callback))
+        arguments = {name: mine[name] for name in signature.parameters if name in mine}
+        try:
+            signature.bind(callback, **arguments)
+        except TypeError as error:
+            raise TypeError(
+                f"{own.__name__}.__init__ does not call super().__init__(...), as {cls.__name__} needs: {error}."
+            ) from None
+        constructor(callback, **arguments)
+        vars(callback).update(mine)
+
+
+def _attributes_set_by(constructor: Callable[..., None]) -> set[str]:
+    return {step.argval for step in dis.get_instructions(constructor) if step.opname == "STORE_ATTR"}

@@ -1,0 +1,391 @@
+"""Notes on errors of a step: where, with what, and what to do. Loaded when one has happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.run import Run
+    from pytorch_accel_lite.trainer import Trainer
+
+_SHOWN = 6  # elements of a collection
+
+
+def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
+    """Add a note to an error of a step: the place, the batch, the model, and what to do if that is known.
+
+    Before Python 3.11 tracebacks do not show notes; they are in ``__notes__`` all the same.
+
+    :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
+    """
+    notes: list[str] = list(getattr(error, "__notes__", []))
+    if isinstance(error, (StopTrainingError, NonFiniteLossError)) or any(map(_is_ours, notes)):
+        return
+    lines = list[str]()
+    with suppress(Exception):  # an error of which little can be said is still the one to show
+        for line in _lines(error, trainer, run, phase):
+            lines.append(line)  # one by one: what was found before remains
+    vars(error)["__notes__"] = [*notes, "\n".join(lines)]  # what add_note does, in any version of Python
+
+
+def _is_ours(note: str) -> bool:
+    return re.match(r"In (training|evaluation|prediction)\b.*:(\n  |$)", note) is not None
+
+
+def _lines(error: Exception, trainer: Trainer, run: Run, phase: str) -> Iterator[str]:
+    yield f"In {_place(trainer, run, phase)}:"
+    if run.batch is not None:
+        indices = run.batch_indices
+        samples = "" if not indices else f"; samples {_listed(map(repr, indices))} of the dataset"
+        yield f"  batch: {described(run.batch.data)}{samples}"
+    case = Case.of(error, trainer, run)
+    yield f"  model: {_described_model(case.model, trainer.accelerator.mixed_precision)}"
+    if case.module is not None:
+        yield f"  in {_named(case.module, case.model)}, which was given {described(case.given)}"
+    if case.outputs is not None:
+        yield f"  the loss was given {described(case.outputs)} and {described(case.targets)}"
+    advice = next((text for find in _ADVICE if (text := find(case))), None)
+    if advice is not None:
+        yield f"  What to do: {advice}"
+
+
+def _place(trainer: Trainer, run: Run, phase: str) -> str:
+    ranks = trainer.ranks
+    place = phase
+    if phase == "training":
+        place += f", epoch {run.progress.epoch}, step {run.progress.step}"
+    return place + (f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else "")
+
+
+def described(value: Any, levels: int = 3) -> str:
+    """Return the structure of something nested, with the type, shape and device of each tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return f"{_dtype(value)} {tuple(value.shape)} on {value.device}"
+    name = type(value).__name__
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        name, value = f"{name} ", {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, Mapping):
+        name = "" if type(value) is dict else f"{name} "
+    if isinstance(value, (Mapping, list, tuple)) and not levels:
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"{name}{{{_listed(f'{key!r}: {described(part, levels - 1)}' for key, part in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        begin, end = "[]" if isinstance(value, list) else "()"
+        return f"{begin}{_listed(described(part, levels - 1) for part in value)}{end}"
+    return name
+
+
+def _listed(parts: Iterable[str]) -> str:
+    every = list(parts)
+    more = [f"and {len(every) - _SHOWN} more"] if len(every) > _SHOWN else []
+    return ", ".join([*every[:_SHOWN], *more])
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _described_model(model: nn.Module, mixed_precision: str) -> str:
+    kinds = dict.fromkeys(f"{_dtype(parameter)} on {parameter.device}" for parameter in model.parameters())
+    precision = "" if mixed_precision == "no" else f", mixed precision {mixed_precision}"
+    return f"{type(model).__name__}, weights {' and '.join(kinds) or 'none'}{precision}"
+
+
+def _named(module: nn.Module, model: nn.Module) -> str:
+    name = next((name for name, part in model.named_modules() if part is module), "")
+    text = repr(module) if not list(module.children()) else type(module).__name__
+    return f"{text}, the model's {name!r}" if name else text
+
+
+@dataclasses.dataclass
+class Case:
+    """What is known of an error.
+
+    :ivar module: the innermost module in whose forward pass it happened, and ``given``, the first argument of that
+    :ivar outputs: what the loss function was given, if it had been reached, and ``targets``
+    :ivar function: the function of ``torch.nn.functional`` that was the loss, with ``outputs`` and ``targets``
+    :ivar is_default_step: whether it happened in the trainer's own step
+    """
+
+    error: Exception
+    text: str
+    model: nn.Module
+    loss_func: Any
+    batch: Any
+    module: nn.Module | None = None
+    given: Any = None
+    outputs: Any = None
+    targets: Any = None
+    function: str = ""
+    is_default_step: bool = False
+
+    @classmethod
+    def of(cls, error: Exception, trainer: Trainer, run: Run) -> Case:
+        """Find out from the traceback where an error happened."""
+        batch = None if run.batch is None else run.batch.data
+        case = cls(error, str(error), trainer.get_model(), trainer.loss_func, batch)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            case._look_at(frame)
+        return case
+
+    def _look_at(self, frame: FrameType) -> None:
+        values = frame.f_locals
+        code = frame.f_code
+        file = code.co_filename.replace("\\", "/")
+        if file.endswith("pytorch_accel_lite/batches.py") and code.co_name in ("outputs_and_loss", "call", "loss"):
+            self.is_default_step = True
+            if "outputs" in values:
+                self.outputs = values["outputs"]
+                self.targets = values["targets"] if "targets" in values else values["batch"][1]
+        elif file.endswith("torch/nn/functional.py") and {"input", "target"} <= values.keys():
+            self.function = code.co_name
+            self.outputs, self.targets = values["input"], values["target"]
+        elif code.co_name == "forward" and isinstance(values.get("self"), nn.Module):
+            if values["self"] is self.loss_func:
+                return
+            self.module = values["self"]
+            names = code.co_varnames[1 : code.co_argcount]
+            self.given = values.get(names[0]) if names else None
+
+    @property
+    def is_in_loss(self) -> bool:
+        """Whether it happened in the loss function."""
+        return self.outputs is not None
+
+
+def _of_memory(case: Case) -> str | None:
+    if not isinstance(case.error, torch.OutOfMemoryError):
+        return None
+    return (
+        "lower per_device_batch_size, with a larger gradient_accumulation_steps for the same updates; or pass "
+        "auto_microbatch=True to train(), which splits the batches that do not fit."
+    )
+
+
+def _of_the_device_itself(case: Case) -> str | None:
+    if "device-side assert" not in case.text:
+        return None
+    return (
+        "an index is out of range on the device, usually a label of a class that the outputs do not have, or an index "
+        "into an embedding. The traceback may be of a later line: run it on the CPU, with "
+        "accelerator=Accelerator(cpu=True), where the error names it."
+    )
+
+
+def _of_arguments(case: Case) -> str | None:
+    if not isinstance(case.error, TypeError) or not case.is_default_step:
+        return None
+    if case.is_in_loss:
+        called, name = _called(case.loss_func), getattr(case.loss_func, "__name__", type(case.loss_func).__name__)
+        if not _takes(called, 2):
+            return (
+                f"loss_func is called as loss_func(model_outputs, targets), and {name}{inspect.signature(called)} is "
+                "something else. Give the trainer a function of these two, or override calculate_train_batch_loss and "
+                "calculate_eval_batch_loss."
+            )
+    elif not isinstance(case.batch, Mapping) and not _takes(case.model.forward, 1):
+        return (
+            f"the model is called with the first element of a batch, and {type(case.model).__name__}.forward"
+            f"{inspect.signature(case.model.forward)} takes something else. Let the dataset return a dict with these "
+            "names as keys, besides the targets, or override calculate_train_batch_loss and calculate_eval_batch_loss."
+        )
+    return None
+
+
+def _called(function: Any) -> Callable[..., Any]:
+    return function.forward if isinstance(function, nn.Module) else function
+
+
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+def _of_what_the_loss_takes(case: Case) -> str | None:
+    if not case.is_in_loss:
+        return None
+    if not isinstance(case.outputs, torch.Tensor):
+        part = "outputs[0]"
+        if isinstance(case.outputs, Mapping):
+            part = f"outputs[{next((key for key, value in case.outputs.items() if torch.is_tensor(value)), '...')!r}]"
+        return (
+            f"the model returned a {type(case.outputs).__name__}, and the loss function takes a tensor. Choose: "
+            f"loss_func=lambda outputs, targets: loss({part}, targets), or override calculate_train_batch_loss and "
+            "calculate_eval_batch_loss."
+        )
+    if not isinstance(case.targets, torch.Tensor):
+        return (
+            f"the targets are a {type(case.targets).__name__}, and the loss function takes a tensor. Let the dataset "
+            "return numbers or tensors as targets, or pass a collate_fn that makes a tensor of them."
+        )
+    return None
+
+
+def _of_classes(case: Case) -> str | None:
+    if case.function not in ("cross_entropy", "nll_loss"):
+        return None
+    outputs, targets = case.outputs, case.targets
+    if targets.shape == outputs.shape:
+        return "targets that are probabilities of classes are floating point: targets.float(), or targets.argmax(1)."
+    if targets.ndim == outputs.ndim and targets.shape[1:2] == (1,):
+        change = "squeeze(1)" if targets.dtype == torch.int64 else "squeeze(1).long()"
+    elif targets.dtype != torch.int64:
+        change = "long()"
+    else:
+        return _of_labels(outputs, targets) if isinstance(case.error, IndexError) else None
+    return (
+        "cross entropy takes the index of a class for each sample, int64 of shape "
+        f"{tuple(outputs.shape[:1] + outputs.shape[2:])}, and was given {_dtype(targets)} of shape "
+        f"{tuple(targets.shape)}: use targets.{change}. For one output that says yes or no, use BCEWithLogitsLoss."
+    )
+
+
+def _of_labels(outputs: torch.Tensor, targets: torch.Tensor) -> str:
+    classes = outputs.shape[1] if outputs.ndim > 1 else len(outputs)
+    return (
+        f"the labels go from {targets.min()} to {targets.max()}, and the outputs have {classes} classes, which count "
+        f"from 0 to {classes - 1}. Give the model an output for each class, or number the labels from 0; ignore_index "
+        "of the loss function is the label of what does not count."
+    )
+
+
+def _of_two_shapes(case: Case) -> str | None:
+    names = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+    if not case.function.startswith(names):
+        return None
+    outputs, targets = case.outputs, case.targets
+    if outputs.shape != targets.shape:
+        change = "make the shapes equal"
+        if outputs.numel() == targets.numel():
+            change += ", with targets.unsqueeze(1) in the dataset, for example, or outputs.squeeze(1) in the model"
+        return f"outputs have shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}: {change}."
+    if not targets.is_floating_point():
+        return f"the targets are {_dtype(targets)}, and this loss compares numbers: use targets.float()."
+    if "between 0 and 1" in case.text:
+        return "BCELoss takes probabilities. Use BCEWithLogitsLoss, which takes what a layer gives."
+    return None
+
+
+def _of_an_embedding(case: Case) -> str | None:
+    module, given = case.module, case.given
+    if not isinstance(module, nn.Embedding) or not isinstance(given, torch.Tensor):
+        return None
+    if given.is_floating_point():
+        return f"an embedding takes indices, and was given {_dtype(given)}: let the dataset return integers."
+    if isinstance(case.error, IndexError):
+        return (
+            f"the indices go from {given.min()} to {given.max()}, and the embedding has rows from 0 to "
+            f"{module.num_embeddings - 1}. Raise num_embeddings, or look at how the indices are made."
+        )
+    return None
+
+
+def _of_types(case: Case) -> str | None:
+    if not re.search(r"d?type|scalar|datatype", case.text, re.IGNORECASE) or isinstance(case.error, TypeError):
+        return None
+    weights = next((p for p in case.model.parameters() if p.is_floating_point()), None)
+    given = case.given if isinstance(case.given, torch.Tensor) else None
+    if given is None and weights is not None:
+        numbers = (tensor for tensor in _tensors_in(case.batch) if tensor.is_floating_point())
+        given = next((tensor for tensor in numbers if tensor.dtype != weights.dtype), None)
+    if weights is None or given is None or given.dtype == weights.dtype:
+        return None
+    if given.is_floating_point():
+        return (
+            f"the data are {_dtype(given)} and the model's weights {_dtype(weights)}. Let the dataset return "
+            f"tensor.{_conversion(weights)}, of inputs and targets (NumPy's are float64 by default); "
+            f"or convert the model before the optimizer is made: model.{_conversion(given)}."
+        )
+    return (
+        f"the data are {_dtype(given)} and the model's weights {_dtype(weights)}. Let the dataset return "
+        f"tensor.{_conversion(weights)}; images in bytes are usually divided by 255, too."
+    )
+
+
+def _conversion(like: torch.Tensor) -> str:
+    known = {torch.float32: "float()", torch.float64: "double()", torch.float16: "half()", torch.bfloat16: "bfloat16()"}
+    return known.get(like.dtype, f"to({like.dtype})")
+
+
+def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    for part in data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ():
+        yield from _tensors_in(part)
+
+
+def _of_devices(case: Case) -> str | None:
+    is_of_types = re.search(r"Input type \(torch\.(cuda\.)?\w+\) and weight type \(torch\.(cuda\.)?\w+\)", case.text)
+    if not re.search("same device|the expected device", case.text) and not is_of_types:
+        return None
+    return (
+        "the trainer moves the tensors of a batch, nested in tuples, lists and dicts, and the modules that are its "
+        "attributes. Make other tensors on device=trainer.device, keep constants of a model in register_buffer(), and "
+        "give objects of your own a method to(device)."
+    )
+
+
+def _of_features(case: Case) -> str | None:
+    module, given = case.module, case.given
+    if module is None or not isinstance(given, torch.Tensor) or not given.ndim:
+        return None
+    shape = tuple(given.shape)
+    if isinstance(module, nn.Linear) and shape[-1] != module.in_features:
+        change = f"make in_features={shape[-1]}, or change what comes before"
+        if given.ndim > 2 and given[0].numel() == module.in_features:
+            change = "put nn.Flatten() before it"
+        return f"the layer takes {module.in_features} features, its input of shape {shape} has {shape[-1]}: {change}."
+    channels = getattr(module, "in_channels", None) or getattr(module, "num_features", None)
+    if channels is not None and given.ndim > 1 and shape[1] != channels:
+        change = "change its number of channels, or what comes before"
+        if given.ndim > 2 and shape[-1] == channels:
+            change = "the channels seem to come last, permute them to the second place"
+        elif given.ndim == 3 and channels == 1 and isinstance(module, nn.Conv2d):
+            change = "it lacks the dimension of the channels, use .unsqueeze(1)"
+        return f"the layer takes {channels} channels in the second dimension of its input of shape {shape}: {change}."
+    size = getattr(module, "input_size", None)
+    if isinstance(module, nn.RNNBase) and shape[-1] != size:
+        return f"the layer takes {size} features, and its input of shape {shape} has {shape[-1]}: change either."
+    return None
+
+
+def _of_one_sample(case: Case) -> str | None:
+    if "more than 1 value per channel" not in case.text:
+        return None
+    return (
+        "batch norm cannot be trained on a single sample. Pass train_dataloader_kwargs={'drop_last': True}, which "
+        "leaves out the last batch when it is smaller, or choose another per_device_batch_size."
+    )
+
+
+_ADVICE: tuple[Callable[[Case], str | None], ...] = (
+    _of_memory,
+    _of_the_device_itself,
+    _of_arguments,
+    _of_what_the_loss_takes,
+    _of_classes,
+    _of_two_shapes,
+    _of_an_embedding,
+    _of_devices,
+    _of_one_sample,
+    _of_features,
+    _of_types,
+)

@@ -1,0 +1,69 @@
+"""A look at what a loss function is given first: shapes with which it trains something else, or nothing, silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_OF_EACH_ELEMENT = {
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+}
+_OF_CLASSES = {nn.CrossEntropyLoss, functional.cross_entropy}
+
+
+def watch_first_call(loss_func: Any) -> None:
+    """Let a module of torch look at the shapes that it is given first, whoever calls it."""
+    if isinstance(loss_func, nn.Module) and type(loss_func) in _OF_EACH_ELEMENT | _OF_CLASSES:
+        for hook in loss_func._forward_pre_hooks.values():
+            if isinstance(hook, _FirstCall):
+                return
+        _FirstCall(loss_func)
+
+
+class _FirstCall:
+    """A hook that removes itself."""
+
+    def __init__(self, loss_func: nn.Module) -> None:
+        self._handle = loss_func.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, loss_func: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+        if shapes_are_known(type(loss_func), given.get("input"), given.get("target")):
+            self._handle.remove()
+
+
+def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
+    """Whether the next batch need not be looked at: unless this one has a single element, which shows nothing.
+
+    :param loss: a function, or a class of modules
+    :raises ValueError: when it takes these shapes, but for something else than the loss of each sample
+    """
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return True
+    if loss in _OF_EACH_ELEMENT:
+        _check_broadcasting(tuple(outputs.shape), tuple(targets.shape))
+        return outputs.numel() > 1
+    if loss in _OF_CLASSES and outputs.ndim > 1 and outputs.shape[1] == 1:
+        raise ValueError(
+            f"loss_func: cross entropy over the single class of outputs of shape {tuple(outputs.shape)} is 0, whatever "
+            "the model does. Use BCEWithLogitsLoss for one output that says yes or no, with targets of the same shape, "
+            "or give the model an output for each class."
+        )
+    return True
+
+
+def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    try:
+        both = tuple(torch.broadcast_shapes(outputs, targets))  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the loss function itself refuses them
+        return
+    if both not in (outputs, targets):
+        raise ValueError(
+            f"loss_func: outputs of shape {outputs} and targets of shape {targets} would be broadcast to {both}, each "
+            "output compared with the targets of other samples. Make the shapes equal: with targets.unsqueeze(1) in "
+            "the dataset, for example, or outputs.squeeze(1) in the model."
+        )

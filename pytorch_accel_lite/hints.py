@@ -1,0 +1,156 @@
+"""Arguments and methods that people know from elsewhere, answered with ours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar
+
+from pytorch_accel_lite.utils import did_you_mean
+
+_Class = TypeVar("_Class", bound=type)
+
+_METHODS = ("__init__", "train", "evaluate", "predict", "predict_iter")
+
+# What arguments are called here, whichever method takes them.
+_NAMES: dict[str, tuple[str, ...]] = {
+    ours: tuple(theirs.split())
+    for ours, theirs in {
+        # of a trainer
+        "loss_func": "loss loss_fn loss_function criterion",
+        "optimizer": "optim optimizers",
+        "callbacks": "callback hooks",
+        "run_history": "history logger loggers",
+        "seed": "random_seed random_state deterministic",
+        "compile_model": "compile torch_compile",
+        # of its methods
+        "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",
+        "eval_dataset": "val_dataset valid_dataset validation_dataset validation_data val_data eval_data valid_ds "
+        "val_ds val_dataloader val_dataloaders val_loader eval_loader test_dataset",
+        "dataset": "eval_dataset test_dataset test_data data dataloaders dataloader x",
+        "num_epochs": "epochs epoch n_epochs max_epochs num_train_epochs",
+        "per_device_batch_size": "batch_size bs train_batch_size per_device_train_batch_size eval_batch_size "
+        "per_device_eval_batch_size",
+        "max_num_train_steps": "max_steps num_steps total_steps max_updates num_updates",
+        "gradient_accumulation_steps": "accumulate_grad_batches grad_accumulation_steps accumulation_steps",
+        "gradient_clip_norm": "gradient_clip_val max_grad_norm clip_grad_norm grad_clip clip_norm",
+        "gradient_clip_value": "clip_grad_value clip_value clipvalue",
+        "create_scheduler_fn": "lr_scheduler scheduler schedulers lr_schedule create_scheduler lr_scheduler_type",
+        "train_dataloader_kwargs": "dataloader_kwargs loader_kwargs dl_kwargs train_dl_kwargs",
+        "dataloader_kwargs": "eval_dataloader_kwargs loader_kwargs dl_kwargs",
+        "collate_fn": "data_collator collate",
+        "resume_from": "resume resume_from_checkpoint ckpt_path checkpoint",
+        "eval_every_n_epochs": "eval_every check_val_every_n_epoch validation_freq eval_interval",
+        "auto_microbatch": "auto_find_batch_size",
+        # of callbacks
+        "early_stopping_patience": "patience",
+        "early_stopping_threshold": "min_delta threshold delta",
+        "watch_metric": "monitor metric metric_for_best_model",
+        "greater_is_better": "mode maximize higher_is_better",
+        "save_path": "filepath dirpath path filename",
+        "keep": "save_top_k",
+        "load_saved_checkpoint": "load_best_model_at_end restore_best_weights",
+    }.items()
+}
+
+# What to do where there is no such argument.
+_ADVICE: dict[str, str] = {
+    word: advice
+    for words, advice in {
+        "mixed_precision precision fp16 bf16 amp": "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer().",
+        "device devices gpus use_cpu num_gpus strategy num_nodes": (
+            "Accelerate finds the devices. Start several processes with accelerate launch, or pass "
+            "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
+        ),
+        "metrics compute_metrics metric eval_metrics": (
+            "add MetricsCallback({'accuracy': ...}) with metrics of torchmetrics to the callbacks of Trainer()."
+        ),
+        "patience early_stopping early_stopping_patience": (
+            "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks of Trainer()."
+        ),
+        "monitor watch_metric metric_for_best_model load_best_model_at_end save_best": (
+            "pass watch_metric to a SaveBestModelCallback or an EarlyStoppingCallback among the callbacks of Trainer()."
+        ),
+        "num_workers shuffle drop_last pin_memory sampler batch_sampler": (
+            "pass it in train_dataloader_kwargs={'{word}': ...}, eval_dataloader_kwargs or dataloader_kwargs."
+        ),
+        "lr learning_rate weight_decay momentum": "pass it to the optimizer that you give to Trainer().",
+        "save_every save_steps save_dir output_dir checkpoint_dir default_root_dir": (
+            "add SaveTrainingStateCallback(save_dir=...) to the callbacks of Trainer()."
+        ),
+        "verbose progress_bar enable_progress_bar disable_tqdm": (
+            "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer() for no bar, callbacks=[]."
+        ),
+        "limit_train_batches limit_val_batches fast_dev_run": (
+            "add LimitBatchesCallback(num_batches) to the callbacks of Trainer()."
+        ),
+        "use_ema ema ema_decay": "add ModelEmaCallback(decay=...) to the callbacks of Trainer().",
+        "args training_args": "there is no object of arguments: pass them to Trainer() and to train().",
+    }.items()
+    for word in words.split()
+}
+
+
+def answering(cls: _Class) -> _Class:
+    """Let the methods of a class answer an argument that they do not have with ours, in the ``TypeError``."""
+    for name in _METHODS:
+        if name in vars(cls):
+            setattr(cls, name, _answering(cls, name))
+    return cls
+
+
+def _answering(cls: type, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = vars(cls)[name]
+    known = inspect.signature(method).parameters.keys()
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # IPython and pytest leave this frame out
+        if not kwargs.keys() <= known:
+            raise TypeError(" ".join(_answers(cls, name, kwargs.keys() - known)))
+        if name != "__init__" and "current_run" not in vars(self):
+            needed = "super().__init__(model, loss_func, optimizer)"
+            raise RuntimeError(f"{type(self).__name__}.__init__ does not call {needed}.")
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _answers(cls: type, name: str, words: set[str]) -> Iterator[str]:
+    for word in sorted(words):
+        yield f"{_called(cls, name)} has no argument {word!r}: {_answer(cls, name, word)}"
+
+
+def _answer(cls: type, name: str, word: str) -> str:
+    candidates = [word, *(ours for ours, theirs in _NAMES.items() if word in theirs)]
+    for other in [name, *(method for method in _METHODS[:2] if method in vars(cls) and method != name)]:
+        for ours in candidates:
+            if ours in inspect.signature(vars(cls)[other]).parameters:
+                return f"it is called {ours}." if other == name else f"pass {ours} to {_called(cls, other)}."
+    if word in _ADVICE:
+        return _ADVICE[word].replace("{word}", word)
+    known = list(inspect.signature(vars(cls)[name]).parameters)[1:]
+    return did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
+
+
+def _called(cls: type, name: str) -> str:
+    return f"{cls.__name__}()" if name == "__init__" else f"{name}()"
+
+
+class KnownElsewhere:
+    """A method that the class does not have, and that people look for.
+
+    :param answer: what to call instead
+    """
+
+    def __init__(self, answer: str) -> None:
+        self._answer = answer
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> KnownElsewhere:
+        if instance is None:
+            return self
+        raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._answer}")

@@ -1,0 +1,419 @@
+"""An error of a step says where it happened, with what, and what to do; a loss that trains something else is one."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import CallbackHandler, Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback, StepBasedEvaluationCallback
+from tests import cases
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, train, weights
+
+N = 6
+INPUTS = torch.randn(N, 4)
+TARGETS = torch.randn(N, 1)
+CLASSES = torch.tensor([0, 1, 2] * 2)
+
+
+def note_of(error: BaseException) -> str:
+    (note,) = error.__notes__
+    return note
+
+
+def failure(trainer: Trainer, *data: Any, **kwargs: Any) -> Exception:
+    """Train on tensors, or on a dataset, and return the error."""
+    dataset = TensorDataset(*data) if isinstance(data[0], torch.Tensor) else data[0]
+    with pytest.raises(Exception, match=r".") as caught:
+        train(trainer, train_dataset=dataset, **kwargs)
+    return caught.value
+
+
+def advice(model: nn.Module, loss_func: Any, *data: Any, **kwargs: Any) -> str:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    note = note_of(failure(make_trainer(model=model, loss_func=loss_func, optimizer=optimizer), *data, **kwargs))
+    before, mark, what = note.partition("\n  What to do: ")
+    assert mark, before
+    assert "\n" not in what
+    return what
+
+
+# ------------------------------------------------------------------------------------------- where, with what
+
+
+def test_the_note_of_an_error_names_step_batch_model_and_layer():
+    error = failure(make_trainer(model=make_model(features=5)), *make_data().tensors)
+    assert type(error) is RuntimeError
+    assert str(error).endswith("mat1 and mat2 shapes cannot be multiplied (2x4 and 5x8)")
+    assert note_of(error).splitlines() == [
+        "In training, epoch 1, step 0:",
+        "  batch: [float32 (2, 4) on cpu, float32 (2, 1) on cpu]; samples 0, 1 of the dataset",
+        "  model: Sequential, weights float32 on cpu",
+        "  in Linear(in_features=5, out_features=8, bias=True), the model's '0', which was given float32 (2, 4) on cpu",
+        "  What to do: the layer takes 5 features, its input of shape (2, 4) has 4: make in_features=4, or change what "
+        "comes before.",
+    ]
+    text = "".join(traceback.format_exception(error))
+    assert "linear" in text
+    if sys.version_info >= (3, 11):  # which show notes
+        assert text.index("cannot be multiplied") < text.index("In training, epoch 1, step 0:")
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("batch", "shown"),
+    [
+        ({"x": INPUTS[:2], "mask": [1, 2]}, "{'x': float32 (2, 4) on cpu, 'mask': [int, int]}"),
+        (Point(INPUTS[:2], "a"), "(float32 (2, 4) on cpu, str)"),
+        ([[INPUTS[:2], None], 3.0], "[[float32 (2, 4) on cpu, NoneType], float]"),
+        ({"a": {"b": {"c": {"d": 1, "e": 2}}}, "x": INPUTS[:2]}, "{'a': {'b': {'c': a dict of 2}}, 'x': float32"),
+        ([INPUTS[0]] * 9, "float32 (4,) on cpu, and 3 more]"),
+    ],
+)
+def test_the_structure_of_a_batch_is_shown(batch, shown):
+    class Fails(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            raise KeyError("labels")
+
+    error = failure(make_trainer(trainer_class=Fails), make_data(), collate_fn=lambda samples: batch)
+    assert type(error) is KeyError
+    assert shown in note_of(error)
+
+
+@pytest.mark.parametrize("name", ["calculate_train_batch_loss", "backward_step", "optimizer_step", "clip_gradients"])
+def test_an_error_in_any_step_method_has_a_note(name):
+    def fail(self, *args):
+        if self.progress.step == 1:
+            raise LookupError("mine")
+        return getattr(Trainer, name)(self, *args)
+
+    error = failure(make_trainer(trainer_class=type("Own", (Trainer,), {name: fail})), make_data())
+    assert note_of(error).startswith("In training, epoch 1, step 1:\n  batch: [float32 (2, 4) on cpu")
+    assert "in fail" in "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize(("method", "phase"), [("evaluate", "evaluation"), ("predict", "prediction")])
+def test_errors_of_evaluation_and_prediction_have_notes(method, phase):
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        getattr(make_trainer(model=make_model(features=5)), method)(make_data(), per_device_batch_size=2)
+    assert note_of(caught.value).startswith(f"In {phase}:\n  batch: [float32 (2, 4) on cpu")
+
+
+def test_an_error_of_an_evaluation_within_a_step_has_one_note():
+    class Fails(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            raise LookupError("mine")
+
+    trainer = make_trainer([StepBasedEvaluationCallback(1)], trainer_class=Fails)
+    assert note_of(failure(trainer, make_data(), eval_dataset=True)).startswith("In evaluation:")
+
+
+def test_notes_of_the_user_stay():
+    class Fails(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            error = LookupError("mine")
+            error.__notes__ = ["Ask Ada."]
+            raise error
+
+    first, second = failure(make_trainer(trainer_class=Fails), make_data()).__notes__
+    assert first == "Ask Ada."
+    assert second.startswith("In training")
+
+
+def test_what_ends_a_run_and_what_is_skipped_has_no_note():
+    seen = []
+    watch = listener(on_train_batch_skipped=lambda trainer, **kwargs: seen.append(kwargs))
+    trainer = make_trainer([SkipFailedBatchesCallback(), watch])
+    data = [*make_data(4), (torch.randn(5), torch.randn(1)), (torch.randn(5), torch.randn(1))]
+    train(trainer, train_dataset=data, train_dataloader_kwargs={"shuffle": False, "num_workers": 0})
+    assert not hasattr(seen[0]["error"], "__notes__")
+    infinite = make_trainer(loss_func=lambda outputs, targets: outputs.sum() * torch.inf)
+    infinite.callback_handler = CallbackHandler(Trainer(make_model(), None, None).callback_handler)
+    assert not hasattr(failure(infinite, make_data()), "__notes__")
+
+
+def test_where_less_is_known_less_is_said():
+    class Fails(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            self.model = None
+            raise LookupError("mine")
+
+    error = failure(make_trainer(trainer_class=Fails), make_data(2))
+    assert str(error) == "mine"
+    assert note_of(error).splitlines() == [
+        "In training, epoch 1, step 0:",
+        "  batch: [float32 (2, 4) on cpu, float32 (2, 1) on cpu]; samples 0, 1 of the dataset",
+    ]
+
+
+@pytest.mark.processes
+def test_the_note_names_the_process(two_ranks):
+    for rank, note in enumerate(two_ranks(cases.failures.note_of_an_error)):
+        assert note.startswith(
+            f"In training, epoch 1, step 0, on process {rank} of 2:\n  batch: [float64 (2, 5) on cpu"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- what to do
+
+
+def one_layer(outputs: int = 1) -> nn.Module:
+    return nn.Linear(4, outputs)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * mask)
+
+
+class Gives(nn.Module):
+    """A model that returns something else than a tensor."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.change(self.layer(x))
+
+
+MSE, CE, BCE = nn.MSELoss(), nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()
+IMAGES = torch.rand(N, 1, 6, 6)
+KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
+    "inputs in float64": (
+        one_layer(),
+        MSE,
+        (torch.from_numpy(np.ones((N, 4))), TARGETS),
+        "the data are float64 and the model's weights float32. Let the dataset return tensor.float(), ",
+    ),
+    "images in bytes": (
+        nn.Conv2d(1, 3, 3),
+        MSE,
+        ((IMAGES * 255).byte(), TARGETS),
+        "the data are uint8 and the model's weights float32. Let the dataset return tensor.float(); images in bytes",
+    ),
+    "a model in float64": (one_layer().double(), MSE, (INPUTS, TARGETS), "tensor.double(), .*model.float()"),
+    "images for a linear layer": (nn.Linear(36, 1), MSE, (IMAGES, TARGETS), "put nn.Flatten() before it"),
+    "channels that come last": (nn.Conv2d(3, 3, 3), MSE, (torch.rand(N, 6, 6, 3), TARGETS), "channels seem to come"),
+    "images without channels": (nn.Conv2d(1, 3, 3), MSE, (IMAGES[:, 0], TARGETS), "use .unsqueeze(1)"),
+    "channels of another number": (nn.Conv2d(3, 3, 3), MSE, (IMAGES, TARGETS), "the layer takes 3 channels"),
+    "a recurrent layer": (nn.LSTM(3, 3), MSE, (torch.randn(N, 5, 4), TARGETS), "the layer takes 3 features"),
+    "classes as columns of floats": (
+        one_layer(3),
+        CE,
+        (INPUTS, CLASSES[:, None].float()),
+        "int64 of shape (2,), and was given float32 of shape (2, 1): use targets.squeeze(1).long().",
+    ),
+    "classes as columns": (one_layer(3), CE, (INPUTS, CLASSES[:, None]), "use targets.squeeze(1)."),
+    "classes as floats": (one_layer(3), CE, (INPUTS, CLASSES.float()), "use targets.long()."),
+    "classes in 32 bits": (one_layer(3), CE, (INPUTS, CLASSES.int()), "use targets.long()."),
+    "one-hot classes": (
+        one_layer(3),
+        CE,
+        (INPUTS, torch.eye(3).repeat(2, 1).long()),
+        "targets.float(), or targets.argmax",
+    ),
+    "labels out of range": (
+        one_layer(3),
+        CE,
+        (INPUTS, torch.full((N,), 3)),
+        "the labels go from 3 to 3, and the outputs have 3 classes, which count from 0 to 2.",
+    ),
+    "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels go from -1 to 0"),
+    "yes or no in another shape": (one_layer(), BCE, (INPUTS, TARGETS[:, 0].sigmoid()), "targets.unsqueeze(1)"),
+    "yes or no as whole numbers": (one_layer(), BCE, (INPUTS, (TARGETS > 0).long()), "use targets.float()"),
+    "outputs for probabilities": (
+        nn.Sequential(one_layer(), nn.Threshold(9.0, 9.0)),
+        nn.BCELoss(),
+        (INPUTS, (TARGETS > 0).float()),
+        "Use BCEWithLogitsLoss",
+    ),
+    "another number of outputs": (
+        one_layer(3),
+        MSE,
+        (INPUTS, TARGETS[:, 0]),
+        "outputs have shape (2, 3) and targets (2,)",
+    ),
+    "a loss of one argument": (
+        one_layer(),
+        lambda outputs: outputs.mean(),
+        (INPUTS, TARGETS),
+        "loss_func is called as loss_func(model_outputs, targets), and <lambda>(outputs) is something else.",
+    ),
+    "a loss of three arguments": (one_layer(), nn.TripletMarginLoss(), (INPUTS, TARGETS), "TripletMarginLoss(anchor"),
+    "a model of two arguments": (TwoInputs(), MSE, (INPUTS, TARGETS), "TwoInputs.forward(x"),
+    "a tuple as output": (
+        Gives(lambda y: (y, y)),
+        CE,
+        (INPUTS, CLASSES),
+        "returned a tuple.*loss(outputs[0], targets)",
+    ),
+    "a dict as output": (
+        Gives(lambda y: {"n": 1, "logits": y}),
+        MSE,
+        (INPUTS, TARGETS),
+        "loss(outputs['logits'], targets)",
+    ),
+    "targets that are texts": (one_layer(3), CE, ([(x, "cat") for x in INPUTS],), "the targets are a tuple, and the"),
+    "an index that an embedding lacks": (
+        nn.Embedding(2, 1),
+        MSE,
+        (torch.full((N,), 2), TARGETS),
+        "the indices go from 2 to 2, and the embedding has rows from 0 to 1",
+    ),
+    "floats for an embedding": (nn.Embedding(9, 1), MSE, (INPUTS, TARGETS), "an embedding takes indices"),
+    "batch norm over a sample": (nn.BatchNorm1d(4), MSE, (INPUTS[:1], INPUTS[:1]), "{'drop_last': True}"),
+    "tensors on another device": (
+        Gives(lambda y: y + torch.ones(3, device="meta")),
+        MSE,
+        (INPUTS, TARGETS),
+        "Make other tensors on device=trainer.device",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "loss_func", "data", "answer"), KNOWN.values(), ids=KNOWN.keys())
+def test_the_commonest_errors_say_what_to_do(model, loss_func, data, answer):
+    found = advice(model, loss_func, *data)
+    for part in answer.split(".*"):
+        assert part in found
+
+
+def test_an_error_of_ones_own_step_is_explained_too():
+    class Own(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            x, y = batch
+            return {"loss": functional.cross_entropy(self.model(x), y)}
+
+    trainer = make_trainer(model=one_layer(3), trainer_class=Own)
+    assert "use targets.squeeze(1)." in note_of(failure(trainer, INPUTS, CLASSES[:, None]))
+
+
+def test_an_error_that_is_not_known_has_no_advice():
+    def fails(outputs, targets):
+        raise ZeroDivisionError("mine")
+
+    assert "What to do" not in note_of(failure(make_trainer(loss_func=fails), make_data()))
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda step: 1 - step / TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS,
+        lambda step: min(1, step / TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS),
+    ],
+)
+def test_a_placeholder_within_a_function_is_an_error_before_training(rate):
+    trainer = make_trainer()
+    start = weights(trainer.model)
+    with pytest.raises(
+        TypeError, match=r"placeholder.*within a function.*argument.*functools\.partial|functools\.partial"
+    ):
+        train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=rate))
+    assert equal(weights(trainer.model), start)
+
+    def as_argument(step, total):
+        return 1 - step / total
+
+    total = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS
+    train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=partial(as_argument, total=total)))
+    assert trainer.progress.update == 3
+
+
+# -------------------------------------------------------------------- losses that train something else, or nothing
+
+OF_EACH_ELEMENT = [
+    *(nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss()),
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+]
+
+
+@pytest.mark.parametrize("loss_func", OF_EACH_ELEMENT, ids=lambda loss: getattr(loss, "__name__", type(loss).__name__))
+@pytest.mark.parametrize("start", ["train", "evaluate"])
+def test_outputs_and_targets_that_would_be_broadcast_are_an_error(loss_func, start):
+    trainer = make_trainer(loss_func=loss_func)
+    before = weights(trainer.model)
+    match = (
+        r"outputs of shape \(2, 1\) and targets of shape \(2,\) would be broadcast to \(2, 2\).*targets\.unsqueeze\(1\)"
+    )
+    data = TensorDataset(INPUTS, TARGETS[:, 0])
+    call = partial(trainer.train, data, 1) if start == "train" else partial(trainer.evaluate, data)
+    with pytest.raises(ValueError, match=match):
+        call(per_device_batch_size=2)
+    assert equal(weights(trainer.model), before)
+    trainer.train(TensorDataset(INPUTS, TARGETS), 1)
+    assert trainer.progress.update == 1
+
+
+def test_they_are_an_error_in_a_step_of_ones_own_too():
+    class Own(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.loss_func(target=batch[1], input=self.model(batch[0]))}
+
+    with pytest.raises(ValueError, match=r"would be broadcast to \(2, 2\)"):
+        train(make_trainer(trainer_class=Own), train_dataset=TensorDataset(INPUTS, TARGETS[:, 0]))
+
+
+def test_a_step_that_makes_the_shapes_equal_itself_is_fine():
+    class Own(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.loss_func(self.model(batch[0]).squeeze(1), batch[1])}
+
+    trainer = make_trainer(trainer_class=Own)
+    train(trainer, train_dataset=TensorDataset(INPUTS, TARGETS[:, 0]))
+    assert trainer.progress.update == 3
+
+
+def test_a_first_batch_of_a_single_sample_shows_nothing_and_the_next_is_looked_at():
+    sizes = iter([1, 2, 3])
+
+    class Growing(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            size = next(sizes)
+            return {"loss": self.loss_func(self.model(INPUTS[:size]), TARGETS[:size, 0])}
+
+    with pytest.warns(UserWarning, match="Using a target size"), pytest.raises(ValueError, match=r"\(2, 2\)"):
+        train(make_trainer(trainer_class=Growing))
+    assert next(sizes) == 3
+
+
+def test_a_run_is_looked_at_once_and_the_loss_function_is_left_as_it_was():
+    loss_func = nn.MSELoss()
+    trainer = make_trainer(loss_func=loss_func)
+    train(trainer, size=2)
+    assert not loss_func._forward_pre_hooks
+    with pytest.raises(ValueError, match="would be broadcast"):  # of the next run
+        train(trainer, train_dataset=TensorDataset(INPUTS, TARGETS[:, 0]))
+
+
+def test_targets_that_are_one_for_all_are_left_to_the_loss_function():
+    model = nn.Linear(4, 3)
+    trainer = quiet_trainer(model)
+    with pytest.warns(UserWarning, match="Using a target size"):
+        trainer.train(TensorDataset(INPUTS, TARGETS), 1)  # (N, 3) and (N, 1)
+    assert trainer.progress.update == 1
+
+
+@pytest.mark.parametrize("loss_func", [nn.CrossEntropyLoss(), functional.cross_entropy])
+def test_cross_entropy_over_a_single_class_is_an_error(loss_func):
+    with pytest.raises(ValueError, match=r"single class of outputs of shape \(2, 1\) is 0.*BCEWithLogitsLoss"):
+        train(make_trainer(loss_func=loss_func), train_dataset=TensorDataset(INPUTS, TARGETS.sigmoid()))

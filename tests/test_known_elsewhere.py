@@ -1,0 +1,271 @@
+"""What people write who come from other libraries is answered with ours, in one line."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    ModelEmaCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+)
+from tests.tasks import make_data, make_model, make_trainer, train
+
+INPUTS, TARGETS = make_data().tensors
+
+
+def message(error: type[Exception], action: Any) -> str:
+    with pytest.raises(error) as caught:
+        action()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+TRAINER: list[tuple[dict[str, Any], str]] = [
+    ({"mixed_precision": "bf16"}, "Trainer() has no argument 'mixed_precision': pass accelerator=Accelerator(mixed_"),
+    ({"device": "cuda"}, "'device': Accelerate finds the devices."),
+    ({"metrics": ["accuracy"]}, "'metrics': add MetricsCallback({'accuracy': ...})"),
+    ({"compute_metrics": len}, "add MetricsCallback("),
+    ({"batch_size": 8}, "'batch_size': pass per_device_batch_size to train()."),
+    ({"epochs": 8}, "pass num_epochs to train()."),
+    ({"num_epochs": 8}, "pass num_epochs to train()."),
+    ({"lr_scheduler": None}, "pass create_scheduler_fn to train()."),
+    ({"gradient_clip_val": 1.0}, "pass gradient_clip_norm to train()."),
+    ({"patience": 3}, "add EarlyStoppingCallback(early_stopping_patience=...)"),
+    ({"monitor": "val_loss"}, "pass watch_metric to a SaveBestModelCallback"),
+    ({"loss_fn": None}, "it is called loss_func."),
+    ({"sed": 3}, "Did you mean 'seed'?"),
+    ({"zzz": 3}, "it has model, loss_func, optimizer,"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "answer"), TRAINER, ids=[next(iter(a)) for a, _ in TRAINER])
+def test_an_argument_that_a_trainer_does_not_have(arguments, answer):
+    assert answer in message(TypeError, lambda: make_trainer(**arguments))
+
+
+TRAIN: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": 8}, "train() has no argument 'batch_size': it is called per_device_batch_size."),
+    ({"epochs": 8}, "it is called num_epochs."),
+    ({"max_epochs": 8}, "it is called num_epochs."),
+    ({"lr_scheduler": None}, "it is called create_scheduler_fn."),
+    ({"validation_data": None}, "it is called eval_dataset."),
+    ({"resume_from_checkpoint": True}, "it is called resume_from."),
+    ({"seed": 3}, "pass seed to Trainer()."),
+    ({"callbacks": []}, "pass callbacks to Trainer()."),
+    ({"mixed_precision": "fp16"}, "pass accelerator=Accelerator(mixed_precision='bf16') to Trainer()."),
+    ({"num_workers": 3}, "train_dataloader_kwargs={'num_workers': ...}"),
+    ({"patience": 3}, "add EarlyStoppingCallback("),
+    ({"monitor": "loss"}, "pass watch_metric to"),
+    ({"lr": 0.1}, "pass it to the optimizer"),
+    ({"num_epoch": 3}, "Did you mean 'num_epochs'?"),
+    ({"epochs": 1, "batch_size": 2}, "called per_device_batch_size. train() has no argument 'epochs': it is"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "answer"), TRAIN, ids=["+".join(a) for a, _ in TRAIN])
+def test_an_argument_that_train_does_not_have(arguments, answer):
+    assert answer in message(TypeError, lambda: make_trainer().train(make_data(), **arguments))
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict", "predict_iter"])
+def test_an_argument_that_evaluate_and_predict_do_not_have(method):
+    call = getattr(make_trainer(), method)
+    assert "it is called per_device_batch_size." in message(TypeError, lambda: call(make_data(), batch_size=3))
+    assert "it is called dataset." in message(TypeError, lambda: call(test_data=make_data()))
+
+
+CALLBACKS: list[tuple[Any, str, str]] = [
+    (EarlyStoppingCallback, "patience", "EarlyStoppingCallback() has no argument 'patience': it is called early_"),
+    (EarlyStoppingCallback, "monitor", "it is called watch_metric."),
+    (EarlyStoppingCallback, "min_delta", "it is called early_stopping_threshold."),
+    (SaveBestModelCallback, "monitor", "it is called watch_metric."),
+    (SaveBestModelCallback, "filepath", "it is called save_path."),
+    (SaveBestModelCallback, "save_top_k", "it is called keep."),
+    (ModelEmaCallback, "monitor", "it is called watch_metric."),
+    (SaveTrainingStateCallback, "every", "it has save_dir,"),
+]
+
+
+@pytest.mark.parametrize(("callback", "word", "answer"), CALLBACKS, ids=[f"{c.__name__}-{w}" for c, w, _ in CALLBACKS])
+def test_an_argument_that_a_callback_does_not_have(callback, word, answer):
+    assert answer in message(TypeError, lambda: callback(**{word: 3}))
+
+
+def test_fit_is_train():
+    trainer = make_trainer()
+    assert "Trainer has no fit(). Call train(" in message(AttributeError, lambda: trainer.fit(make_data(), 3))
+    assert not hasattr(trainer, "fit")
+
+    class Fits(Trainer):
+        def fit(self):
+            return "mine"
+
+    assert make_trainer(trainer_class=Fits).fit() == "mine"
+
+
+def test_a_subclass_has_the_arguments_that_it_has():
+    class Own(Trainer):
+        def __init__(self, model, batch_size, **kwargs):
+            super().__init__(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)
+            self.batch_size = batch_size
+
+        def train(self, data, epochs, **kwargs):
+            super().train(data, epochs, per_device_batch_size=self.batch_size, **kwargs)
+
+    trainer = Own(make_model(), batch_size=3, callbacks=[])
+    trainer.train(make_data(), epochs=2)
+    assert trainer.progress.update == 4
+    assert "pass accelerator=" in message(TypeError, lambda: Own(make_model(), batch_size=3, mixed_precision="bf16"))
+    assert "it is called eval_dataset." in message(TypeError, lambda: trainer.train(make_data(), epochs=1, val_data=()))
+
+
+def test_signatures_are_those_that_editors_and_help_show():
+    assert list(inspect.signature(Trainer).parameters)[:3] == ["model", "loss_func", "optimizer"]
+    assert "per_device_batch_size" in inspect.signature(Trainer.train).parameters
+    assert Trainer.train.__doc__.startswith("Train the model.")
+    assert "early_stopping_patience" in inspect.signature(EarlyStoppingCallback).parameters
+
+
+def test_a_warning_of_train_is_of_the_line_that_called_it():
+    forgotten = torch.optim.SGD(make_model(1).parameters(), lr=0.1)
+    trainer = make_trainer(optimizer=forgotten)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(make_data(), 1)
+    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+
+
+def test_a_constructor_of_ones_own_that_forgets_ours_is_told_so():
+    class Own(Trainer):
+        def __init__(self, model):
+            self.model = model
+
+    for call in (Own.train, Own.evaluate, Own.predict):
+        text = message(RuntimeError, partial(call, Own(make_model()), make_data()))
+        assert text == "Own.__init__ does not call super().__init__(model, loss_func, optimizer)."
+
+
+# -------------------------------------------------------------------------------------- values of arguments
+
+
+def test_loss_and_optimizer_in_the_wrong_order():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = "loss_func is an optimizer, SGD. The order is Trainer(model, loss_func, optimizer)."
+    assert message(TypeError, lambda: Trainer(model, optimizer, nn.MSELoss())) == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "answer"),
+    [
+        ("model", nn.Linear, "an instance, not a class: Linear(...)."),
+        ("loss_func", nn.MSELoss, "an instance, not a class: MSELoss()."),
+        ("optimizer", torch.optim.SGD, "an instance, not a class: SGD(model.parameters(), ...)."),
+        ("accelerator", Accelerator, "must be an accelerate.Accelerator"),
+    ],
+)
+def test_a_class_in_place_of_an_instance(argument, value, answer):
+    model = make_model()
+    given = {"model": model, "loss_func": nn.MSELoss(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    assert answer in message(TypeError, lambda: Trainer(**(given | {argument: value})))
+
+
+class Samples(list):
+    """A dataset."""
+
+
+DATA: dict[str, tuple[Any, str]] = {
+    "a class": (Samples, "must be an instance, not a class: Samples(...)."),
+    "a tensor": (INPUTS, "a Tensor without targets for loss_func. Pass torch.utils.data.TensorDataset(inputs,"),
+    "an array": (np.ones((6, 4)), "a ndarray without targets for loss_func."),
+    "a tuple of tensors": ((INPUTS, TARGETS), "a tuple without targets for loss_func."),
+    "a list of tensors": ([INPUTS, INPUTS], "a list without targets for loss_func."),
+    "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
+    "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
+}
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize(("data", "answer"), DATA.values(), ids=DATA.keys())
+def test_something_else_in_place_of_a_dataset(name, data, answer):
+    trainer = make_trainer()
+    text = message(TypeError, lambda: trainer.train(**({"train_dataset": make_data(), "num_epochs": 1} | {name: data})))
+    assert text.startswith(name)
+    assert answer in text
+    assert trainer.progress.update == 0
+
+
+def test_tensors_are_data_for_those_who_need_no_targets():
+    class Reconstructs(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.loss_func(self.model(batch), batch), "model_outputs": None}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    model = nn.Linear(4, 4)
+    trainer = make_trainer(model=model, trainer_class=Reconstructs)
+    trainer.train(INPUTS, 1, list(INPUTS), per_device_batch_size=2)
+    assert trainer.progress.update == 3
+    pairs = lambda samples: torch.utils.data.default_collate([(sample, sample) for sample in samples])  # noqa: E731
+    train(make_trainer(model=model), train_dataset=list(INPUTS), collate_fn=pairs)
+    make_trainer(model=model).train(INPUTS, 1, train_dataloader_kwargs={"collate_fn": pairs, "num_workers": 0})
+    assert make_trainer().predict(INPUTS).shape == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "answer"),
+    [
+        (True, TypeError, "resume_from=True is no path. Pass 'latest' for the newest state"),
+        (3, TypeError, "resume_from=3 is no path."),
+        ("last", ValueError, "resume_from='last': there is no such directory. Pass 'latest' for the newest state"),
+        ("auto", ValueError, "resume_from='auto'"),
+    ],
+)
+def test_what_cannot_be_resumed_from(value, error, answer):
+    assert answer in message(error, lambda: train(make_trainer(), resume_from=value))
+
+
+def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer()
+    train(trainer)
+    trainer.save_training_state("last")
+    resumed = make_trainer()
+    train(resumed, epochs=2, resume_from="last")
+    assert resumed.progress.update == 6
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "answer"),
+    [
+        (StepLR, "=StepLR is called with the optimizer alone. Pass functools.partial(StepLR, step_size=...)."),
+        (OneCycleLR, "Pass functools.partial(OneCycleLR, max_lr=...)."),
+    ],
+)
+def test_a_class_of_schedulers_that_needs_more_than_the_optimizer(scheduler, answer):
+    assert answer in message(TypeError, lambda: train(make_trainer(), create_scheduler_fn=scheduler))
+
+
+def test_a_create_scheduler_of_ones_own_may_give_the_class_what_it_needs():
+    class Own(Trainer):
+        def create_scheduler(self):
+            return self.create_scheduler_fn(self.optimizer, step_size=2)
+
+    trainer = make_trainer(trainer_class=Own)
+    train(trainer, create_scheduler_fn=StepLR)
+    assert trainer.scheduler.step_size == 2

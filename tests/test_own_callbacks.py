@@ -1,0 +1,324 @@
+"""Callbacks that people write: how their methods may look, and subclasses of ours that leave out what ours do."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import pytorch_accel_lite.callbacks as shipped
+from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+    LogMetricsCallback,
+    ModelEmaCallback,
+    ProgressBarCallback,
+    SaveBestModelCallback,
+    StepBasedEvaluationCallback,
+)
+from pytorch_accel_lite.schedulers import WSDLrScheduler
+from tests.shipped import NEEDED, SHIPPED, build
+from tests.tasks import EVENTS, Broken, make_data, make_trainer, train
+
+# ----------------------------------------------------------------------------------- how methods may look
+
+
+def callback_class(**methods: Any) -> type[TrainerCallback]:
+    return type("Watch", (TrainerCallback,), methods)
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "no trainer": (
+        "on_train_step_end",
+        lambda self, batch, batch_output, step: None,
+        r"Watch\.on_train_step_end\(batch, batch_output, step\) cannot be called .*"
+        r"Write: def on_train_step_end\(self, trainer, batch, batch_output, step, \*\*kwargs\)$",
+    ),
+    "no trainer, and no other": (
+        "on_train_epoch_end",
+        lambda self: None,
+        r"Watch\.on_train_epoch_end\(\).*too many positional.*: def on_train_epoch_end\(self, trainer, \*\*kwargs\)$",
+    ),
+    "keywords alone": ("on_eval_epoch_end", lambda self, **kwargs: None, r"self, trainer, is_intermediate, \*\*kwargs"),
+    "no keywords": ("on_train_step_end", lambda self, trainer: None, r"Watch\.on_train_step_end\(trainer\).*'batch'"),
+    "a keyword too few": (
+        "on_train_step_end",
+        lambda self, trainer, batch, batch_output: None,
+        r"Watch\.on_train_step_end\(trainer, batch, batch_output\).*'step'",
+    ),
+    "an argument that the event does not have": (
+        "on_eval_step_end",
+        lambda self, trainer, batch, batch_output, step, **kwargs: None,
+        r"Watch\.on_eval_step_end.*'step'.*self, trainer, batch, batch_output, \*\*kwargs",
+    ),
+    "an error without its keyword": ("on_exception", lambda self, trainer: None, "self, trainer, exception"),
+    "configure_run without the request": (
+        "configure_run",
+        lambda self, trainer: None,
+        r"Write: def configure_run\(self, trainer, request, \*\*kwargs\)$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("event", "method", "match"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_method_that_cannot_be_called_as_its_event_is_refused_when_the_callback_is_added(event, method, match):
+    own = callback_class(**{event: method})
+    with pytest.raises(TypeError, match=match):
+        make_trainer([own])
+    with pytest.raises(TypeError, match=match):
+        CallbackHandler().add_callback(own())
+    assigned = TrainerCallback()
+    setattr(assigned, event, partial(method, None))
+    if event != "configure_run":  # that is a method of the class
+        with pytest.raises(TypeError, match=rf"\.{event}\("):
+            CallbackHandler([assigned])
+
+
+def run_everything(trainer: Trainer) -> None:
+    data = make_data()
+    train(trainer, 2, eval_dataset=data)
+    trainer.evaluate(data)
+    trainer.predict(data)
+
+
+def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
+    """What is refused is what would fail: methods without ``**kwargs`` are called with nothing else."""
+    called: list[str] = []
+
+    def naming(event: str, *names: str) -> Any:
+        scope: dict[str, Any] = {"called": called}
+        exec(f"def {event}(self, trainer{''.join(f', {name}' for name in names)}): called.append({event!r})", scope)
+        return scope[event]
+
+    step = ("batch", "batch_output", "step")
+    named = {"on_exception": ("exception",), "on_train_batch_skipped": ("failures", "error", "step")}
+    named |= dict.fromkeys(["on_update_end", "on_train_step_checkpoint"], ("step",))
+    named |= dict.fromkeys(["on_eval_epoch_start", "on_eval_epoch_end"], ("is_intermediate",))
+    named |= dict.fromkeys(["on_backward_start", "on_backward_end", "on_train_step_end"], step)
+    named |= dict.fromkeys(["on_eval_step_end", "on_predict_step_end"], step[:2])
+    own = callback_class(**{event: naming(event, *named.get(event, ())) for event in EVENTS})
+    trainer = make_trainer([own, shipped.SkipFailedBatchesCallback()])
+    run_everything(trainer)
+    train(trainer, train_dataset=Broken(), train_dataloader_kwargs={"num_workers": 0})
+    with pytest.raises(OSError, match="unreadable"):
+        trainer.evaluate(Broken(), dataloader_kwargs={"num_workers": 0})
+    assert set(called) == set(EVENTS) - {"on_stop_training_error"}
+
+
+def test_first_arguments_of_another_name_and_methods_that_take_anything_are_fine():
+    called = []
+    own = callback_class(
+        on_training_run_start=lambda self, args, **kwargs: called.append(args),
+        on_train_epoch_end=lambda self, *everything: called.append(everything[0]),
+        on_train_step_end=lambda self, t, batch_output, **rest: called.append(t),
+        on_eval_epoch_end=staticmethod(lambda trainer, **kwargs: called.append(trainer)),
+    )
+    trainer = make_trainer([own])
+    train(trainer, size=2, eval_dataset=True)
+    assert called == [trainer] * 4
+
+
+def test_an_event_of_ones_own_that_passes_something_else_says_what_to_write():
+    own = callback_class(on_sample_drawn=lambda self, trainer, index: None)
+    for others in ([], [callback_class(on_sample_drawn=lambda self, trainer, **kwargs: None)]):
+        trainer = make_trainer([*others, own])
+        trainer.call_event("on_sample_drawn", index=3)
+        with pytest.raises(TypeError, match=r"\.on_sample_drawn\(trainer, index\).*self, trainer, index, colour, "):
+            trainer.call_event("on_sample_drawn", index=3, colour="red")
+
+
+def test_a_type_error_within_a_callback_stays_as_it_is():
+    def fails(self, trainer, **kwargs):
+        raise TypeError("of my own")
+
+    for others in ([], [TrainerCallback(), callback_class(on_train_epoch_end=lambda self, trainer: None)]):
+        with pytest.raises(TypeError, match=r"^of my own$"):
+            train(make_trainer([callback_class(on_train_epoch_end=fails), *others]))
+
+
+@pytest.mark.parametrize("base", [TrainerCallback, *SHIPPED], ids=lambda base: base.__name__)
+def test_a_subclass_may_hand_batch_and_output_on_by_their_position(base, tmp_path, monkeypatch):
+    """As code for pytorch-accelerated does."""
+    monkeypatch.chdir(tmp_path)
+    reached: list[str] = []
+    before = build(base) if base is not TrainerCallback else TrainerCallback()
+
+    class Own(base):  # type: ignore[misc]
+        def __init__(self):
+            vars(self).update(vars(before))
+
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            super().on_train_step_end(trainer, batch, batch_output, **kwargs)
+            reached.append("train")
+
+        def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
+            super().on_eval_step_end(trainer, batch, batch_output, **kwargs)
+            reached.append("eval")
+
+    schedule = partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)
+    train(make_trainer([Own]), 2, eval_dataset=True, create_scheduler_fn=schedule)
+    assert reached.count("train") >= 2
+    assert base is LimitEvalStepsCallback or reached.count("eval") >= 2
+
+
+# ------------------------------------------------------------- subclasses that do not call the constructor
+
+ANCESTORS = [
+    "ConvertSyncBatchNormCallback",
+    "EarlyStoppingCallback",
+    "LimitBatchesCallback",
+    "LimitEvalStepsCallback",
+    "LogMetricsCallback",
+    "ModelEmaCallback",
+    "MoveModulesToDeviceCallback",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
+    "SaveBestModelCallback",
+    "SaveTrainingStateCallback",
+    "StepBasedEvaluationCallback",
+    "TerminateOnNaNCallback",
+    "WSDCheckpointCallback",
+]
+
+
+@pytest.mark.parametrize("name", ANCESTORS)
+def test_a_subclass_with_a_constructor_of_its_own_need_not_call_ours(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = getattr(shipped, name)
+
+    class Own(base):
+        def __init__(self):
+            self.client = "mine"
+            vars(self).update(NEEDED.get(name, {}))
+
+    schedule = partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)
+    callback = Own()
+    trainer = make_trainer([callback])
+    for _ in range(2):
+        train(trainer, 2, eval_dataset=True, create_scheduler_fn=schedule)
+    run_everything(make_trainer([Own])) if name != "WSDCheckpointCallback" else None
+    trainer.evaluate(make_data())
+    trainer.predict(make_data())
+    assert callback.client == "mine"
+
+
+def test_what_such_a_constructor_does_set_is_what_counts(tmp_path):
+    class Best(SaveBestModelCallback):
+        def __init__(self):
+            self.save_path = tmp_path / "mine.pt"
+            self.watch_metric = "train_loss_epoch"
+            self.greater_is_better = True
+
+    class Patient(EarlyStoppingCallback):
+        def __init__(self):
+            self.watch_metric = "train_loss_epoch"
+            self.early_stopping_threshold = 1e9
+
+    best = Best()
+    trainer = make_trainer([best, Patient])
+    train(trainer, 5)
+    losses = trainer.run_history.get_metric_values("train_loss_epoch")
+    assert len(losses) == 2
+    assert best.best_metric == max(losses)
+    assert torch.load(tmp_path / "mine.pt")["epoch"] == 1
+
+
+def test_a_constructor_that_does_call_ours_is_left_alone():
+    made = []
+
+    class Base(LogMetricsCallback):
+        def __init__(self, folder: str) -> None:
+            super().__init__()
+            made.append(folder)
+            self._logged = {"train_loss_epoch": 7}
+
+    class Own(Base):
+        def __init__(self):
+            super().__init__("runs")
+
+    own = Own()
+    make_trainer([own])
+    assert made == ["runs"]
+    assert own._logged == {"train_loss_epoch": 7}
+
+
+@pytest.mark.parametrize("base", SHIPPED, ids=lambda base: base.__name__)
+def test_no_constructor_is_called_a_second_time(base):
+    class Own(base):
+        def __init__(self):
+            super().__init__(**NEEDED.get(base.__name__, {}))
+
+    own = Own()
+    before = dict(vars(own))
+    CallbackHandler([own])
+    assert vars(own).keys() == before.keys()
+    assert all(vars(own)[name] is value for name, value in before.items())
+
+
+def test_what_a_constructor_cannot_do_without_is_asked_for():
+    class Few(LimitBatchesCallback):
+        def __init__(self):
+            self.client = "mine"
+
+    match = re.escape("Few.__init__ does not call super().__init__(...), as LimitBatchesCallback needs: missing a ")
+    with pytest.raises(TypeError, match=match + ".*'num_batches'"):
+        make_trainer([Few])
+
+
+def test_a_logger_that_replaces_what_is_done_when_a_run_starts_loses_no_epoch():
+    logged: list[list[str]] = []
+
+    class Logger(LogMetricsCallback):
+        def __init__(self):
+            self.runs = 0
+
+        def on_training_run_start(self, trainer, **kwargs):
+            self.runs += 1
+
+        def log_metrics(self, trainer, metrics):
+            logged.append([self.runs, *metrics])
+
+    trainer = make_trainer([Logger])
+    train(trainer, 1, eval_dataset=True)
+    train(trainer, 1, eval_dataset=True)
+    train(trainer, 1, eval_dataset=True, reset_run_history=False)
+    assert logged == [[run, name] for run in (1, 2, 3) for name in ("train_loss_epoch", "eval_loss_epoch")]
+
+
+def test_a_bar_of_ones_own_works_without_our_constructor_or_start(capfd):
+    class Bar(ProgressBarCallback):
+        def __init__(self):
+            self.show_always = True
+            self.refresh_seconds = 0
+
+        def on_training_run_start(self, trainer, **kwargs):
+            self.started = True
+
+    train(make_trainer([Bar]), 2, eval_dataset=True)
+    shown = capfd.readouterr().err
+    assert "Epoch 2/2" in shown
+    assert "loss=" in shown
+
+
+def test_evaluations_and_averages_of_ones_own_work_without_our_constructor(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Average(ModelEmaCallback):
+        def __init__(self):
+            self.decay = 0.0
+            self.prefix = "mean_"
+
+    class Often(StepBasedEvaluationCallback):
+        def __init__(self):
+            self.eval_every_n_steps = 1
+
+    trainer = make_trainer([Often, Average])
+    train(trainer, 2, eval_dataset=True)
+    history = trainer.run_history
+    assert len(history.get_metric_values("intermediate_eval_loss")) == 6
+    assert history.get_metric_values("mean_eval_loss_epoch") == history.get_metric_values("eval_loss_epoch")
