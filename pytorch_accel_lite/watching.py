@@ -23,8 +23,8 @@ _NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a me
 class ExpectedMetrics:
     """What a run records and what is watched in it. Callbacks say so in ``configure_run``, by ``request.metrics``.
 
-    So a watched metric that cannot come is an error before the first batch, and one knows by itself which values are
-    better. Callbacks of your own need not say what they record.
+    A watched metric that cannot come is then an error before the first batch, and which of its values are better need
+    not be said. Your own callbacks and trainers may record metrics without saying so.
 
     :ivar directions: whether greater values are better, of each metric that the run is known to record
     :ivar evaluators: the callbacks that record metrics in evaluations
@@ -37,6 +37,7 @@ class ExpectedMetrics:
     _in_epochs: Directions = field(default_factory=dict)
     _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # by prefix and name
     _required: list[tuple[object, str]] = field(default_factory=list)  # by whom, under which name
+    _recorders: list[object] = field(default_factory=list)
     _open: list[str] = field(default_factory=list)  # classes that may record what they do not say
 
     def record(
@@ -56,6 +57,7 @@ class ExpectedMetrics:
         :param and_others: it may record others too
         """
         known = dict(metrics) if isinstance(metrics, Mapping) else dict.fromkeys(metrics)
+        self._recorders.append(owner)
         if in_evaluation:
             self._in_evaluations |= {("", name): better for name, better in known.items()}
             self.evaluators.append(owner)
@@ -67,7 +69,7 @@ class ExpectedMetrics:
     def include(self, nested: ExpectedMetrics, prefix: str, callbacks: Iterable[object]) -> None:
         """Add what callbacks record in evaluations of their own, under a prefix."""
         self._in_evaluations |= {(prefix, name): better for (_, name), better in nested._in_evaluations.items()}
-        self._open += [*nested._open, *_foreign(callbacks)]
+        self._open += [*nested._open, *nested._silent(callbacks)]
 
     def watch(self, watched: WatchedMetric) -> None:
         """Say that a callback watches a metric: it must be recorded, and its direction is settled."""
@@ -87,9 +89,9 @@ class ExpectedMetrics:
         """
         prefix = trainer.run_history.metric_name_prefix
         of_datasets = _dataset_prefixes(trainer.eval_dataset)
-        foreign = [*_foreign([trainer, trainer.run_history, *trainer.callback_handler]), *self._open]
+        others = [*self._silent([trainer, trainer.run_history, *trainer.callback_handler]), *self._open]
         evaluated = self._in_evaluations
-        if foreign or self.within_epochs:
+        if others or self.within_epochs:
             own = {name: better for (of, name), better in evaluated.items() if not of}
             evaluated |= {("", f"intermediate_{name}"): better for name, better in own.items()}
             evaluated["", "intermediate_eval_loss"] = False
@@ -100,7 +102,7 @@ class ExpectedMetrics:
         without_data = {} if of_datasets else self._of_evaluations(prefix, [""])
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, of_datasets) and _has_parts(trainer)):
-                _refuse(where, name, _NEEDS_EVALUATION if name in without_data else "", self.directions, foreign)
+                _refuse(where, name, _NEEDS_EVALUATION if name in without_data else "", self.directions, others)
             if isinstance(where, WatchedMetric):
                 where.settle((without_data | self.directions).get(name))
 
@@ -118,6 +120,14 @@ class ExpectedMetrics:
                     f"It recorded: {', '.join(recorded)}. If a callback of yours records it elsewhere, let its "
                     f"configure_run say so: request.metrics.record(self, [{name!r}])."
                 )
+
+    def _silent(self, parts: Iterable[object]) -> list[str]:
+        """Return the classes of those that are not of this package, and do not say themselves what they record."""
+        return [
+            type(part).__name__
+            for part in parts
+            if is_foreign(part) and not (part in self._recorders and "configure_run" in vars(type(part)))
+        ]
 
     def _of_evaluations(self, prefix: str, of_datasets: Iterable[str]) -> Directions:
         known = self._in_evaluations.items()
@@ -252,15 +262,15 @@ def _missing(where: object, name: str, trainer: Trainer) -> ValueError:
     )
 
 
-def _refuse(where: object, name: str, reason: str, directions: Directions, foreign: list[str]) -> None:
+def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str]) -> None:
     """Refuse a metric that nothing records; warn where something that does not say what it records may do so."""
-    hint = reason or did_you_mean(name, directions, cutoff=0.85 if foreign else 0.6)
-    if not foreign:
+    hint = reason or did_you_mean(name, directions, cutoff=0.85 if others else 0.6)
+    if not others:
         known = "" if reason else f" It records: {', '.join(directions)}."
         raise ValueError(f"{where}: the run will not record it.{hint}{known}")
     if hint:
         warnings.warn(
-            f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(foreign))} does.{hint}",
+            f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(others))} does.{hint}",
             stacklevel=6,  # where train() is called
         )
 
@@ -268,10 +278,6 @@ def _refuse(where: object, name: str, reason: str, directions: Directions, forei
 def is_foreign(part: object) -> bool:
     """Whether a trainer, its history or a callback is not of this package, and may record anything."""
     return type(part).__module__.partition(".")[0] != __package__
-
-
-def _foreign(parts: Iterable[object]) -> list[str]:
-    return [type(part).__name__ for part in parts if is_foreign(part)]
 
 
 def _dataset_prefixes(dataset: Any) -> list[str]:
@@ -287,7 +293,7 @@ def _has_parts(trainer: Trainer) -> bool:
 
 
 def _is_part_of_a_loss(name: str, of_datasets: list[str]) -> bool:
-    kinds = r"train_\w+_epoch|eval_\w+_epoch|intermediate_eval_\w+" if of_datasets else r"train_\w+_epoch"
+    kinds = "train_.+_epoch|eval_.+_epoch|intermediate_eval_.+" if of_datasets else "train_.+_epoch"
     return re.search(rf"({kinds})$", name) is not None
 
 

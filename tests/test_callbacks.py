@@ -630,8 +630,9 @@ def test_nan_is_never_the_best(script, best, greater, tmp_path):
     assert equal(weights(trainer.model), trainer.weights_after_epoch[best - 1])
 
 
-def test_when_all_are_nan_nothing_is_saved_or_loaded(tmp_path):
+def test_when_all_are_nan_nothing_is_saved_or_loaded_and_that_is_said(tmp_path, capsys):
     trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
+    assert "No best model is saved: score has had no value that is a number." in capsys.readouterr().out
     assert not (tmp_path / "best.pt").exists()
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 

@@ -166,6 +166,15 @@ def test_a_callback_of_ones_own_can_say_which_values_are_better(here):
     assert best.best_metric == 3.0
 
 
+def test_a_callback_of_ones_own_that_says_what_it_records_is_taken_at_its_word(here):
+    class Records(TrainerCallback):
+        def configure_run(self, trainer, request, **kwargs):
+            request.metrics.record(self, {"mine": True})
+
+    trainer = make_trainer([Records(), SaveBestModelCallback("best.pt", "mien")])
+    assert steps_of(trainer, ValueError, r"'mien'\): the run will not record it. Did you mean 'mine'") == 0
+
+
 @pytest.mark.parametrize(
     ("name", "callbacks", "data"),
     [
@@ -560,3 +569,10 @@ def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
     with pytest.raises(ValueError, match="broken"):
         train(trainer)
     assert "The run is saved in 'states/update-000000002', after update 2." in capsys.readouterr().out
+
+
+def test_a_failing_evaluation_after_a_run_is_not_said_to_be_saved(here, capsys):
+    trainer = train(make_trainer([SaveTrainingStateCallback("states")]))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer.evaluate([(torch.zeros(3), torch.zeros(1))])
+    assert capsys.readouterr().out == ""

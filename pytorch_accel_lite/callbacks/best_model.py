@@ -114,6 +114,8 @@ class SaveBestModelCallback(TrainerCallback):
         return path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}")
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self.best_metric is None and trainer.progress.epochs_completed:
+            trainer.print(f"No best model is saved: {self.watch_metric} has had no value that is a number.")
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
         trainer.print(

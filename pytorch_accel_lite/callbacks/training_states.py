@@ -176,6 +176,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._store.unlock()
         if trainer.interruption is not None:
             self._say_how_to_resume(trainer)
+        self._saved = None
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: do not wait for them
@@ -184,7 +185,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._say_how_to_resume(trainer)
 
     def _say_how_to_resume(self, trainer: Trainer) -> None:
-        """Say where the run was saved last, if it was; once."""
+        """Say, of a run that has not come to its end, where it was saved last, if it was."""
         if self._saved is not None:
             trainer.print(
                 f"The run is saved in {os.fspath(self._latest)!r}, after update {self._saved['update']}. To resume it, "
