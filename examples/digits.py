@@ -71,7 +71,7 @@ def main() -> None:
         callbacks=[
             *get_default_callbacks(),
             MetricsCallback({"accuracy": MulticlassAccuracy(10, average="micro")}),
-            SaveBestModelCallback(args.output / "best_model.pt", watch_metric="accuracy", greater_is_better=True),
+            SaveBestModelCallback(args.output / "best_model.pt", watch_metric="accuracy"),
         ],
         seed=args.seed,
     )

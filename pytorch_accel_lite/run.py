@@ -78,6 +78,7 @@ class Run:
     gradient_norm: torch.Tensor | None = None
     skips_update: bool = False
     skipped_updates: int = 0
+    is_sanity_evaluation: bool = False
 
     @classmethod
     def create(
@@ -285,6 +286,7 @@ def release_model(trainer: Trainer) -> None:
 def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
     """Fire the ending events after a block; when it is stopped early, note why, say it, and tell the callbacks.
 
+    It is said after the metrics of the epoch, which callbacks show then; of a pause at once, as saving takes its time.
     A run around this one has its own end: what stops or fails in the block is left to it.
     """
     stopped = None
@@ -297,8 +299,11 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
             if run.outer is None:
                 run.stop_reason = str(stop) or type(stop).__name__
                 run.interruption = stop if isinstance(stop, RunPausedError) else None
-                trainer.print(run.stop_reason)
+                if run.interruption is not None:
+                    trainer.print(run.stop_reason)
                 _call_ending_event(trainer, run, "on_stop_training_error")
+                if run.interruption is None:
+                    trainer.print(run.stop_reason)
         ended = True
         getattr(trainer, f"{kind}_run_end")()
         _call_ending_event(trainer, run, f"on_{kind}_run_end")

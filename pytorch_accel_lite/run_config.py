@@ -10,6 +10,7 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from pytorch_accel_lite.utils import find_length
+from pytorch_accel_lite.watching import ExpectedMetrics
 
 
 @dataclass
@@ -26,6 +27,7 @@ class RunRequest:
     :param measures_waiting: the training dataloader measures, in ``seconds_waited``, how long an epoch has waited
     :param max_batches: batches that each process reads in an epoch of training and in an evaluation
     :param first_sample: the position of the first sample to be predicted
+    :param metrics: what callbacks record, and what they watch
     :param state_sources: where ``resume_from="latest"`` looks: objects with ``find_latest(trainer)`` and ``save_dir``
     """
 
@@ -39,6 +41,7 @@ class RunRequest:
     scheduler_metric: str | None = None
     eval_every_n_epochs: int = 1
     auto_microbatch: bool = False
+    sanity_eval_batches: int = 0
     saves_training_states: bool = False
     skips_failed_batches: bool = False
     ends_at_signals: bool = False
@@ -46,6 +49,7 @@ class RunRequest:
     max_batches: int | None = None
     first_sample: int = 0
     state_sources: list[Any] = field(default_factory=list)
+    metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
     _paths: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     def claim_path(self, owner: object, argument: str, path: str | os.PathLike[str] | None) -> None:
@@ -112,6 +116,7 @@ class TrainerRunConfig:
     scheduler_metric: str | None = None
     eval_every_n_epochs: int = 1
     auto_microbatch: bool = False
+    sanity_eval_batches: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""

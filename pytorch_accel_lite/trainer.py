@@ -35,6 +35,7 @@ from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
+from pytorch_accel_lite.watching import latest_metric
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,6 +90,7 @@ class Trainer:
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: this process's training batches; so ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+    :ivar is_sanity_evaluation: whether this is the evaluation before training (``train(sanity_eval_batches=)``)
     :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
     :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors on the device
@@ -116,6 +118,7 @@ class Trainer:
     _eval_dataloader: Any = eval_dataloader
     is_finished: bool = _of_the_run("is_finished")
     evaluation_is_due: bool = _of_the_run("evaluation_is_due")
+    is_sanity_evaluation: bool = _of_the_run("is_sanity_evaluation")
     batch_indices: list[Any] | None = _of_the_run("batch_indices")
     clock: float = _of_the_run("clock")
 
@@ -184,6 +187,7 @@ class Trainer:
         scheduler_interval: str = "update",
         scheduler_metric: str | None = None,
         auto_microbatch: bool = False,
+        sanity_eval_batches: int = 0,
     ) -> None:
         """Train the model.
 
@@ -213,6 +217,7 @@ class Trainer:
             evaluated do not step it then.
         :param auto_microbatch: when a batch does not fit into the device's memory, split it, and all that follow, into
             micro-batches, as many as are needed, and add up their gradients, which are those of the whole batch
+        :param sanity_eval_batches: batches to evaluate before training, on each process, so that errors come early
         :raises NonFiniteLossError: when :class:`~pytorch_accel_lite.callbacks.TerminateOnNaNCallback` saw a loss
             that is infinite or NaN
         """
@@ -227,6 +232,7 @@ class Trainer:
             scheduler_metric,
             eval_every_n_epochs,
             auto_microbatch,
+            sanity_eval_batches,
         )
         if self.is_running:
             raise RuntimeError(
@@ -398,12 +404,8 @@ class Trainer:
         metric = self.current_run.required_config.scheduler_metric
         if metric is None:
             self.scheduler.step()
-            return
-        try:
-            value = self.run_history.get_latest_metric(metric)
-        except ValueError as error:
-            raise ValueError(f"scheduler_metric={metric!r}: {error}") from error
-        self.scheduler.step(value)
+        else:
+            self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""

@@ -36,6 +36,8 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
     check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
     check_positive_int("eval_every_n_epochs", request.eval_every_n_epochs)
+    if request.sanity_eval_batches != 0:
+        check_positive_int("sanity_eval_batches", request.sanity_eval_batches)
     for name in ("num_epochs", "max_num_train_steps"):
         if getattr(request, name) is not None:
             check_positive_int(name, getattr(request, name))
@@ -139,6 +141,12 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
     if metric is not None and next(iter(inspect.signature(scheduler.step).parameters), "epoch") == "epoch":
         raise ValueError(
             f"scheduler_metric={metric!r}: {kind}.step takes no metric, as ReduceLROnPlateau's does. Leave it out."
+        )
+    better = request.metrics.directions.get(metric or "")
+    if better is not None and getattr(scheduler, "mode", None) == ("min" if better else "max"):
+        raise ValueError(
+            f"scheduler_metric={metric!r}: of this metric {'greater' if better else 'smaller'} values are better, but "
+            f"{kind} has mode={scheduler.mode!r}. Make it with mode={'max' if better else 'min'!r}."
         )
 
 

@@ -233,9 +233,9 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "scheduler_interval='epoch' needs a scheduler. Pass create_scheduler_fn",
     ),
     "scheduler_metric without a scheduler": (
-        {"scheduler_interval": "epoch", "scheduler_metric": "eval_loss_epoch"},
+        {"scheduler_interval": "epoch", "scheduler_metric": "train_loss_epoch"},
         ValueError,
-        "scheduler_metric='eval_loss_epoch' needs a scheduler",
+        "scheduler_metric='train_loss_epoch' needs a scheduler",
     ),
     "scheduler_metric=3": ({"scheduler_metric": 3}, TypeError, "scheduler_metric=3 must be the name of a metric"),
     "scheduler_metric after updates": (

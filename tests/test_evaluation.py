@@ -17,7 +17,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.launching import torchrun
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
 from tests.test_ema import normed_model
 
 
@@ -98,9 +98,9 @@ def test_evaluation_after_every_nth_epoch_and_the_last(tmp_path):
     assert trainer.run_history.to_dataframe()["eval_loss_epoch"].dropna().index.tolist() == [2, 4, 5]
     assert best.best_metric_epoch == 5
     # A metric that is never recorded is pointed out as soon as it was due.
-    stop = EarlyStoppingCallback(watch_metric="accuracy")
-    trainer = quiet_trainer(small_model(), callbacks=[stop])
-    with pytest.raises(ValueError, match="No values have been recorded for the metric 'accuracy'"):
+    stop = EarlyStoppingCallback(watch_metric="accuracy", greater_is_better=True)
+    trainer = quiet_trainer(small_model(), callbacks=[stop, listener()])
+    with pytest.raises(ValueError, match=r"EarlyStoppingCallback\(watch_metric='accuracy'\): the run has not"):
         trainer.train(regression_data(16), 5, regression_data(9), eval_every_n_epochs=2)
     assert trainer.progress.epoch == 2
 

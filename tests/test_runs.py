@@ -120,7 +120,7 @@ def test_callbacks_after_the_one_that_stops_a_run_hear_the_event_too():
     measure = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("m", values[t.progress.epoch - 1]))
     heard: list[int] = []
     after = listener(on_eval_epoch_end=lambda t, **_: heard.append(t.progress.epoch))
-    trainer = make_trainer([measure, EarlyStoppingCallback(1, 0.01, "m"), after])
+    trainer = make_trainer([measure, EarlyStoppingCallback(1, 0.01, "m", greater_is_better=False), after])
     train(trainer, epochs=3, eval_dataset=True)
     assert heard == [1, 2]
     assert trainer.stop_reason is not None

@@ -642,7 +642,8 @@ def test_a_plateau_is_told_the_metric_of_each_epoch_after_its_evaluation():
 
 
 def test_a_metric_that_is_not_recorded_is_an_error_that_lists_those_that_are():
-    with pytest.raises(ValueError, match=r"scheduler_metric='eval_los_epoch'.*'eval_loss_epoch'.*train_loss_epoch"):
+    error = pytest.raises(ValueError, match=r"scheduler_metric='eval_los_epoch'.*'eval_loss_epoch'.*train_loss_epoch")
+    with pytest.warns(UserWarning, match=r"unless Noting does. Did you mean 'eval_loss_epoch'\?"), error:
         run(**PLATEAU, scheduler_metric="eval_los_epoch")
 
 

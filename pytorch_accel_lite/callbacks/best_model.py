@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -25,7 +25,9 @@ class SaveBestModelCallback(TrainerCallback):
 
     :param save_path: the file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
     :param watch_metric: the name of the metric in the run history; its value is saved in the file, under its name
-    :param greater_is_better: whether larger values are better
+    :param greater_is_better: whether larger values are better; ``None``: what the metric itself says, see
+        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. Where it says nothing, smaller ones are, with a warning
+        unless it is a loss. An argument that contradicts the metric is an error.
     :param reset_on_train: compare only with the values of the current training run
     :param save_optimizer: include the optimizer's state
     :param save_scheduler: include the scheduler's state
@@ -39,7 +41,7 @@ class SaveBestModelCallback(TrainerCallback):
         self,
         save_path: str | os.PathLike[str] = "best_model.pt",
         watch_metric: str = "eval_loss_epoch",
-        greater_is_better: bool = False,
+        greater_is_better: bool | None = None,
         reset_on_train: bool = True,
         save_optimizer: bool = True,
         save_scheduler: bool = True,
@@ -59,14 +61,15 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric_epoch: int | None = None
         self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
         self._written: set[int] = set()  # epochs of which there are files, those of an earlier run included
-        self._watched = WatchedMetric(watch_metric, greater_is_better)
+        self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             request.claim_path(self, "save_path", self.save_path)
+            request.metrics.watch(self._watched)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._watched.start(trainer.run_history)
+        self._watched.start(trainer)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
             self._kept = []
@@ -94,7 +97,8 @@ class SaveBestModelCallback(TrainerCallback):
 
     def _keep(self, trainer: Trainer, metric: float, epoch: int) -> None:
         """Save the model under its epoch when it is among the best, and remove those that no longer are."""
-        ranking = sorted([*self._kept, (metric, epoch)], key=lambda kept: kept[0], reverse=self.greater_is_better)
+        greater = bool(self._watched.greater_is_better)
+        ranking = sorted([*self._kept, (metric, epoch)], key=lambda kept: kept[0], reverse=greater)
         best_of_epoch: dict[int, float] = {}  # a second run's epochs have the numbers, and the files, of the first's
         for value, number in ranking:
             best_of_epoch.setdefault(number, value)
@@ -112,10 +116,13 @@ class SaveBestModelCallback(TrainerCallback):
         return path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}")
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self.best_metric is None and trainer.progress.epochs_completed:
+            trainer.print(f"No best model is saved: {self.watch_metric} has had no value that is a number.")
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
         trainer.print(
-            f"Loading the best model: epoch {self.best_metric_epoch}, {self.watch_metric}: {self.best_metric:.6g}"
+            f"Loading the best model: epoch {self.best_metric_epoch}, {self.watch_metric}: {self.best_metric:.6g} "
+            f"({self._watched.direction})"
         )
         trainer.load_checkpoint(self.save_path)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.ema import ModelEma
 from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_choice
+from pytorch_accel_lite.watching import ExpectedMetrics, WatchedMetric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -32,7 +33,8 @@ class ModelEmaCallback(TrainerCallback):
     :param save_path: where it is saved, as a portable checkpoint; ``None``: not at all
     :param watch_metric: the metric that says which is the best, by its name with the prefix; ``None``: the loss of the
         evaluation, ``ema_model_eval_loss_epoch``
-    :param greater_is_better: whether larger values are better
+    :param greater_is_better: whether larger values are better; ``None``: as the metric itself says, see
+        :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
     :param model_ema: the class that averages, called as ``model_ema(model, decay=decay)``
     :param callbacks: the callbacks that see the evaluation of the averaged model (metrics, say); no others do
     :param update_every: ``"update"``, or ``"epoch"`` to average once an epoch
@@ -48,7 +50,7 @@ class ModelEmaCallback(TrainerCallback):
         evaluate_during_training: bool = True,
         save_path: str | os.PathLike[str] | None = "ema_model.pt",
         watch_metric: str | None = None,
-        greater_is_better: bool = False,
+        greater_is_better: bool | None = None,
         model_ema: Callable[..., ModelEma] = ModelEma,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
         *,
@@ -72,7 +74,7 @@ class ModelEmaCallback(TrainerCallback):
         self.prefix = prefix
         self.ema: ModelEma | None = None
         self.best_metric: float | None = None
-        self._watched = WatchedMetric(self.watch_metric, greater_is_better)
+        self._watched = WatchedMetric(self, "watch_metric", self.watch_metric, greater_is_better)
         self._handler = CallbackHandler(callbacks)
         self._loaded: dict[str, Any] = {}
 
@@ -84,6 +86,13 @@ class ModelEmaCallback(TrainerCallback):
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             request.claim_path(self, "save_path", self.save_path)
+        if self.evaluate_during_training:
+            nested = ExpectedMetrics()
+            nested.record(self, {"eval_loss_epoch": False}, in_evaluation=True)
+            self._handler.configure_run(trainer, replace(request, metrics=nested, state_sources=[]))
+            request.metrics.include(nested, self.prefix, self._handler)
+            if trainer.eval_dataset is not None:
+                request.metrics.watch(self._watched)
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.train_dataloader is None or trainer.run_config is not None:  # of an evaluation, alone or in a run
@@ -99,6 +108,8 @@ class ModelEmaCallback(TrainerCallback):
             self._check_evaluation(trainer)
         if trainer.is_sharded:
             raise ValueError("ModelEmaCallback cannot average sharded weights. Train without FSDP, or leave it out.")
+        if self.evaluate_during_training and trainer.eval_dataloaders:
+            self._watched.start(trainer)
         self._average.to(trainer.device)
         if not trainer.progress.update:  # from rank 0's weights, which all ranks have got from it meanwhile
             self._average.set(trainer.get_model(keep_torch_compile=False))
@@ -138,8 +149,8 @@ class ModelEmaCallback(TrainerCallback):
         if not trainer.evaluation_is_due:
             return
         trainer.run_evaluation(self._average.module, self.prefix, is_intermediate=False, callbacks=self._handler)
-        metric = float(trainer.run_history.get_latest_metric(self.watch_metric))
-        if self._watched.is_better(metric, self.best_metric):
+        metric = self._watched.new_value(trainer)
+        if metric is not None and self._watched.is_better(metric, self.best_metric):
             self.best_metric = metric
             self._save(trainer, {self.watch_metric: metric})
 

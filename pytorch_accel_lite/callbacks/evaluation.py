@@ -8,6 +8,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -22,6 +23,9 @@ class StepBasedEvaluationCallback(TrainerCallback):
 
     def __init__(self, eval_every_n_steps: int) -> None:
         self.eval_every_n_steps = check_positive_int("eval_every_n_steps", eval_every_n_steps)
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.metrics.within_epochs = True
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not trainer.eval_dataloaders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
     from pytorch_accel_lite.distributed import Ranks
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -23,6 +25,7 @@ class MetricsCallback(TrainerCallback):
 
     Every sample counts once, on any number of processes. They are recorded under their names: the keys of a dict or a
     ``MetricCollection``, or the name of the class; with the prefix ``intermediate_`` for evaluations within an epoch.
+    Callbacks that watch one of them learn from its ``higher_is_better`` which values are better.
     Metrics that check their inputs may read the device in every step: make them with ``validate_args=False``.
 
     :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name
@@ -55,6 +58,14 @@ class MetricsCallback(TrainerCallback):
         self.train_metrics = self.metrics.clone() if train else None
         self.transform = transform or default_transform
         self._ranks: Ranks | None = None
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        named = list(self.metrics.items())
+        better = {name: getattr(metric, "higher_is_better", None) for name, metric in named}
+        of_several = not all(_is_single(metric) for _, metric in named)
+        request.metrics.record(self, better, in_evaluation=True, and_others=of_several)
+        if self.train_metrics is not None:
+            request.metrics.record(self, {f"train_{name}": is_so for name, is_so in better.items()})
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._ranks = trainer.ranks
@@ -186,6 +197,12 @@ def _find(values: Any, names: tuple[str, ...]) -> Any:
         if found is not None:
             return found
     return None
+
+
+def _is_single(metric: Metric) -> bool:
+    """Whether a metric is known to be recorded under its own name: not as a dict of several with names of their own."""
+    annotation = str(inspect.signature(metric.compute).return_annotation)
+    return "Tensor" in annotation and "dict" not in annotation.lower()
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 _MIB = 2**20
@@ -34,6 +35,11 @@ class LearningRateMonitorCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {}
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            count = len(trainer.optimizer.param_groups)
+            request.metrics.record(self, ["lr"] if count == 1 else [f"lr_{number}" for number in range(count)])
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         groups = trainer.optimizer.param_groups
@@ -71,6 +77,10 @@ class GradientNormCallback(TrainerCallback):
         self._max: Any = 0.0
         self._clipped: Any = 0.0
         self._count = 0
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        clipped = ["clipped_updates"] if request.gradient_clip_norm is not None else []
+        request.metrics.record(self, ["gradient_norm_mean", "gradient_norm_max", *clipped])
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._clear()
@@ -125,6 +135,9 @@ class ThroughputCallback(TrainerCallback):
         self._first = samples
         self._start = time.perf_counter()
 
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.metrics.record(self, {"samples_per_second_epoch": True, "items_per_second_epoch": True})
+
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         # The part of an epoch that was trained before a resume has taken no time now.
         self._restart(trainer.progress.samples_in_epoch)
@@ -162,6 +175,9 @@ class LossScaleCallback(TrainerCallback):
     def __init__(self) -> None:
         self._skipped = 0
 
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.metrics.record(self, {"loss_scale": None, "skipped_updates": False})
+
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._skipped = 0
 
@@ -189,6 +205,9 @@ class DeviceMemoryCallback(TrainerCallback):
     On a GPU, in the epoch: ``memory_allocated_mib`` and ``memory_reserved_mib``. Elsewhere ``memory_resident_mib``, the
     largest size of a process since it was started.
     """
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.metrics.record(self, [f"memory_{kind}_mib" for kind in ("allocated", "reserved", "resident")])
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         memory = module_of(trainer.device)

@@ -19,16 +19,23 @@ if TYPE_CHECKING:
 
 
 class PrintProgressCallback(TrainerCallback):
-    """Prints when a run and each of its epochs start, and when the run ends."""
+    """Prints when a run and each of its epochs start, and when the run ends: not by an error, nor for a pause."""
+
+    _failed = False
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._failed = False
         trainer.print("Starting training run")
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._failed = True
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print(f"Starting {_epoch_of(trainer).lower()}")
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        trainer.print("Finishing training run")
+        if not self._failed and trainer.interruption is None:
+            trainer.print("Finishing training run")
 
     def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.print("Starting evaluation run")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -117,7 +118,9 @@ class EarlyStoppingCallback(TrainerCallback):
         without a value of the metric do not count
     :param early_stopping_threshold: a change that is not larger than this is no improvement
     :param watch_metric: the name of the metric in the run history
-    :param greater_is_better: whether larger values are better
+    :param greater_is_better: whether larger values are better; ``None``: what the metric itself says, see
+        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. Where it says nothing, smaller ones are, with a warning
+        unless it is a loss. An argument that contradicts the metric is an error.
     :param reset_on_train: begin again in every training run
     :param threshold_mode: ``"absolute"``, or ``"relative"``: the threshold is a share of the best value's size
     :param baseline: a value that is to be improved upon from the start; ``None``: any first value is an improvement
@@ -126,12 +129,14 @@ class EarlyStoppingCallback(TrainerCallback):
         :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
     """
 
+    _message = ""  # said when the metrics of the epoch have been
+
     def __init__(
         self,
         early_stopping_patience: int = 1,
         early_stopping_threshold: float = 0.01,
         watch_metric: str = "eval_loss_epoch",
-        greater_is_better: bool = False,
+        greater_is_better: bool | None = None,
         reset_on_train: bool = True,
         *,
         threshold_mode: str = "absolute",
@@ -152,11 +157,15 @@ class EarlyStoppingCallback(TrainerCallback):
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
         self.best_metric = baseline
         self.early_stopping_patience_counter = 0
-        self._watched = WatchedMetric(watch_metric, greater_is_better)
+        self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
         self._evaluated = False
 
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.metrics.watch(self._watched)
+
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._watched.start(trainer.run_history)
+        self._watched.start(trainer)
         self._evaluated = False
         if self.reset_on_train:
             self.best_metric = self.baseline
@@ -172,6 +181,12 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._look(trainer, mid_epoch=False)
 
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._say(trainer)
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._say(trainer)
+
     def _look(self, trainer: Trainer, mid_epoch: bool) -> None:
         self._evaluated = False
         metric = self._watched.new_value(trainer, mid_epoch)
@@ -182,7 +197,7 @@ class EarlyStoppingCallback(TrainerCallback):
         if best is None:
             improvement = math.inf if math.isfinite(metric) else -math.inf
         else:
-            improvement = metric - best if self.greater_is_better else best - metric
+            improvement = metric - best if self._watched.greater_is_better else best - metric
             if self.threshold_mode == "relative":
                 threshold *= abs(best)
         if improvement > threshold:
@@ -190,16 +205,24 @@ class EarlyStoppingCallback(TrainerCallback):
             self.early_stopping_patience_counter = 0
             return
         self.early_stopping_patience_counter += 1
-        trainer.print(
-            f"{self.watch_metric} has not improved on {best} by more than {threshold:g}: "
+        stands_at = f"best {'none' if best is None else format(best, '.6g')}, {self._watched.direction}"
+        self._message = (
+            f"{self.watch_metric}: {metric:.6g} is no improvement by more than {threshold:.6g} ({stands_at}); "
             f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in} of patience "
             "used."
         )
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             raise StopTrainingError(
                 f"Stopping: {self.watch_metric} has not improved for {self.early_stopping_patience} "
-                f"{self.patience_in[:-1]}(s)."
+                f"{self.patience_in[:-1]}(s) ({stands_at})."
             )
+        if mid_epoch:
+            self._say(trainer)
+
+    def _say(self, trainer: Trainer) -> None:
+        if self._message:
+            trainer.print(self._message)
+        self._message = ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the patience used."""

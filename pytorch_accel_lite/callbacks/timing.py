@@ -18,6 +18,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int, check_range
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
@@ -58,6 +59,9 @@ class TimingCallback(TrainerCallback):
         self._counted = 0.0
         self._mark = self._mark_counted = self._epoch_start = 0.0
         self._callbacks_before = 0.0
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.metrics.record(self, [f"time_{name}" for name in (*_PHASES, "data_max", "callbacks", "epoch")])
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         _refuse_second(trainer, self, "One measures all callbacks")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks.watching import WatchedMetric
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import StateStore
@@ -17,6 +16,7 @@ from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_sta
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
+from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -29,12 +29,13 @@ class KeepBest:
 
     :param metric: the name of the metric in the run history
     :param n: how many states to keep
-    :param greater_is_better: whether larger values are better
+    :param greater_is_better: whether larger values are better; ``None``: as the metric itself says, see
+        :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
     """
 
     metric: str = "eval_loss_epoch"
     n: int = 1
-    greater_is_better: bool = False
+    greater_is_better: bool | None = None
 
 
 @answering
@@ -97,9 +98,10 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._best: dict[str, float] = {}
         self._best_before: dict[str, float] = {}
         watched = keep_best or KeepBest(metric="")
-        self._watched = WatchedMetric(watched.metric, watched.greater_is_better)
+        self._watched = WatchedMetric(self, "keep_best.metric", watched.metric, watched.greater_is_better)
         self._value = math.nan  # of the metric, in the epoch that has just ended
         self._saved: dict[str, Any] | None = None
+        self._latest = self.save_dir  # the state that was saved last
         self._saved_clock = 0.0
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -108,6 +110,8 @@ class SaveTrainingStateCallback(TrainerCallback):
             request.ends_at_signals = request.ends_at_signals or self.save_on_signal
             request.state_sources.append(self)
             request.claim_path(self, "save_dir", self.save_dir)
+            if self.keep_best is not None:
+                request.metrics.watch(self._watched)
 
     def find_latest(self, trainer: Trainer) -> TrainingState | None:
         """Return the newest whole state of ``save_dir``, or ``None`` when there is none."""
@@ -128,7 +132,8 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         check_states_are_possible(trainer.accelerator)
-        self._watched.start(trainer.run_history)
+        if self.keep_best is not None:
+            self._watched.start(trainer)
         self._saved = None
         self._saved_clock = 0.0
         self._best = {}
@@ -171,11 +176,24 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._writer = None
             self._store.unlock()
+        if trainer.interruption is not None:
+            self._say_how_to_resume(trainer)
+        self._saved = None
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: do not wait for them
             self._attempt(trainer, self._writer.wait)
         self._store.unlock()
+        self._say_how_to_resume(trainer)
+
+    def _say_how_to_resume(self, trainer: Trainer) -> None:
+        """Say, of a run that has not come to its end, where it was saved last, if it was."""
+        if self._saved is not None:
+            trainer.print(
+                f"The run is saved in {os.fspath(self._latest)!r}, after update {self._saved['update']}. To resume it, "
+                'call train() with the same arguments and resume_from="latest".'
+            )
+        self._saved = None
 
     def _save(self, trainer: Trainer) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.stop_reason}
@@ -196,6 +214,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 self._store.rotate(self.max_checkpoints, best)
 
         self._saved = moment
+        self._latest = path
         self._saved_clock = trainer.clock
         self._attempt(trainer, lambda: trainer.save_training_state(path, writer=self._writer, then=rotate))
 
@@ -226,7 +245,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if self.keep_best is None or math.isnan(self._value):
             return self._best
         candidates = self._best | {name: self._value}
-        ranking = sorted(candidates.items(), key=lambda item: item[1], reverse=self.keep_best.greater_is_better)
+        ranking = sorted(candidates.items(), key=lambda item: item[1], reverse=bool(self._watched.greater_is_better))
         return dict(ranking[: self.keep_best.n])
 
     def state_dict(self) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def find_data(
     check_resume(resume_from)
     trainer.callback_handler.configure_run(trainer, request)
     check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # again, with theirs
+    _check_metrics(trainer, run)
     run.resumed = state = find_state(trainer, request.state_sources, resume_from)
     run.data_seed = trainer.seed
     if trainer.seed is not None:
@@ -50,6 +51,18 @@ def find_data(
     create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # now, so that a callback's copy of the model has them too
     trainer.call_event("on_dataloaders_created")
+
+
+def _check_metrics(trainer: Trainer, run: Run) -> None:
+    """Check, as far as it can be known now, that the run records what is watched."""
+    request = run.request
+    if request.scheduler_metric is not None:
+        request.metrics.require(f"scheduler_metric={request.scheduler_metric!r}", request.scheduler_metric)
+    request.metrics.settle(trainer)
+    if request.sanity_eval_batches and run.eval_dataset is None:
+        raise ValueError(
+            f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
+        )
 
 
 def create_train_loader(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:

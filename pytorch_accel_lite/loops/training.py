@@ -11,6 +11,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
+from pytorch_accel_lite.loops.sanity import sanity_evaluation
 from pytorch_accel_lite.run import Run, StepSnapshot, create_loader, ending
 from pytorch_accel_lite.tracking import LossTrackers
 
@@ -25,6 +26,8 @@ def train(trainer: Trainer, run: Run) -> None:
         trainer.training_run_start()
         trainer.call_event("on_training_run_start")
         over = _is_over(trainer, run)
+        if run.request.sanity_eval_batches and not over:
+            sanity_evaluation(trainer, run)
         if over or not run.progress.is_mid_epoch:
             _finish_resuming(trainer, run)
         while not over and (run.progress.is_mid_epoch or not run.is_finished):

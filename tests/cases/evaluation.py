@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import CatMetric, MaxMetric, SumMetric
+from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
     MetricsCallback,
     ModelEmaCallback,
     PredictionWriterCallback,
@@ -240,3 +241,39 @@ def predict_one_sample_within_a_run() -> Any:
     trainer = quiet_trainer(model, callbacks=[Predicts])
     trainer.train(regression_data(12), 2, per_device_batch_size=2)
     return shapes
+
+
+class _Rising(TrainerCallback):
+    """Records a metric that rises, and says so."""
+
+    def configure_run(self, trainer, request, **kwargs):
+        request.metrics.record(self, {"score": True}, in_evaluation=True)
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        trainer.run_history.update_metric("score", float(trainer.progress.epoch))
+
+
+class _Silent(TrainerCallback):
+    """Might record anything."""
+
+
+def sanity() -> Any:
+    """A run with and without an evaluation before it; the best value; what is said of metrics that do not come."""
+    results: dict[str, Any] = {}
+    for name, batches in (("plain", 0), ("tried", 2)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+        stopping = EarlyStoppingCallback(1, watch_metric="score")
+        trainer = quiet_trainer(model, callbacks=[_Rising(), stopping], seed=0)
+        trainer.train(regression_data(24), 3, regression_data(11), 4, sanity_eval_batches=batches)
+        results[name] = {"weights": weights(model), "history": trainer.run_history.to_dict()}
+        results["best"] = stopping.best_metric
+    metrics = MetricsCallback({"score": MeanSquaredError()})
+    for name, callbacks in (("refused", [metrics]), ("missing", [metrics, _Silent()])):
+        watched = EarlyStoppingCallback(watch_metric="scroe" if name == "refused" else "never", greater_is_better=False)
+        trainer = quiet_trainer(small_model(), callbacks=[*callbacks, watched])
+        try:
+            trainer.train(regression_data(25), 1, regression_data(11), 2, sanity_eval_batches=1)
+        except ValueError as error:
+            results[name] = str(error)
+    return results

@@ -1,0 +1,578 @@
+"""What a run is known to record before it begins, which values of a metric are better, and trying the evaluation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import MeanAbsoluteError, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import ClasswiseWrapper
+
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    EarlyStoppingCallback,
+    KeepBest,
+    MetricsCallback,
+    ModelEmaCallback,
+    PrintProgressCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
+)
+from tests import cases
+from tests.tasks import Stream, equal, listener, make_data, make_model, make_trainer, train, weights
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder of the test's own, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Script(Metric):
+    """Gives one value of a script after the other."""
+
+    higher_is_better = True
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.values = list(values)
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        pass
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(self.values.pop(0))
+
+
+def scores(values: list[float], higher: bool | None = True) -> MetricsCallback:
+    """Record them as ``score``, a metric that says so of itself."""
+    return MetricsCallback({"score": type("Said", (Script,), {"higher_is_better": higher})(values)})
+
+
+WATCHERS: dict[str, Any] = {
+    "SaveBestModelCallback(watch_metric=": lambda name, *greater: SaveBestModelCallback("best.pt", name, *greater),
+    "EarlyStoppingCallback(watch_metric=": lambda name, *greater: EarlyStoppingCallback(9, 0.0, name, *greater),
+    "ModelEmaCallback(watch_metric=": lambda name, *greater: ModelEmaCallback(0.5, True, "ema.pt", name, *greater),
+    "SaveTrainingStateCallback(keep_best.metric=": lambda name, *greater: SaveTrainingStateCallback(
+        "states", keep_best=KeepBest(name, 1, *greater)
+    ),
+}
+
+
+def steps_of(trainer: Trainer, error: type[Exception], match: str, **kwargs: Any) -> int:
+    """Train, expect an error, and return how many steps were made before it."""
+    with pytest.raises(error, match=match):
+        train(trainer, **kwargs)
+    return trainer.progress.step
+
+
+# --------------------------------------------------------------------------------- which values are better
+
+
+@pytest.mark.parametrize(
+    ("values", "higher_is_better", "best"), [([1, 3, 2], True, 2), ([2, 1, 3], False, 2), ([3, 1, 2], True, 1)]
+)
+def test_the_best_model_is_the_best_by_what_the_metric_says_of_itself(values, higher_is_better, best, here):
+    callback = SaveBestModelCallback("best.pt", "score")
+    train(make_trainer([scores(values, higher_is_better), callback]), epochs=3, eval_dataset=True)
+    assert callback.best_metric_epoch == best
+    assert torch.load("best.pt")["score"] == values[best - 1]
+
+
+def test_a_run_whose_accuracy_rises_is_not_stopped(here):
+    stopping = EarlyStoppingCallback(watch_metric="score")
+    trainer = train(make_trainer([scores([0.1, 0.5, 0.9]), stopping]), epochs=3, eval_dataset=True)
+    assert trainer.stop_reason is None
+    assert stopping.best_metric == pytest.approx(0.9)
+
+
+def test_the_states_and_averages_that_are_kept_are_the_best_by_what_the_metric_says(here):
+    saver = SaveTrainingStateCallback("states", 1, max_checkpoints=1, keep_best=KeepBest("score"))
+    ema = ModelEmaCallback(0.5, watch_metric="ema_model_score", callbacks=[scores([1.0, 3.0, 2.0])])
+    train(make_trainer([scores([1.0, 3.0, 2.0]), ema, saver], seed=0), epochs=3, eval_dataset=True)
+    assert {path.name for path in Path("states").glob("update-*")} == {"update-000000006", "update-000000009"}
+    assert ema.best_metric == 3.0
+
+
+@pytest.mark.parametrize("where", WATCHERS)
+def test_an_argument_that_contradicts_the_metric_is_an_error_before_training(where, here):
+    average = ModelEmaCallback(save_path="other.pt", prefix="other_", callbacks=[scores([1.0])])
+    name = "other_score" if "Ema" in where else "score"
+    trainer = make_trainer([average, scores([1.0]), WATCHERS[where](name, False)])
+    with pytest.raises(ValueError, match="but the metric itself says that greater is better") as caught:
+        train(trainer, eval_dataset=True)
+    assert str(caught.value).startswith(f"{where}{name!r}): greater_is_better=False")
+    assert trainer.progress.step == 0
+
+
+def test_of_losses_of_the_run_greater_values_are_never_better(here):
+    callback = SaveBestModelCallback("best.pt", greater_is_better=True)
+    assert steps_of(make_trainer([callback]), ValueError, "says that smaller is better", eval_dataset=True) == 0
+
+
+@pytest.mark.parametrize("where", WATCHERS)
+def test_where_it_is_not_known_smaller_ones_are_better_and_a_warning_says_so(where, here):
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", float(t.progress.epoch)))
+    watcher = WATCHERS[where]("mine")
+    trainer = make_trainer([record, watcher], seed=0)
+    with pytest.warns(UserWarning, match="whether greater values are better is not known") as caught:
+        train(trainer, epochs=2, eval_dataset=True)
+    assert str(caught[0].message).startswith(where)
+    assert "greater_is_better=True, or False" in str(caught[0].message)
+    assert [warning.filename for warning in caught] == [train.__code__.co_filename]  # the line that calls train()
+    if hasattr(watcher, "best_metric"):
+        assert watcher.best_metric == 1.0
+    else:
+        assert (Path("states") / "update-000000003").is_dir()
+
+
+@pytest.mark.parametrize(("greater", "best"), [(True, 2), (False, 1)])
+def test_of_a_metric_that_says_nothing_the_argument_decides(greater, best, here):
+    callback = SaveBestModelCallback("best.pt", "score", greater)
+    train(make_trainer([scores([1, 2], None), callback]), epochs=2, eval_dataset=True)
+    assert callback.best_metric_epoch == best
+
+
+def test_a_loss_that_a_callback_of_ones_own_records_is_better_when_it_is_smaller(here):
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("my_loss", 1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(make_trainer([record, SaveBestModelCallback("best.pt", "my_loss")]), eval_dataset=True)
+
+
+def test_a_callback_of_ones_own_can_say_which_values_are_better(here):
+    class Records(TrainerCallback):
+        def configure_run(self, trainer, request, **kwargs):
+            request.metrics.record(self, {"mine": True}, in_evaluation=True)
+
+        def on_eval_epoch_end(self, trainer, **kwargs):
+            trainer.run_history.update_metric("mine", [1.0, 3.0, 2.0][trainer.progress.epoch - 1])
+
+    best = SaveBestModelCallback("best.pt", "b_mine")
+    data = {"a": make_data(4), "b": make_data(6)}
+    train(make_trainer([best, Records()]), epochs=3, eval_dataset=data)
+    assert best.best_metric == 3.0
+
+
+def test_a_callback_of_ones_own_that_says_what_it_records_is_taken_at_its_word(here):
+    class Records(TrainerCallback):
+        def configure_run(self, trainer, request, **kwargs):
+            request.metrics.record(self, {"mine": True})
+
+    trainer = make_trainer([Records(), SaveBestModelCallback("best.pt", "mien")])
+    assert steps_of(trainer, ValueError, r"'mien'\): the run will not record it. Did you mean 'mine'") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "callbacks", "data"),
+    [
+        ("a_score", [], {"a": make_data(4), "b": make_data(4)}),
+        ("train_score", [], make_data(4)),
+        ("intermediate_score", [StepBasedEvaluationCallback(2)], make_data(4)),
+        ("fold_score", [], make_data(4)),
+    ],
+)
+def test_the_direction_is_known_under_each_name_of_a_metric(name, callbacks, data, here):
+    metrics = MetricsCallback({"score": MulticlassAccuracy(2)}, lambda *_: (torch.zeros(1), torch.zeros(1)), train=True)
+    best = SaveBestModelCallback("best.pt", name)
+    trainer = make_trainer([metrics, *callbacks, best])
+    if name == "fold_score":
+        trainer.run_history.set_metric_name_prefix("fold_")
+    train(trainer, eval_dataset=data)
+    assert best.best_metric is not None
+    assert best.state_dict()["greater_is_better"] is True
+
+
+def test_the_directions_of_a_collection_are_those_of_its_members(here):
+    collection = MetricCollection({"mae": MeanAbsoluteError(), "score": Script([1, 2])}, prefix="eval_")
+    low = SaveBestModelCallback("low.pt", "eval_mae")
+    high = SaveBestModelCallback("high.pt", "eval_score")
+    train(make_trainer([MetricsCallback(collection), low, high]), epochs=2, eval_dataset=True)
+    assert high.best_metric_epoch == 2
+    assert [low.state_dict()["greater_is_better"], high.state_dict()["greater_is_better"]] == [False, True]
+
+
+@pytest.mark.parametrize(("mode", "higher"), [("min", True), ("max", False)])
+def test_a_plateau_that_follows_a_metric_the_wrong_way_round_is_an_error(mode, higher):
+    arguments = {"scheduler_interval": "epoch", "scheduler_metric": "score", "eval_dataset": True, "epochs": 2}
+    right = {"min": "max", "max": "min"}[mode]
+    trainer = make_trainer([scores([1.0, 2.0], higher)])
+    match = f"scheduler_metric='score'.*has mode='{mode}'. Make it with mode='{right}'"
+    factory = partial(ReduceLROnPlateau, mode=mode)
+    assert steps_of(trainer, ValueError, match, create_scheduler_fn=factory, **arguments) == 0
+    train(trainer, create_scheduler_fn=partial(ReduceLROnPlateau, mode=right), **arguments)
+
+
+def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_the_epoch(here, capsys):
+    stopping = EarlyStoppingCallback(2, watch_metric="score")
+    best = SaveBestModelCallback("best.pt", "score")
+    metrics = scores([2 / 3, 1 / 3, 1 / 3])
+    train(make_trainer([*DEFAULT_CALLBACKS, metrics, best, stopping]), epochs=9, eval_dataset=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].endswith("score: 0.666667")
+    assert lines[6].endswith("score: 0.333333")
+    assert lines[7] == (
+        "score: 0.333333 is no improvement by more than 0.01 (best 0.666667, greater is better); 1 of 2 epochs of "
+        "patience used."
+    )
+    assert lines[10].endswith("score: 0.333333")
+    assert "2 of 2 epochs of patience" in lines[11]
+    assert lines[12:] == [
+        "Stopping: score has not improved for 2 epoch(s) (best 0.666667, greater is better).",
+        "Finishing training run",
+        "Loading the best model: epoch 1, score: 0.666667 (greater is better)",
+    ]
+
+
+# ------------------------------------------------------------------------- what is known before training
+
+
+@pytest.mark.parametrize("where", WATCHERS)
+def test_a_metric_that_nothing_records_is_named_before_the_first_batch(where, here):
+    trainer = make_trainer([scores([1.0]), WATCHERS[where]("scroe", True)])
+    expected = f"{where}'scroe'): the run will not record it. Did you mean 'score'? It records: train_loss_epoch, score"
+    with pytest.raises(ValueError, match="scroe") as caught:
+        train(trainer, eval_dataset=True)
+    assert str(caught.value).startswith(expected)
+    assert trainer.progress.step == 0
+
+
+@pytest.mark.parametrize("name", ["eval_loss_epoch", "score", "intermediate_eval_loss"])
+@pytest.mark.parametrize("where", [where for where in WATCHERS if "Ema" not in where])
+def test_a_metric_of_evaluations_needs_an_eval_dataset_and_that_is_said_at_once(where, name, here):
+    callbacks = [scores([1.0]), *([StepBasedEvaluationCallback(1)] if "intermediate" in name else [])]
+    trainer = make_trainer([*callbacks, WATCHERS[where](name)])
+    with pytest.raises(ValueError, match=r"train\(\) was given no eval_dataset\. Pass one") as caught:
+        train(trainer)
+    assert str(caught.value).startswith(f"{where}{name!r})")
+    assert trainer.progress.step == 0
+
+
+def test_the_metric_of_a_scheduler_is_checked_too():
+    arguments = {"create_scheduler_fn": ReduceLROnPlateau, "scheduler_interval": "epoch"}
+    for metric, match, data in (
+        ("eval_loss_epoch", r"scheduler_metric='eval_loss_epoch'.*was given no eval_dataset", None),
+        ("eval_los_epoch", r"scheduler_metric='eval_los_epoch'.*Did you mean 'eval_loss_epoch'", True),
+    ):
+        run = arguments | {"scheduler_metric": metric, "eval_dataset": data}
+        assert steps_of(make_trainer(), ValueError, match, **run) == 0
+
+
+def test_of_several_datasets_there_is_no_loss_without_their_name(here):
+    trainer = make_trainer([SaveBestModelCallback("best.pt")])
+    data = {"a": make_data(4), "b": make_data(4)}
+    assert steps_of(trainer, ValueError, "It records: train_loss_epoch, a_eval_loss_epoch", eval_dataset=data) == 0
+
+
+def test_an_evaluation_within_epochs_that_nobody_makes_is_noticed():
+    trainer = make_trainer([EarlyStoppingCallback(watch_metric="intermediate_eval_loss")])
+    assert steps_of(trainer, ValueError, "'intermediate_eval_loss'.*will not record it", eval_dataset=True) == 0
+
+
+def test_what_a_callback_of_ones_own_may_record_is_not_refused_but_said(here):
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("eval_loss_epoch", 1.0))
+    best = SaveBestModelCallback("best.pt")
+    with pytest.warns(UserWarning, match=r"unless Listener does\. train\(\) was given no eval_dataset"):
+        train(make_trainer([record, best]))
+    assert best.best_metric == 1.0
+
+
+def test_what_a_trainer_of_ones_own_or_its_loss_or_a_metric_may_record_is_not_refused(here):
+    class Records(Trainer):
+        def train_epoch_end(self):
+            self.run_history.update_metric("mine_loss", 1.0)
+
+    def parts(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"square": (outputs - targets).square().mean(), "size": outputs.square().mean()}
+
+    best = SaveBestModelCallback("best.pt", "mine_loss")
+    train(make_trainer([best], trainer_class=Records))
+    assert best.best_metric == 1.0
+    best = SaveBestModelCallback("best.pt", "eval_size_epoch", False)
+    train(make_trainer([best], loss_func=parts), eval_dataset=True)
+    assert best.best_metric is not None
+    classes = MetricsCallback(
+        {"accuracy": ClasswiseWrapper(MulticlassAccuracy(2, average=None))},
+        lambda batch, output: (output["model_outputs"].flatten() > 0, batch[1].flatten() > 0),
+    )
+    best = SaveBestModelCallback("best.pt", "multiclassaccuracy_1", True)
+    train(make_trainer([classes, best]), eval_dataset=True)
+    assert best.best_metric is not None
+
+
+def test_all_that_shipped_callbacks_record_is_known_to_the_run(here):
+    """Otherwise watching it would be refused."""
+    from tests.shipped import RUN, SHIPPED, build
+
+    for kind in SHIPPED:
+        trainer = make_trainer([build(kind)])
+        train(trainer, eval_dataset=True, **RUN.get(kind.__name__, {}))
+        known = trainer.current_run.request.metrics.directions
+        assert set(trainer.run_history.get_metric_names()) <= set(known), kind
+
+
+# ---------------------------------------------------------------------- a metric that did not come after all
+
+
+def test_a_metric_that_did_not_come_is_an_error_after_the_first_evaluation(here):
+    own = listener(on_train_step_end=lambda t, **_: None)
+    for where, make in WATCHERS.items():
+        trainer = make_trainer([own, make("never", True)], seed=0)
+        with pytest.raises(ValueError, match=r"Recorded: .*train_loss_epoch, eval_loss_epoch") as caught:
+            train(trainer, epochs=4, eval_dataset=True, eval_every_n_epochs=2)
+        assert str(caught.value).startswith(f"{where}'never'): the run has not recorded it."), caught.value
+        assert trainer.progress.epoch == 2
+
+
+def test_the_value_of_an_earlier_run_does_not_stand_for_one_that_did_not_come(here):
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", 1.0))
+    stopping = EarlyStoppingCallback(watch_metric="mine", greater_is_better=True)
+    trainer = train(make_trainer([record, stopping]), eval_dataset=True)
+    trainer.callback_handler.clear_callbacks()
+    trainer.callback_handler.add_callbacks([listener(), stopping])
+    with pytest.raises(ValueError, match=r"'mine'\): the run has not recorded it"):
+        train(trainer, eval_dataset=True, reset_run_history=False)
+
+
+def test_evaluations_within_epochs_may_be_rarer_than_epochs():
+    stopping = EarlyStoppingCallback(9, watch_metric="intermediate_eval_loss", patience_in="evaluations")
+    trainer = train(make_trainer([StepBasedEvaluationCallback(5), stopping]), epochs=4, eval_dataset=True)
+    assert trainer.progress.epochs_completed == 4  # of three updates each
+    assert stopping.best_metric is not None
+
+
+# -------------------------------------------------------------------------- an evaluation before training
+
+
+class Noisy(Trainer):
+    """Whose evaluation draws numbers, and counts what it does."""
+
+    evaluated = 0
+
+    def calculate_eval_batch_loss(self, batch):
+        self.evaluated += 1
+        torch.rand(1)
+        return super().calculate_eval_batch_loss(batch)
+
+
+class Collects(TrainerCallback):
+    """Records a metric of its own, and remembers all that it has seen."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.evaluations = 0
+        self.seen = 0
+
+    def on_eval_step_end(self, trainer, **kwargs):
+        Collects.tried.append(trainer.is_sanity_evaluation)
+        self.batches.append(kwargs["batch"])
+
+    def on_eval_epoch_end(self, trainer, **kwargs):
+        self.evaluations += 1
+        trainer.run_history.update_metric("mine", float(len(self.batches)))
+
+    tried: list[bool]
+
+
+@pytest.mark.parametrize("data", [make_data(8), {"a": make_data(8), "b": Stream(8)}])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_an_evaluation_before_training_leaves_no_trace(data, seed, here):
+    results = []
+    for batches in (0, 2):
+        torch.manual_seed(0)
+        Collects.tried = []
+        model = nn.Sequential(make_model(), nn.BatchNorm1d(1), nn.Dropout(0.3), nn.Linear(1, 1))
+        collects = Collects()
+        metrics = MetricsCallback({"mae": MeanAbsoluteError()}, train=True)
+        own = [metrics, collects, EarlyStoppingCallback(9), SaveTrainingStateCallback(here / f"states{batches}", 1)]
+        if isinstance(data, dict):
+            del own[2]
+        trainer = make_trainer(own, model=model, trainer_class=Noisy, seed=seed)
+        train(trainer, epochs=2, eval_dataset=data, sanity_eval_batches=batches, train_dataloader_kwargs=None)
+        results.append((trainer, collects, weights(model)))
+        number = 2 * (2 if isinstance(data, dict) else 1)
+        assert Collects.tried == [True] * (number if batches else 0) + [False] * 2 * 2 * number
+    (plain, one, first), (tried, other, second) = results
+    assert equal(first, second)
+    assert plain.run_history.to_dict() == tried.run_history.to_dict()
+    assert plain.run_history.rows() == tried.run_history.rows()
+    assert plain.evaluated == tried.evaluated
+    assert len(one.batches) == len(other.batches)
+    assert one.evaluations == other.evaluations
+    assert tried.run_config.sanity_eval_batches == 2
+
+
+def test_a_broken_evaluation_step_is_found_before_training():
+    class Broken(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            raise KeyError("logits")
+
+    trainer = make_trainer(trainer_class=Broken)
+    assert steps_of(trainer, KeyError, "logits", eval_dataset=True, sanity_eval_batches=1) == 0
+
+
+def test_a_metric_that_cannot_be_computed_is_found_before_training():
+    metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3)})  # of outputs of one column
+    trainer = make_trainer([metrics])
+    assert steps_of(trainer, RuntimeError, "bincount", eval_dataset=True, sanity_eval_batches=1) == 0
+    assert not trainer.run_history.get_metric_names()
+
+
+@pytest.mark.parametrize("where", [where for where in WATCHERS if "Ema" not in where])
+def test_a_watched_metric_that_a_callback_of_ones_own_does_not_record_is_found_before_training(where, here):
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", 1.0))
+    trainer = make_trainer([record, WATCHERS[where]("mien", True)])
+    with pytest.raises(ValueError, match=r"Did you mean 'mine'\? It recorded: eval_loss_epoch, mine") as caught:
+        train(trainer, eval_dataset=True, sanity_eval_batches=1)
+    assert str(caught.value).startswith(f"{where}'mien'): the evaluation before training did not record it.")
+    assert trainer.progress.step == 0
+
+
+def test_what_is_recorded_elsewhere_is_not_expected_of_the_evaluation_before_training(here):
+    class Records(TrainerCallback):
+        def configure_run(self, trainer, request, **kwargs):
+            request.metrics.record(self, ["later"])
+
+        def on_training_run_epoch_end(self, trainer, **kwargs):
+            trainer.run_history.update_metric("later", 1.0)
+
+    names = "train_mae", "later", "train_loss_epoch", "intermediate_eval_loss"
+    watchers = [SaveBestModelCallback(f"{name}.pt", name, False) for name in names]
+    metrics = MetricsCallback({"mae": MeanAbsoluteError()}, train=True)
+    callbacks = [metrics, Records(), StepBasedEvaluationCallback(2), ModelEmaCallback(), *watchers]
+    train(make_trainer(callbacks), eval_dataset=True, sanity_eval_batches=1)
+    assert all(watcher.best_metric is not None for watcher in watchers)
+
+
+def test_a_resumed_run_is_the_same_with_an_evaluation_before_it(tmp_path):
+    def run(epochs: int, folder: Path, **kwargs: Any) -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(make_model(), nn.Dropout(0.3), nn.Linear(1, 1))
+        metrics = MetricsCallback({"mae": MeanAbsoluteError()}, train=True)
+        saver = SaveTrainingStateCallback(folder, save_every_n_steps=1)
+        trainer = make_trainer([metrics, EarlyStoppingCallback(9), saver], model=model, seed=1)
+        return train(trainer, epochs, eval_dataset=True, resume_from="latest", **kwargs)
+
+    whole = run(3, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(3, tmp_path / "parts", train_dataset=_Interrupts(5))
+    resumed = run(3, tmp_path / "parts", sanity_eval_batches=2)
+    assert equal(weights(whole.model), weights(resumed.model))
+    assert whole.run_history.to_dict() == resumed.run_history.to_dict()
+
+
+class _Interrupts(torch.utils.data.TensorDataset):
+    """The usual data, whose reading ends with an interrupt after some batches."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(*make_data().tensors)
+        self.left = 2 * batches
+
+    def __getitem__(self, index: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"sanity_eval_batches": 2}, ValueError, "sanity_eval_batches=2 needs an eval_dataset"),
+        ({"sanity_eval_batches": -1, "eval_dataset": True}, ValueError, "sanity_eval_batches=-1 must be at least 1"),
+        ({"sanity_eval_batches": 0.5, "eval_dataset": True}, TypeError, "sanity_eval_batches=0.5"),
+    ],
+)
+def test_senseless_numbers_of_batches_are_refused(arguments, error, match):
+    assert steps_of(make_trainer(), error, match, **arguments) == 0
+
+
+@pytest.mark.processes
+def test_an_evaluation_before_training_leaves_no_trace_on_several_processes(ranks):
+    for result in ranks(cases.evaluation.sanity):
+        assert equal(result["plain"]["weights"], result["tried"]["weights"])
+        assert result["plain"]["history"] == result["tried"]["history"]
+        assert result["best"] == max(result["tried"]["history"]["score"])
+        assert "Did you mean 'score'" in result["refused"]
+        assert "the evaluation before training did not record it" in result["missing"]
+
+
+# ------------------------------------------------------------------------------ what is said at the end
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_a_run_that_fails_is_not_said_to_finish(error, capsys):
+    def fail(trainer: Trainer, **kwargs: Any) -> None:
+        raise error
+
+    trainer = make_trainer([PrintProgressCallback, listener(on_train_step_end=fail)])
+    with pytest.raises(type(error)):
+        train(trainer)
+    assert capsys.readouterr().out.splitlines() == ["Starting training run", "Starting epoch 1/1"]
+    trainer.callback_handler.callbacks.pop()
+    trainer.callback_handler.listeners.clear()
+    train(trainer)
+    assert capsys.readouterr().out.splitlines()[-1] == "Finishing training run"
+
+
+def test_a_run_that_is_stopped_in_order_is_said_to_finish(capsys):
+    def stop(trainer: Trainer, **kwargs: Any) -> None:
+        raise StopTrainingError("enough")
+
+    train(make_trainer([PrintProgressCallback, listener(on_train_step_end=stop)]))
+    assert capsys.readouterr().out.splitlines()[-2:] == ["enough", "Finishing training run"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_that_is_interrupted_says_where_it_is_saved_and_how_to_resume_it(asynchronous, here, capsys):
+    def interrupt(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    saver = SaveTrainingStateCallback("states", asynchronous=asynchronous)
+    trainer = make_trainer([PrintProgressCallback, listener(on_train_step_end=interrupt), saver])
+    with pytest.raises(KeyboardInterrupt):
+        train(trainer)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "Stopping because of SIGINT.",
+        "The run is saved in 'states/update-000000002', after update 2. To resume it, call train() with the same "
+        'arguments and resume_from="latest".',
+    ]
+    assert [path.name for path in Path("states").glob("update-*")] == ["update-000000002"]
+    train(make_trainer([PrintProgressCallback, saver]), resume_from="latest")
+    assert capsys.readouterr().out.splitlines()[-1] == "Finishing training run"
+
+
+def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
+    def fail(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == 3:
+            raise ValueError("broken")
+
+    trainer = make_trainer(
+        [SaveTrainingStateCallback("states", save_every_n_steps=2), listener(on_train_step_end=fail)]
+    )
+    with pytest.raises(ValueError, match="broken"):
+        train(trainer)
+    assert "The run is saved in 'states/update-000000002', after update 2." in capsys.readouterr().out
+
+
+def test_a_failing_evaluation_after_a_run_is_not_said_to_be_saved(here, capsys):
+    trainer = train(make_trainer([SaveTrainingStateCallback("states")]))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer.evaluate([(torch.zeros(3), torch.zeros(1))])
+    assert capsys.readouterr().out == ""
