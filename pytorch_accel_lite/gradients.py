@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from pytorch_accel_lite.devices import accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import are_sharded
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
 
 NOTHING = nullcontext()
 Count = int | float | torch.Tensor
@@ -147,6 +150,25 @@ def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], no
         accelerator.unscale_gradients()
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
     return accelerator.clip_grad_norm_(parameters, norm)
+
+
+def total_norm(accelerator: Accelerator, optimizer: Any, is_unscaled: bool) -> torch.Tensor:
+    """Return the total norm of the gradients, which a gradient scaler may still have to unscale."""
+    if accelerator.scaler is not None and not is_unscaled:
+        accelerator.unscale_gradients(optimizer)
+    gradients = (parameter.grad for parameter in optimized_parameters(optimizer))
+    return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+
+
+def skip_update(self: Trainer) -> None:
+    """Leave out the update that is about to happen: weights, optimizer and scheduler stay as they are.
+
+    To be called in ``on_optimizer_step_start``, on every process. ``progress.update`` counts it all the same.
+    """
+    self.current_run.skips_update = True
+    scaler = self.accelerator.scaler
+    if scaler is not None:  # it would complain of gradients that are unscaled twice
+        scaler.update(scaler.get_scale())
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import replicas, validation
+from pytorch_accel_lite import gradients, replicas, validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
@@ -22,7 +22,6 @@ from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.gradients import clear_gradients, clip_norm, optimized_parameters, updated_parameters
 from pytorch_accel_lite.hints import KnownElsewhere, answering
 from pytorch_accel_lite.loops import evaluation, prediction, setup, training
 from pytorch_accel_lite.placeholders import (
@@ -387,11 +386,15 @@ class Trainer:
         config = self.current_run.required_config
         if config.gradient_clip_value is None and config.gradient_clip_norm is None:
             return
-        clipped = list(self.model.parameters()) if self.is_sharded else updated_parameters(self.model, self.optimizer)
+        clipped = (
+            list(self.model.parameters())
+            if self.is_sharded
+            else gradients.updated_parameters(self.model, self.optimizer)
+        )
         if config.gradient_clip_value is not None:
             self.accelerator.clip_grad_value_(clipped, config.gradient_clip_value)
         if config.gradient_clip_norm is not None:
-            self.current_run.gradient_norm = clip_norm(self.accelerator, clipped, config.gradient_clip_norm)
+            self.current_run.gradient_norm = gradients.clip_norm(self.accelerator, clipped, config.gradient_clip_norm)
 
     def optimizer_step(self) -> None:
         """Update the weights."""
@@ -409,7 +412,7 @@ class Trainer:
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
-        clear_gradients(self.optimizer)
+        gradients.clear_gradients(self.optimizer)
 
     def train_epoch_end(self) -> None:
         """Called when an epoch of training ends, before its losses are recorded."""
@@ -462,6 +465,7 @@ class Trainer:
     sync_buffers = collectives.sync_buffers
     get_model = prepared.get_model
     rewrap_model = prepared.rewrap_model
+    skip_update = gradients.skip_update
     compare_replicas = replicas.compare_replicas
 
     def call_event(self, event: str, **kwargs: Any) -> None:
@@ -497,16 +501,6 @@ class Trainer:
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
         return self.current_run.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 
-    def skip_update(self) -> None:
-        """Leave out the update that is about to happen: weights, optimizer and scheduler stay as they are.
-
-        To be called in ``on_optimizer_step_start``, on every process. ``progress.update`` counts it all the same.
-        """
-        self.current_run.skips_update = True
-        scaler = self.accelerator.scaler
-        if scaler is not None:  # it would complain of gradients that are unscaled twice
-            scaler.update(scaler.get_scale())
-
     @property
     def gradient_norm(self) -> torch.Tensor:
         """The total norm of the gradients of an update, on the device; before they were clipped by norm, if they were.
@@ -515,10 +509,8 @@ class Trainer:
         """
         run = self.current_run
         if run.gradient_norm is None:
-            if self.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
-                self.accelerator.unscale_gradients(self.optimizer)
-            gradients = (parameter.grad for parameter in optimized_parameters(self.optimizer))
-            run.gradient_norm = nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
+            is_unscaled = run.required_config.gradient_clip_value is not None
+            run.gradient_norm = gradients.total_norm(self.accelerator, self.optimizer, is_unscaled)
         return run.gradient_norm
 
     @property
