@@ -170,7 +170,7 @@ class WatchedMetric:
                 warnings.warn(
                     f"{self}: whether greater values are better is not known, so smaller ones are taken to be. "
                     "Say it: greater_is_better=True, or False.",
-                    stacklevel=6,  # where train() is called
+                    stacklevel=7,  # where train() is called
                 )
             self.greater_is_better = bool(known)
         elif known not in (None, self._given):
@@ -271,7 +271,7 @@ def _refuse(where: object, name: str, reason: str, directions: Directions, other
     if hint:
         warnings.warn(
             f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(others))} does.{hint}",
-            stacklevel=6,  # where train() is called
+            stacklevel=7,  # where train() is called
         )
 
 
