@@ -23,7 +23,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.shipped import NEEDED, SHIPPED, build
-from tests.tasks import EVENTS, Broken, make_data, make_trainer, train
+from tests.tasks import EVENTS, Broken, listener, make_data, make_trainer, train
 
 # ----------------------------------------------------------------------------------- how methods may look
 
@@ -211,7 +211,7 @@ def test_what_such_a_constructor_does_set_is_what_counts(tmp_path):
     class Best(SaveBestModelCallback):
         def __init__(self):
             self.save_path = tmp_path / "mine.pt"
-            self.watch_metric = "train_loss_epoch"
+            self.watch_metric = "mine"
             self.greater_is_better = True
 
     class Patient(EarlyStoppingCallback):
@@ -219,12 +219,12 @@ def test_what_such_a_constructor_does_set_is_what_counts(tmp_path):
             self.watch_metric = "train_loss_epoch"
             self.early_stopping_threshold = 1e9
 
+    falling = listener(on_train_epoch_end=lambda t, **_: t.run_history.update_metric("mine", -t.progress.epoch))
     best = Best()
-    trainer = make_trainer([best, Patient])
+    trainer = make_trainer([falling, best, Patient])
     train(trainer, 5)
-    losses = trainer.run_history.get_metric_values("train_loss_epoch")
-    assert len(losses) == 2
-    assert best.best_metric == max(losses)
+    assert trainer.run_history.get_metric_values("mine") == [-1, -2]
+    assert best.best_metric == -1
     assert torch.load(tmp_path / "mine.pt")["epoch"] == 1
 
 
