@@ -87,6 +87,33 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
         assert torch.equal(result["nested"]["a"], expected.float())
         assert torch.equal(result["nested"]["b"][0], torch.arange(n))
         assert torch.equal(result["empty"], torch.cat([torch.arange(rank) for rank in range(n)]))
+        assert result["all empty"].shape == (0, 3)
+
+
+def test_gather_leaves_out_rows_that_are_padding(ranks):
+    n = ranks.world_size
+    for result in ranks(cases.processes.gather):
+        pairs, row = result["without padding"]
+        assert pairs.tolist() == [[rank, -1] for rank in range(n)]
+        assert row.tolist() == [i - 10 + 10 * rank for rank in range(n) for i in range(rank + 1)]
+
+
+def test_losses_over_the_samples_of_all_processes_equal_one_process(ranks):
+    for result in ranks(cases.training.losses_over_all_samples):
+        for key, run in result.items():
+            one = alone(cases.training.losses_over_all_samples)[key]
+            assert largest_difference(run["weights"], one["weights"]) < 1e-10, key
+            assert run["loss"] == pytest.approx(one["loss"], abs=1e-10), key
+            for ours, theirs in zip(run["gradients"], one["gradients"], strict=True):
+                assert largest_difference(ours, theirs) < 1e-10, key
+
+
+def test_a_loss_of_what_was_gathered_without_gradients_is_an_error_that_says_so(ranks):
+    for result in ranks(cases.training.losses_of_what_has_no_gradients):
+        constant, guarded = result["said"]
+        assert "trainer.gather() returned, which has no gradients. Pass with_gradients=True" in constant
+        assert "with_gradients=True) does not work on several processes with auto_microbatch=True" in guarded
+        assert result["lengths"] == [2 * ranks.world_size] * (6 // ranks.world_size)  # as it is for metrics
 
 
 def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):

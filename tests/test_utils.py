@@ -71,6 +71,8 @@ def test_helpers_of_the_trainer_alone():
     trainer.barrier()
     assert trainer.broadcast_object("x") == "x"
     assert trainer.all_gather_object("x") == ["x"]
+    rows = torch.tensor([[1.0, 2.0]])
+    assert trainer.gather(rows) is trainer.gather(rows, with_gradients=True) is rows
     for reduce in (None, "sum", "mean", "max"):
         assert trainer.tensor_to_numeric(torch.tensor([[3]]), reduce) == 3
     assert isinstance(trainer.tensor_to_numeric(torch.tensor(3), "sum"), int)
@@ -78,3 +80,12 @@ def test_helpers_of_the_trainer_alone():
         trainer.tensor_to_numeric(torch.tensor(3), "min")
     with pytest.raises(ValueError, match="tensor of one element"):
         trainer.tensor_to_numeric(torch.ones(2))
+
+
+def test_gather_leaves_out_rows_that_are_padding():
+    trainer = make_trainer()
+    assert trainer.gather(torch.tensor([-1] * 7), padding_value=-1).shape == (0,)
+    boxes = {"boxes": torch.tensor([[0.0, -1.0], [-1.0, -1.0]]), "scores": (torch.tensor([0.5, torch.nan]),)}
+    kept = trainer.gather(boxes, padding_value=-1)
+    assert kept["boxes"].tolist() == [[0.0, -1.0]]
+    assert trainer.gather(boxes, padding_value=torch.nan)["scores"][0].tolist() == [0.5]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.autograd.function import once_differentiable
 
 T = TypeVar("T")
 
@@ -105,22 +106,70 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier(group=self._group)
 
-    def gather(self, data: Any) -> Any:
-        """Concatenate tensors over the ranks along their first dimension, see :meth:`Trainer.gather`."""
+    def gather(self, data: Any, with_gradients: bool = False, counts: bool = True) -> Any:
+        """Concatenate tensors over the ranks along their first dimension, see :meth:`Trainer.gather`.
+
+        :param counts: ``False`` for rows that are given to no rank whose own rows count
+        """
         if self.world_size == 1:
             return data
         leaves, structure = torch.utils._pytree.tree_flatten(data)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
-        lengths = zip(*self.all_gather_object([leaf.shape[0] if leaf.ndim else None for leaf in leaves]), strict=True)
-        gathered = [self._gather(leaf, of_ranks) for leaf, of_ranks in zip(leaves, lengths, strict=True)]
+        leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
+        given = self.all_gather_object(([len(leaf) for leaf in leaves], counts))
+        counting = [of_rank for _, of_rank in given]
+        lengths = zip(*(of_rank for of_rank, _ in given), strict=True)
+        apply = _Gather.apply if with_gradients else _GatherConstant.apply
+        gathered = [apply(leaf, of_ranks, counting, self) for leaf, of_ranks in zip(leaves, lengths, strict=True)]
         return torch.utils._pytree.tree_unflatten(gathered, structure)
 
-    def _gather(self, tensor: torch.Tensor, lengths: Sequence[Any]) -> Any:
-        if len(set(lengths)) == 1:
-            return self._accelerator.gather(tensor)
+    def gather_pieces(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, which have these lengths and are alike in the other dimensions."""
         longest = max(lengths)
-        padding = tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))
-        pieces = self._accelerator.gather(torch.cat([tensor, padding])).split(longest)
-        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+        if len(tensor) < longest:
+            tensor = torch.cat([tensor, tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))])
+        pieces = self._accelerator.gather(tensor).unflatten(0, (self.world_size, longest))
+        return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers rows of all ranks; each row's gradient is the sum of those that the ranks have for it.
+
+    A rank whose rows do not count sees all rows, its own among them as in any step, and adds nothing to any gradient:
+    its loss has no weight, but might have made a NaN of rows that are there twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], ranks: Ranks
+    ) -> torch.Tensor:
+        counts = counting[ranks.rank]
+        counted = [length if of_rank else 0 for length, of_rank in zip(lengths, counting, strict=True)]
+        ctx.own = slice(sum(counted[: ranks.rank]), sum(counted[: ranks.rank + 1])) if counts else None
+        ctx.own_shape = tensor.shape
+        ctx.shape = sum(counted), *tensor.shape[1:]
+        ctx.ranks = ranks
+        pieces = ranks.gather_pieces(tensor, lengths)
+        return torch.cat([piece for piece, of_rank in zip(pieces, counting, strict=True) if of_rank or not counts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mine = (
+            gradient.new_zeros(ctx.shape) if ctx.own is None else gradient.clone(memory_format=torch.contiguous_format)
+        )
+        total = ctx.ranks.sum_on_device(mine)
+        return gradient.new_zeros(ctx.own_shape) if ctx.own is None else total[ctx.own], None, None, None
+
+
+class _GatherConstant(_Gather):
+    """Gathers rows of all ranks as constants; who trains through them is told so."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "A loss was computed from what trainer.gather() returned, which has no gradients. Pass with_gradients=True "
+            "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."
+        )

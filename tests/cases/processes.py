@@ -29,6 +29,8 @@ def gather() -> Any:
         "padded": trainer.gather(mine, padding_value=-1),
         "nested": trainer.gather({"a": mine.float(), "b": (torch.tensor(rank()),)}),
         "empty": trainer.gather(torch.arange(rank())),
+        "all empty": trainer.gather(torch.ones(0, 3)),
+        "without padding": trainer.gather((torch.tensor([[rank(), -1], [-1, -1]]), mine - 10), padding_value=-1),
     }
 
 

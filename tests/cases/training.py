@@ -298,3 +298,97 @@ def gradual_unfreezing() -> Any:
             )
             results[how, epochs] = weights(model)
     return results
+
+
+class Contrastive(Trainer):
+    """A loss over all samples of a step: each output is to be nearer to its own target than to those of others."""
+
+    def calculate_train_batch_loss(self, batch):
+        x, y = batch
+        z, y = self.gather((self.model(x), y), with_gradients=True)
+        return {"loss": self.loss_func(z, y), "batch_size": len(x)}
+
+
+class OwnRows(Trainer):
+    """The same loss, of which each process computes the part of its own samples."""
+
+    def calculate_train_batch_loss(self, batch):
+        x, y = batch
+        z = self.model(x)
+        all_z, all_y = self.gather((z, y), with_gradients=True)
+        own = (all_y == y.T).double().argmax(0)
+        return {"loss": (to_own_target(all_z, all_y, own) + to_own_target(all_y, all_z, own)) / 2, "batch_size": len(x)}
+
+
+def to_own_target(z: torch.Tensor, y: torch.Tensor, rows: Any = slice(None)) -> torch.Tensor:
+    return nn.functional.cross_entropy(-((z[rows] - y.T) ** 2), torch.arange(len(z))[rows])
+
+
+def both_ways(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (to_own_target(z, y) + to_own_target(y, z)) / 2
+
+
+def distances(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Its gradient is no number where a sample is there twice."""
+    pairs = torch.triu_indices(len(z), len(z), 1)
+    apart = (z[pairs[0]] - z[pairs[1]]).square().sum(1).sqrt()
+    return (apart - (y[pairs[0]] - y[pairs[1]]).abs().sum(1)).square().mean()
+
+
+def losses_over_all_samples() -> Any:
+    """Gradients, weights and losses; the global batch is 6 samples, and the last may have fewer than processes."""
+    results = {}
+    for name, trainer_class, loss_func in (
+        ("all rows", Contrastive, both_ways),
+        ("own rows", OwnRows, both_ways),
+        ("distances", Contrastive, distances),
+    ):
+        for accumulation in (1, 2):
+            for size in (37, 38, 40) if loss_func is both_ways else (38, 40):
+                model, recorder = small_model(), Recorder()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                trainer = trainer_class(model, loss_func, optimizer, callbacks=[recorder])
+                trainer.train(
+                    regression_data(size),
+                    2,
+                    per_device_batch_size=global_batch(6),
+                    gradient_accumulation_steps=accumulation,
+                    train_dataloader_kwargs=IN_ORDER,
+                )
+                results[name, accumulation, size] = {
+                    "weights": weights(model),
+                    "gradients": recorder.gradients,
+                    "loss": trainer.run_history.to_dict()["train_loss_epoch"],
+                }
+    return results
+
+
+class GathersConstants(Contrastive):
+    def calculate_train_batch_loss(self, batch):
+        z, y = self.gather((self.model(batch[0]), batch[1]))
+        return {"loss": self.loss_func(z, y), "batch_size": len(batch[0])}
+
+
+class GathersOutputs(TrainerCallback):
+    """Gathers outputs that still have a graph, as for metrics."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def on_train_step_end(self, trainer, batch_output, **kwargs):
+        self.lengths.append(len(trainer.gather(batch_output["model_outputs"])))
+
+
+def losses_of_what_has_no_gradients() -> Any:
+    """What is said of a loss over gathered constants, and of gathering in a step that may fail; metrics are fine."""
+    said = []
+    for trainer_class, auto_microbatch in ((GathersConstants, False), (Contrastive, True)):
+        model = small_model()
+        trainer = trainer_class(model, both_ways, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[])
+        try:
+            trainer.train(regression_data(12), 1, per_device_batch_size=2, auto_microbatch=auto_microbatch)
+        except RuntimeError as error:
+            said.append(str(error))
+    gathers = GathersOutputs()
+    quiet_trainer(small_model(), callbacks=[gathers]).train(regression_data(12), 1, per_device_batch_size=2)
+    return {"said": said, "lengths": gathers.lengths}
