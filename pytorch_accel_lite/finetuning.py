@@ -141,9 +141,14 @@ def _stay_in_eval(module: nn.Module, inputs: Any) -> None:
     module.training = False
 
 
+def stays_in_eval(module: nn.Module) -> bool:
+    """Whether a :class:`ModelFreezer` keeps a module in evaluation mode, whatever ``model.train()`` did."""
+    return _stay_in_eval in module._forward_pre_hooks.values()
+
+
 def _keep_in_eval(module: nn.Module) -> None:
     module.training = False
-    if _stay_in_eval not in module._forward_pre_hooks.values():
+    if not stays_in_eval(module):
         module.register_forward_pre_hook(_stay_in_eval)
 
 

@@ -207,6 +207,9 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
     )
     if loader is not source:
         run.made_loaders.add(loader)
+        if loader.shared_by:
+            data = "training" if training else "evaluation"
+            trainer.print(f"Each process reads its own part of the {data} data, as shared out by {loader.shared_by}.")
     return loader
 
 

@@ -6,13 +6,17 @@ How a run on several processes treats it on the CPU, where torch cannot train it
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset
 
-from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
+from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.tasks import equal, make_data, make_trainer, train, weights
 
 
@@ -81,3 +85,70 @@ def test_one_process_keeps_plain_batch_norm():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     train(make_trainer([ConvertSyncBatchNormCallback], model), eval_dataset=True)
     assert type(model[1]) is nn.BatchNorm1d
+
+
+def normalised(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 1))
+
+
+def warned_before_the_first_batch(trainer: Trainer, **kwargs: object) -> bool:
+    """Whether a run is told of a last batch with a single sample."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The last batch of an epoch has a single sample")
+        try:
+            train(trainer, **kwargs)
+        except (UserWarning, ValueError) as end:  # the warning; or torch's error, at the end of the epoch
+            return trainer.progress.samples == 0 and "train_dataloader_kwargs={'drop_last': True}" in str(end)
+    return False
+
+
+class Sized(IterableDataset):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        return iter([(x, y) for x, y in make_data(7)])
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, track_running_stats=False).eval()]
+)
+def test_a_last_batch_of_a_single_sample_is_warned_of_before_the_first_batch(norm):
+    assert warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
+    assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=8, batch_size=2)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.Identity()])
+def test_other_models_are_left_alone(norm):
+    assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
+
+
+def test_a_last_batch_that_is_left_out_or_not_reached_is_not_warned_of():
+    def is_warned(callbacks=(), **kwargs):
+        trainer = make_trainer(callbacks, normalised(nn.BatchNorm1d(4)))
+        return warned_before_the_first_batch(trainer, size=7, batch_size=2, **kwargs)
+
+    assert is_warned(max_num_train_steps=4)
+    assert not is_warned(max_num_train_steps=3)
+    assert is_warned(max_num_train_steps=2, gradient_accumulation_steps=2)
+    assert not is_warned([LimitBatchesCallback(3)])
+    assert not is_warned(train_dataloader_kwargs={"drop_last": True})
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_last_batch_of_torchs_batch_sampler_or_a_stream_with_a_length_is_known(drop_last):
+    sampler = BatchSampler(range(7), 3, drop_last)
+    trainer = make_trainer(model=normalised(nn.BatchNorm1d(4)))
+    kwargs = {"train_dataloader_kwargs": {"batch_sampler": sampler}, "size": 7}
+    assert warned_before_the_first_batch(trainer, **kwargs) != drop_last
+    trainer = make_trainer(model=normalised(nn.BatchNorm1d(4)))
+    kwargs = {"train_dataloader_kwargs": {"drop_last": drop_last}, "train_dataset": Sized(), "batch_size": 3}
+    assert warned_before_the_first_batch(trainer, **kwargs) != drop_last
+
+
+def test_a_batch_norm_that_is_kept_in_evaluation_mode_is_not_warned_of():
+    model = normalised(nn.BatchNorm1d(4))
+    ModelFreezer(model, freeze_batch_norms=True).freeze(set_modules_as_eval=True)
+    assert not warned_before_the_first_batch(make_trainer(model=model), size=7, batch_size=2)

@@ -81,21 +81,35 @@ def numbers(size: int) -> TensorDataset:
 
 
 def read(
-    size: int, batch: int, world_size: int, start: int = 0, epoch: int = 1, training: bool = True, **kwargs: Any
+    size: int,
+    batch: int,
+    world_size: int,
+    start: int = 0,
+    epoch: int = 1,
+    training: bool = True,
+    min_share: int = 1,
+    **kwargs: Any,
 ) -> list[list[Any]]:
     """The steps of all ranks: for each step, what each rank was given."""
-    return read_from(
-        lambda rank: DataLoader(numbers(size), batch, shuffle=training, **kwargs), world_size, start, epoch, training
-    )
+
+    def make_source(rank: int) -> Any:
+        return DataLoader(numbers(size), batch, shuffle=training, **kwargs)
+
+    return read_from(make_source, world_size, start, epoch, training, min_share)
 
 
 def read_from(
-    make_source: Callable[[int], Any], world_size: int, start: int = 0, epoch: int = 1, training: bool = True
+    make_source: Callable[[int], Any],
+    world_size: int,
+    start: int = 0,
+    epoch: int = 1,
+    training: bool = True,
+    min_share: int = 1,
 ) -> list[list[Any]]:
     by_rank = []
     for rank in range(world_size):
         loader = shard(make_source(rank), rank_of(rank, world_size), torch.device("cpu"), seed=3, training=training)
-        by_rank.append(list(loader.steps(epoch, start)))
+        by_rank.append(list(loader.steps(epoch, start, min_share=min_share)))
     assert not training or len({len(steps) for steps in by_rank}) == 1
     longest = max(map(len, by_rank))
     return [[steps[i] for steps in by_rank if i < len(steps)] for i in range(longest)]
@@ -151,6 +165,25 @@ def test_an_epoch_can_go_on_from_every_position_with_other_sizes(size, batch, wo
     rest = read(size, batch2, world2, start=len(before))
     after = [sample for step in rest for sample in samples(step)]
     assert Counter(before + after) == Counter(range(size))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, batches, processes, batches, processes, st.data())
+def test_shares_of_at_least_two_have_the_same_samples_in_the_same_steps(size, batch, world_size, batch2, world2, data):
+    whole = read(size, batch, world_size)
+    shared = read(size, batch, world_size, min_share=2)
+    assert [samples(step) for step in shared] == [samples(step) for step in whole]
+    for step in shared:
+        counts = [loaded.num_samples for loaded in step]
+        assert {loaded.total_samples for loaded in step} == {sum(counts)}
+        assert max(counts) <= max(batch, 3)
+        if batch > 1 and sum(counts) > 1:
+            assert 1 not in counts
+            assert min(len(loaded.data[0]) for loaded in step) > 1  # also of those that count nothing
+    done = data.draw(st.integers(0, len(shared)))
+    before = [sample for step in shared[:done] for sample in samples(step)]
+    after = [sample for step in read(size, batch2, world2, len(before), min_share=2) for sample in samples(step)]
+    assert before + after == [sample for step in whole for sample in samples(step)]
 
 
 @settings(max_examples=30, deadline=None)

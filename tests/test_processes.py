@@ -6,6 +6,7 @@ import functools
 import re
 import socket
 import sys
+from itertools import chain
 
 import pytest
 import torch
@@ -260,6 +261,85 @@ def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
     assert {result["samples"] for result in own} == {2 * (first + ranks.world_size - 1)}
     assert {result["updates"] for result in own} == {2 * -(-first // 2)}
     assert all(equal(result["weights"], own[0]["weights"]) for result in own)
+
+
+@pytest.mark.parametrize("kind", ["split", "reading", "shard", "webdataset", "pipe", "whole"])
+def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind):
+    found = [result["by stream"][kind] for result in ranks(cases.data.streams_that_share_themselves_out)]
+    assert_each_sample_once(found)
+    assert bool(found[0]["printed"]) == (kind != "whole")
+    assert all(result["printed"] == "" for result in found[1:])
+    if kind != "whole":
+        said = "Each process reads its own part of the {} data, as shared out by "
+        assert all(said.format(which) in found[0]["printed"] for which in ("training", "evaluation"))
+
+
+def assert_each_sample_once(found):
+    """In each of two epochs, and in evaluation."""
+    x, _ = regression_data(24).tensors
+    assert torch.equal(torch.cat([result["inputs"] for result in found]).sort(0).values, x.repeat(2, 1).sort(0).values)
+    model = small_model()
+    for result in found:
+        assert result["samples"] == 48
+        assert result["losses"] == found[0]["losses"]
+        assert equal(result["weights"], found[0]["weights"])
+    model.load_state_dict(found[0]["weights"])
+    whole = quiet_trainer(model).evaluate(regression_data(24))["evaluation_loss"]
+    assert found[0]["losses"][-1] == pytest.approx(whole, abs=1e-10)
+
+
+def test_a_stream_of_each_process_is_told_the_epoch(ranks):
+    for result in ranks(cases.data.streams_that_share_themselves_out):
+        assert set(result["epochs"]) == {1, 2}
+
+
+@pytest.mark.parametrize("kind", ["by shards", "by samples", "whole"])
+def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
+    pytest.importorskip("datasets")
+    found = [result[kind] for result in ranks(cases.data.hugging_face_streams)]
+    assert_each_sample_once(found)
+    assert ("split_dataset_by_node" in found[0]["printed"]) == (kind != "whole")
+    own = found[0]["inputs"]
+    assert not torch.equal(own[: len(own) // 2], own[len(own) // 2 :])  # shuffled again
+
+
+def test_streams_that_are_not_shared_out_over_the_processes_are_refused(ranks):
+    n = ranks.world_size
+    for said in ranks(cases.data.streams_shared_out_wrongly):
+        assert ", ".join([f"part 0 of {n}"] * n) in said["the same on all"]
+        assert f"part 0 of {n + 1}, part 1 of {n + 1}" in said["for others"]
+        assert f"all, part 1 of {n}" in said["on some"]
+        assert f"each sample would be read {n} times. Add .sharding_filter()" in said["pipe"]
+
+
+def test_tails_give_no_process_a_single_sample_where_the_model_has_batch_norm(ranks):
+    results = ranks(cases.data.tails_with_batch_norm)
+    for size in (38, 40, 43, 47):
+        with_norm, without = ([result[size, which] for result in results] for which in ("norm", "none"))
+        for step, (normed, plain) in enumerate(zip(in_steps(with_norm), in_steps(without), strict=True)):
+            assert list(chain(*normed)) == list(chain(*plain)), step  # the same samples in the same order
+            assert min(len(own) for own in normed if own) >= 2
+            assert max(map(len, plain)) - min(map(len, plain)) <= 1  # as even as possible
+        assert min(rows for result in with_norm for rows in result["rows"]) >= 2
+        assert not any(result["error"] or result["said"] for result in with_norm)
+
+
+def in_steps(results):
+    return zip(*(result["indices"] for result in results), strict=True)
+
+
+def test_a_tail_of_a_single_sample_in_all_is_warned_of_where_the_model_has_batch_norm(ranks):
+    for rank, result in enumerate(ranks(cases.data.tails_with_batch_norm)):
+        single = result[12 * ranks.world_size + 1, "norm"]
+        assert ["drop_last" in text for text in single["said"]] == [True] * (rank == 0)
+        assert "Expected more than 1 value per channel" in single["error"]
+        assert result[12 * ranks.world_size + 1, "none"]["said"] == []
+
+
+def test_a_batch_of_one_sample_is_shared_out_anew_where_the_model_has_batch_norm(ranks):
+    results = ranks(cases.data.batches_of_a_sampler_with_batch_norm)
+    assert sorted(i for indices, _ in results for own in indices for i in own) == list(range(12))
+    assert min(rows for _, all_rows in results for rows in all_rows) >= 2
 
 
 def test_a_batch_sampler_of_the_users_is_dealt_out(ranks):

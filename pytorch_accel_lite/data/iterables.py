@@ -13,7 +13,7 @@ import torch
 
 from pytorch_accel_lite.batches import find_batch_size, slice_batch
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.plan import count_global_batches, ended, grouped, skip_samples, with_last
+from pytorch_accel_lite.data.plan import count_global_batches, ended, ends_in_one, grouped, skip_samples, with_last
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import preserving_generators
@@ -39,6 +39,13 @@ class OwnShard:
 
 class _ReadInTurn(ShardedLoader):
     """Reads its source from the beginning; resuming in the middle of an epoch drops what came before."""
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Tell a stream that shuffles by itself which epoch begins; it might repeat an order otherwise."""
+        batches = self.source.batches if isinstance(self.source, OwnShard) else self.source
+        dataset: Any = getattr(batches, "dataset", None)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
 
     def _steps_alone(self, start: int) -> Iterator[Batch]:
         """Yield what this process reads; only the steps that use the batches can tell their sizes."""
@@ -70,9 +77,7 @@ class StreamLoader(_ReadInTurn):
     """
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        dataset = self.source.dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
+        self._set_epoch(epoch)
         return self._steps_alone(start) if self._ranks.world_size == 1 else self._deal_out(start)
 
     def _deal_out(self, start: int) -> Iterator[Batch]:
@@ -94,20 +99,29 @@ class StreamLoader(_ReadInTurn):
     def _num_steps(self) -> int:
         return count_global_batches(len(self.source), self._ranks.world_size)
 
+    def _ends_in_one(self) -> bool:
+        return ends_in_one(find_length(self.source.dataset), self.source.batch_size, self.source.drop_last)
+
 
 class PreShardedLoader(_ReadInTurn):
     """The batches of any other iterable, taken to be this process's own.
 
     In training, the processes agree at every step on whether any has a batch left; one that has none repeats its
     last batch without weight until the others are done.
+
+    :param shared_by: what shares out a stream that is found to share itself out
     """
 
-    def __init__(self, source: Iterable[Any], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+    def __init__(
+        self, source: Iterable[Any], ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
+    ) -> None:
         super().__init__(source, ranks, device, options)
+        self.shared_by = shared_by
         length = find_length(source)
         self._length = int(ranks.max([-1 if length is None else length])[0])
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._set_epoch(epoch)
         is_alone = self._ranks.world_size == 1 or not self.options.fill
         return self._steps_alone(start) if is_alone else self._steps_together(start)
 

@@ -81,9 +81,11 @@ class ShardedLoader(ABC):
     Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) can be read here too.
 
     :ivar seconds_waited: how long the latest epoch has waited for its batches, if it was to be measured
+    :ivar shared_by: what shares out a stream that is found to share itself out by rank
     """
 
     seconds_waited = 0.0
+    shared_by = ""
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source
@@ -94,6 +96,7 @@ class ShardedLoader(ABC):
         self._epoch = 0
         self._left: int | None = None
         self._steps_done = 0
+        self._min_share = 1
         self._with_workers: WeakSet[Any] = WeakSet()  # iterators
 
     @property
@@ -107,15 +110,28 @@ class ShardedLoader(ABC):
     @abstractmethod
     def _num_steps(self) -> int: ...
 
-    def steps(self, epoch: int, start: int = 0, steps_done: int = 0, measured: bool = False) -> Iterator[Batch]:
+    def _ends_in_one(self) -> bool:
+        """Whether the last batch of all the data is known to have a single sample."""
+        return False
+
+    def ends_in_one_sample(self, steps: float) -> bool:
+        """Whether so many steps of an epoch, within the limit, are known to end in a batch of a single sample."""
+        return self._ends_in_one() and min(self.limit or steps, steps) >= self._num_steps()
+
+    def steps(
+        self, epoch: int, start: int = 0, steps_done: int = 0, measured: bool = False, min_share: int = 1
+    ) -> Iterator[Batch]:
         """Return the steps of an epoch, from the position after ``start`` samples of the whole job.
 
         :param epoch: with a seed, the order and the randomness in the dataset follow from it
         :param steps_done: steps that the epoch has had before, which count for the limit
         :param measured: measure, in ``seconds_waited``, how long the epoch waits for its batches, but for the first
+        :param min_share: where the source can be indexed, a process gets at least so many samples of a step, or none,
+            unless that is more than a full batch or than there are; the same on all processes
         """
         self._epoch = epoch
         self._steps_done = steps_done
+        self._min_share = min_share
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
         if self._device.type != "cpu":  # where batches are already

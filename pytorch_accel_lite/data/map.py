@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset, default_collate
 
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import BatchReader, draw_order, of_all_processes
 from pytorch_accel_lite.data.plan import (
     WrongLengthError,
     count_global_batches,
+    ends_in_one,
     global_batches,
     grouped,
     skip_samples,
@@ -50,30 +51,33 @@ class _EpochShares:
         self._fill = options.fill
         self._rows = rows
 
-    def begin(self, epoch: int, start: int, limit: int | None) -> deque[_Counts]:
+    def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_Counts]:
         """Say where the next iteration begins, which leaves others alone; return the counts of what it hands out."""
         counts: deque[_Counts] = deque()
-        self._next = epoch, start, limit, counts
+        self._next = epoch, start, limit, min_share, counts
         return counts
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the dataset is asked for in each step: indices, under a seed with their place unless in memory."""
-        epoch, position, limit, counts = self._next
+        epoch, position, limit, min_share, counts = self._next
         rank = self._ranks.rank
         world_size = self._ranks.world_size
+        at_least = min(min_share, self._per_step // world_size)
         place = None if self._seed is None or self._rows is not None else mix(self._seed, epoch)
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             flat = list(chain(*group)) if self._own_batches else group
             size = len(flat)
-            begin, end = (0, size) if world_size == 1 else split(size, rank, world_size)
-            if self._own_batches and len(group) == world_size:
+            if self._own_batches:
+                at_least = min(min_share, max(map(len, group)))
+            begin, end = (0, size) if world_size == 1 else split(size, rank, world_size, at_least)
+            if self._own_batches and len(group) == world_size and min(map(len, group)) >= at_least:
                 begin = sum(map(len, group[:rank]))
                 end = begin + len(group[rank])
             own = end - begin
             if own or self._fill:
                 mine = flat if own == size else flat[begin:end]
                 counts.append((own, size, is_last, mine))
-                first, indices = (begin, mine) if own else (0, flat[:1])
+                first, indices = (begin, mine) if own else (0, flat[:at_least])
                 yield indices if place is None else (place, position + first, indices)
             position += size
 
@@ -124,6 +128,15 @@ class _EpochShares:
     def __len__(self) -> int:
         return count_global_batches(len(self._sampler), self._per_step, self._drop_last)
 
+    def ends_in_one(self) -> bool:
+        """Whether the last step of an epoch has a single sample in all; of own batches, torch's sampler tells it."""
+        sampler = self._sampler
+        if not self._own_batches:
+            return ends_in_one(find_length(sampler), self._per_step, self._drop_last)
+        if type(sampler) is not BatchSampler:
+            return False
+        return ends_in_one(find_length(sampler.sampler), sampler.batch_size * self._per_step, sampler.drop_last)
+
 
 class MapLoader(ShardedLoader):
     """The batches of a ``DataLoader`` over a map dataset, shared out over the processes.
@@ -161,7 +174,7 @@ class MapLoader(ShardedLoader):
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         seed = self.options.seed
         place = None if seed is None else mix(seed, epoch, self._ranks.rank)
-        counts = self._shares.begin(epoch, start, self._left)
+        counts = self._shares.begin(epoch, start, self._left, self._min_share)
         for batch in self._read() if self._memory is None else self._read_memory():
             own, total, is_last, indices = counts.popleft()
             if place is not None:
@@ -220,6 +233,9 @@ class MapLoader(ShardedLoader):
 
     def _num_steps(self) -> int:
         return len(self._shares)
+
+    def _ends_in_one(self) -> bool:
+        return self._shares.ends_in_one()
 
 
 def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:

@@ -9,19 +9,27 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def split(size: int, rank: int, world_size: int) -> tuple[int, int]:
+def split(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:
     """Return the bounds of the part of so many positions that falls to a rank, as even and contiguous as possible.
 
-    The first ``size % world_size`` ranks get one more; with fewer positions than ranks, the last ranks get none.
+    The first ranks get one more where it is not even; with fewer positions than ranks, the last ranks get none.
+
+    :param at_least: what a rank gets that gets any, unless there are fewer in all; so the last ranks may get none
     """
-    quotient, remainder = divmod(size, world_size)
-    start = rank * quotient + min(rank, remainder)
-    return start, start + quotient + (rank < remainder)
+    sharers = max(min(world_size, size // at_least), 1)
+    quotient, remainder = divmod(size, sharers)
+    start = min(rank * quotient + min(rank, remainder), size)
+    return start, min(start + quotient + (rank < remainder), size)
 
 
 def count_global_batches(num_samples: int, global_batch: int, drop_last: bool = False) -> int:
     """Return how many steps an epoch has."""
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
+
+
+def ends_in_one(num_samples: int | None, batch: int | None, drop_last: bool) -> bool:
+    """Whether the last of an epoch's batches has a single sample, as far as their sizes are known."""
+    return bool(num_samples and batch) and not drop_last and num_samples % batch == 1  # type: ignore[operator]
 
 
 def global_batches(

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from pytorch_accel_lite.data.iterables import PreShardedLoader, StreamLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
+from pytorch_accel_lite.data.self_sharding import find_own_share
 from pytorch_accel_lite.distributed import Ranks
 
 
@@ -30,5 +31,8 @@ def shard(
     if not isinstance(source, DataLoader) or type(source).__iter__ is not DataLoader.__iter__:
         return PreShardedLoader(source, ranks, device, chosen)
     if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
-        return StreamLoader(source, ranks, device, chosen)
+        share = find_own_share(source.dataset, ranks)
+        if share is None:
+            return StreamLoader(source, ranks, device, chosen)
+        return PreShardedLoader(source, ranks, device, chosen, share.shared_by)
     return MapLoader(source, ranks, device, chosen)

@@ -10,6 +10,7 @@ from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
+from pytorch_accel_lite.loops.batch_norm import smallest_share
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.loops.sanity import sanity_evaluation
 from pytorch_accel_lite.run import Run, StepSnapshot, create_loader, ending
@@ -61,7 +62,8 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     limit = run.request.max_num_train_steps or math.inf
     run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
     done = progress.samples_in_epoch, progress.step
-    batches = run.train_loader.steps(progress.epoch, *done, measured=run.request.measures_waiting)
+    least = smallest_share(trainer, run)
+    batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, least)
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.must_warm_up_ddp:
             _warm_up_ddp(trainer, run, batch)

@@ -15,6 +15,7 @@ from accelerate.utils.memory import clear_device_cache
 from pytorch_accel_lite.batches import total_loss
 from pytorch_accel_lite.data import Batch, NamedDatasets
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
+from pytorch_accel_lite.loops.batch_norm import smallest_share
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.guarded import is_out_of_memory
 from pytorch_accel_lite.loops.setup import create_train_loader
@@ -129,7 +130,7 @@ def _range_test(
     losses = list[float]()
     mean = 0.0
     lowest = math.inf
-    batches = _batches(run)
+    batches = _batches(trainer, run)
     trainer.train_epoch_start()
     for number in range(num_steps):
         lr = min_lr * (max_lr / min_lr) ** (number / (num_steps - 1))
@@ -172,11 +173,11 @@ def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
     return lrs[int(slopes[:lowest].argmin())]
 
 
-def _batches(run: Run) -> Iterator[Batch]:
+def _batches(trainer: Trainer, run: Run) -> Iterator[Batch]:
     """Yield batches without end, from one epoch after the other."""
     for epoch in itertools.count(1):
         empty = True
-        for batch in run.train_loader.steps(epoch):
+        for batch in run.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
             empty = False
             yield batch
         if empty:

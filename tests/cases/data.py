@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitBatchesCallback
@@ -208,3 +214,175 @@ def sampler_without_an_end() -> Any:
     trainer.train(data, max_num_train_steps=20, **kwargs)
     random.seed(0)
     return {"seen": seen, "drawn": [random.randrange(50) for _ in range(20 * 120)]}
+
+
+class Part(NamedTuple):
+    rank: int
+    world_size: int
+
+
+class SplitStream(IterableDataset):
+    """Gives one part of the rows, as Hugging Face's streams do after split_dataset_by_node."""
+
+    def __init__(self, data, part):
+        self.data = data
+        self._distributed = part
+        self.epochs = []
+
+    def __iter__(self):
+        part = self._distributed
+        return iter([self.data[i] for i in range(part.rank, len(self.data), part.world_size)] if part else self.data)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def split_by_node(rows):
+    for number, row in enumerate(rows):
+        if number % world_size() == rank():
+            yield row
+
+
+class Pipeline(IterableDataset):
+    """Passes rows through stages, as webdataset's pipelines do."""
+
+    def __init__(self, *stages):
+        self.pipeline = list(stages)
+
+    def __iter__(self):
+        rows, *stages = self.pipeline
+        for stage in stages:
+            rows = stage(rows)
+        return iter(rows)
+
+
+class Reading(IterableDataset):
+    """A dataset of the user's own around a stream."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __iter__(self):
+        return iter(self.stream)
+
+
+def read_by_training(stream: Any) -> dict[str, Any]:
+    recorder, text = Recorder(), StringIO()
+    trainer = quiet_trainer(small_model(), callbacks=[recorder])
+    with redirect_stdout(text):
+        trainer.train(stream, 2, stream, per_device_batch_size=2)
+    return {
+        "inputs": torch.cat(recorder.inputs) if recorder.inputs else torch.empty(0, 5),
+        "samples": trainer.progress.samples,
+        "losses": trainer.run_history.to_dict()["eval_loss_epoch"],
+        "weights": weights(trainer.model),
+        "printed": text.getvalue(),
+    }
+
+
+def streams_that_share_themselves_out() -> Any:
+    """Each epoch has all samples once, of streams of which each process has a part, and of one that gives all."""
+    data = list(regression_data(24))
+    split = SplitStream(data, Part(rank(), world_size()))
+    results = {
+        "split": read_by_training(split),
+        "reading": read_by_training(Reading(SplitStream(data, Part(rank(), world_size())))),
+        "shard": read_by_training(
+            IterableDatasetShard(OrderedStream(data), 2, num_processes=world_size(), process_index=rank())
+        ),
+        "webdataset": read_by_training(Pipeline(data, split_by_node)),
+        "pipe": read_by_training(IterableWrapper(data).sharding_filter()),
+        "whole": read_by_training(SplitStream(data, None)),
+    }
+    return {"by stream": results, "epochs": split.epochs}
+
+
+def hugging_face_streams() -> Any:
+    """Split by their own function, by shards and by samples; and left whole."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    x, y = regression_data(24).tensors
+    rows = Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
+    results = {}
+    for name, num_shards in (("by shards", 6), ("by samples", 5), ("whole", 6)):
+        stream = rows.to_iterable_dataset(num_shards=num_shards).shuffle(seed=1, buffer_size=4)
+        if name != "whole":
+            stream = split_dataset_by_node(stream, rank(), world_size())
+        results[name] = read_by_training(Pairs(stream))
+    return results
+
+
+class Pairs(Reading):
+    def __iter__(self):
+        return (
+            (torch.tensor(row["x"], dtype=torch.float64), torch.tensor(row["y"], dtype=torch.float64))
+            for row in self.stream
+        )
+
+    def set_epoch(self, epoch):
+        self.stream.set_epoch(epoch)
+
+
+def streams_shared_out_wrongly() -> Any:
+    """What is said of parts that are not those of the processes."""
+    data, said = list(regression_data(24)), {}
+    for name, stream in {
+        "the same on all": SplitStream(data, Part(0, world_size())),
+        "for others": SplitStream(data, Part(rank(), world_size() + 1)),
+        "on some": SplitStream(data, None if rank() == 0 else Part(rank(), world_size())),
+        "pipe": IterableWrapper(data),
+    }.items():
+        try:
+            read_by_training(stream)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+class NormalisedRows(nn.Sequential):
+    """Batch norm over rows, which torch refuses to train on a single one."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__(nn.Linear(5, 4), norm(4), nn.Tanh(), nn.Linear(4, 1))
+        self.double()
+
+
+class CountsRows(TrainerCallback):
+    """Keeps the samples of each step, and how many rows the model saw."""
+
+    def __init__(self):
+        self.indices = []
+        self.rows = []
+
+    def on_train_step_end(self, trainer, batch, **kwargs):
+        self.indices.append(trainer.batch_indices)
+        self.rows.append(len(batch[0]))
+
+
+def tails_with_batch_norm() -> Any:
+    """For each size the samples of every step of this process, and the rows that it computed; what was warned of."""
+    results = {}
+    for size in (38, 40, 43, 47, 4 * world_size() * 3 + 1):
+        for name, model in (("norm", NormalisedRows()), ("none", small_model())):
+            counts = CountsRows()
+            trainer = quiet_trainer(model, callbacks=[counts], seed=1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    trainer.train(regression_data(size), 1, per_device_batch_size=4)
+                    error = ""
+                except ValueError as failure:
+                    error = str(failure)
+            said = [str(w.message) for w in caught if "batch norm" in str(w.message)]
+            results[size, name] = {"indices": counts.indices, "rows": counts.rows, "said": said, "error": error}
+    return results
+
+
+def batches_of_a_sampler_with_batch_norm() -> Any:
+    """A batch with a single sample beside larger ones."""
+    counts = CountsRows()
+    trainer = quiet_trainer(NormalisedRows(), callbacks=[counts])
+    batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10, 11]]
+    trainer.train(regression_data(12), 1, train_dataloader_kwargs={"batch_sampler": batches})
+    return counts.indices, counts.rows

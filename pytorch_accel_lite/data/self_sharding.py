@@ -1,0 +1,98 @@
+"""Streams that share themselves out: each process's own gives it a part of the data without being told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from pytorch_accel_lite.distributed import Ranks
+
+#: Classes of other packages that ask for their rank themselves, by package and name.
+_ASK_FOR_THEIR_RANK = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}
+_DATA_PIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
+
+
+class Share(NamedTuple):
+    """What part of the data a stream gives.
+
+    :param shared_by: what shares it out
+    :param rank: the part, of ``world_size`` parts; ``None`` when it follows from the rank of the process
+    """
+
+    shared_by: str
+    rank: int | None = None
+    world_size: int | None = None
+
+
+def find_share(stream: Any) -> Share | None:
+    """Return what is known of how a stream, or one in it, shares itself out; ``None`` when it seems to give all."""
+    return next(filter(None, map(_share, _streams_in(stream, []))), None)
+
+
+def _streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
+    """Yield a stream and those that it reads, as far as they are its attributes."""
+    if not isinstance(stream, IterableDataset) or any(stream is other for other in seen):
+        return
+    seen.append(stream)
+    yield stream
+    for value in vars(stream).values():
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            yield from _streams_in(inner, seen)
+
+
+def _share(stream: Any) -> Share | None:
+    kind = type(stream).__name__
+    split: Any = getattr(stream, "_distributed", None)  # of Hugging Face's
+    if hasattr(split, "rank") and hasattr(split, "world_size"):
+        return Share(f"split_dataset_by_node ({kind})", split.rank, split.world_size)
+    if kind == "IterableDatasetShard":  # Accelerate's, and that of transformers
+        return Share(kind, stream.process_index, stream.num_processes)
+    stages = getattr(stream, "pipeline", None)  # of webdataset's
+    names = [getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages or () if callable(stage)]
+    if any("split_by_node" in name for name in names):
+        return Share(f"split_by_node ({kind})")
+    if any((base.__module__.partition(".")[0], base.__name__) in _ASK_FOR_THEIR_RANK for base in type(stream).__mro__):
+        return Share(f"{type(stream).__module__.partition('.')[0]}.{kind}")
+    if isinstance(stream, _DATA_PIPE) and hasattr(stream, "apply_sharding"):
+        return Share(kind)  # which torch's DataLoader tells the rank
+    return None
+
+
+def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
+    """Return how a stream shares itself out among the processes; ``None`` when it is to be dealt out.
+
+    To be called on every process.
+
+    :raises ValueError: on several processes, unless all have a part, each another, and there is no other part
+    """
+    share = find_share(stream)
+    if ranks.world_size == 1:
+        if share is not None and (share.world_size or 1) > 1:
+            warnings.warn(
+                f"The data are part {share.rank} of {share.world_size}, as shared out by {share.shared_by}, but there "
+                "is one process only: the other parts are not read.",
+                stacklevel=2,
+            )
+        return None
+    if isinstance(stream, _DATA_PIPE) and share is None:
+        raise ValueError(
+            f"{type(stream).__name__} has no sharding_filter(), and torch's DataLoader reads a data pipe on every "
+            f"process: each sample would be read {ranks.world_size} times. Add .sharding_filter() to the pipe."
+        )
+    shares = ranks.all_gather_object(share)
+    known = [share for share in shares if share is not None]
+    by_rank = [share for share in known if share.rank is None]
+    parts = {(share.rank, share.world_size) for share in known}
+    if known and len(by_rank) < len(shares) and parts != {(rank, len(shares)) for rank in range(len(shares))}:
+        read = ["all" if share is None else f"part {share.rank} of {share.world_size}" for share in shares]
+        raise ValueError(
+            f"The data are shared out by {known[0].shared_by}, but not over the processes of this job, which would "
+            f"read: {', '.join(read)}. Split them by trainer.ranks.rank and trainer.ranks.world_size, or not at all: "
+            "then the trainer shares them out. If it is meant, return OwnShard(DataLoader(...)) from "
+            "create_train_dataloader or create_eval_dataloader."
+        )
+    return share
