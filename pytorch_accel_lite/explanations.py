@@ -145,7 +145,7 @@ class Case:
         values = frame.f_locals
         code = frame.f_code
         file = code.co_filename.replace("\\", "/")
-        if file.endswith("pytorch_accel_lite/batches.py") and code.co_name in ("outputs_and_loss", "call", "loss"):
+        if file.endswith("pytorch_accel_lite/batches.py") and code.co_name in ("outputs_and_loss", "_other_outputs_and_loss", "call", "loss"):
             self.is_default_step = True
             if "outputs" in values:
                 self.outputs = values["outputs"]
