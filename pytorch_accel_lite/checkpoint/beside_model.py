@@ -57,7 +57,7 @@ def load_loss_state(trainer: Trainer, state: Mapping[str, Any], source: StrPath)
     loss_func = trainer.loss_func
     own = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
     fitting = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
-    if fitting:
+    if isinstance(loss_func, nn.Module) and fitting:
         loss_func.load_state_dict(fitting, strict=False)
     others = sorted(state.keys() - fitting.keys())
     if others and loss_func is not None:
