@@ -20,6 +20,7 @@ from torch import nn
 from pytorch_accel_lite.first_loss import shapes_are_known
 
 BatchOutput = dict[str, Any]
+_IGNORED_LABEL = -100  # of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
@@ -145,17 +146,33 @@ class BatchAdapter:
         self._name = type(model).__name__
         self._warned = False
         self._is_new = True
+        self._first_label = _first_label(model)
 
-    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the model's outputs for a batch, and the loss of them."""
+    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, num_samples: int | None) -> BatchOutput:
+        """Return the model's outputs for a batch, the loss of them, and what that is a mean over.
+
+        :param num_samples: how many were collated into the batch, if that is known
+        """
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
             if self._is_new:
                 self._is_new = not shapes_are_known(loss_func, outputs, batch[1])
-            return outputs, loss_func(outputs, batch[1])
+            output = {"loss": loss_func(outputs, batch[1]), "model_outputs": outputs}
+        else:
+            output = self._other_outputs_and_loss(model, loss_func, batch)
+        output["batch_size"] = find_batch_size(batch, num_samples)
+        return output
+
+    def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:
         outputs, targets = self._call(model, batch)
         if loss_func is None:
-            return outputs, self._own_loss(outputs, targets, batch)
+            loss = self._own_loss(outputs, targets, batch)
+            items = _count_labels(batch, self._first_label)
+            if items is None:
+                return {"loss": loss, "model_outputs": outputs}
+            # Without any label the mean is NaN, of which no part counts.
+            loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
+            return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": items}
         if isinstance(batch, Mapping):
             targets = _targets_of(targets, batch)
         if targets is None:
@@ -163,7 +180,7 @@ class BatchAdapter:
                 f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
                 "(inputs, targets), or override calculate_train_batch_loss."
             )
-        return outputs, loss_func(outputs, targets)
+        return {"loss": loss_func(outputs, targets), "model_outputs": outputs}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs for a batch, whose targets, if any, are not used."""
@@ -208,6 +225,36 @@ class BatchAdapter:
                 "Pass a loss_func, or feed the model the labels that make it return one."
             )
         return loss
+
+
+def _first_label(model: nn.Module) -> int | None:
+    """Return the position of the first label in each row that counts in the loss of a Hugging Face model.
+
+    ``None`` for models whose loss is no mean over the labels, and for those of others.
+    """
+    get_base_model = getattr(model, "get_base_model", None)  # of adapters (PEFT)
+    if callable(get_base_model):
+        model = get_base_model()
+    if not hasattr(model, "loss_type") or "_loss_function" in vars(model):
+        return None
+    forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    calls_it = "loss_function" in getattr(forward, "co_names", ())
+    if calls_it and model.loss_type in (None, "ForCausalLM", "ForConditionalGeneration"):
+        return 1  # each label is predicted from what comes before it
+    is_seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    of_tokens = model.loss_type in ("ForMaskedLM", "ForTokenClassification")
+    return 0 if of_tokens or (is_seq2seq and model.loss_type == "ForConditionalGeneration") else None
+
+
+def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
+    """Return how many labels of a batch are not ignored, from a position in each row on; ``None`` when not known."""
+    if first is None or not isinstance(batch, Mapping):
+        return None
+    name, first = ("shift_labels", 0) if batch.get("shift_labels") is not None else ("labels", first)
+    labels = batch.get(name)
+    if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
+        return None
+    return labels[..., first:].ne(_IGNORED_LABEL).sum()
 
 
 def _targets_of(rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:

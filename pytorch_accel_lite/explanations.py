@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 _SHOWN = 6  # elements of a collection
+# The functions of batches.py that make the default step.
+_DEFAULT_STEP = ("outputs_and_loss", "_other_outputs_and_loss", "call", "loss")
 
 
 def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
@@ -145,7 +147,7 @@ class Case:
         values = frame.f_locals
         code = frame.f_code
         file = code.co_filename.replace("\\", "/")
-        if file.endswith("pytorch_accel_lite/batches.py") and code.co_name in ("outputs_and_loss", "call", "loss"):
+        if file.endswith("pytorch_accel_lite/batches.py") and code.co_name in _DEFAULT_STEP:
             self.is_default_step = True
             if "outputs" in values:
                 self.outputs = values["outputs"]

@@ -80,7 +80,9 @@ class GradientWindow:
         if self.items_per_batch is not None and self._ranks.world_size > 1:
             zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
             true = self._ranks.sum_on_device(zero + _as_weight(true))  # to copy a number to a device would wait for it
-        if not isinstance(true, torch.Tensor) and true == nominal:
+        if isinstance(true, torch.Tensor):
+            true = torch.where(true == 0, nominal, true)  # of a window without a single item, whose gradients are 0
+        elif true in (0, nominal):
             return
         gradients = [p.grad for p in optimized_parameters(optimizer) if p.grad is not None]
         if gradients:

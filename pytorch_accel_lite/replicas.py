@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.distributed.prepared import unwrap
-from pytorch_accel_lite.gradients import optimized_parameters, updated_parameters
+from pytorch_accel_lite.gradients import updated_parameters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.distributed.ranks import Ranks
@@ -49,16 +50,11 @@ def compare_replicas(self: Trainer) -> None:
 
 def _trained_parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
     """Return what the trainer's optimizers update, by the names that it has in the trainer's modules."""
-    attributes = {name: value for name, value in vars(trainer).items() if name != "model"}
     names: dict[int, str] = {}
-    for prefix, module in {"": unwrap(trainer.model), **attributes}.items():
-        if isinstance(module, nn.Module):
-            for name, parameter in module.named_parameters(prefix):
-                names.setdefault(id(parameter), name)
-    trained = updated_parameters(trainer.model, trainer.optimizer)
-    for value in attributes.values():
-        if isinstance(value, torch.optim.Optimizer):
-            trained += optimized_parameters(value)
+    for prefix, module in {"": unwrap(trainer.model), **attributes.modules(trainer)}.items():
+        for name, parameter in module.named_parameters(prefix):
+            names.setdefault(id(parameter), name)
+    trained = [*updated_parameters(trainer.model, trainer.optimizer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
     return {names.get(key, f"parameter {place}"): value for place, (key, value) in enumerate(by_id.items())}
 

@@ -42,6 +42,7 @@ class Run:
     :ivar guarded_step: makes the steps when they may fail
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
+    :ivar synced_buffers: buffers that it does not synchronise: those of the loss function and of attributes
     :ivar resumed: the state of which a part is still to be restored
     """
 
@@ -69,6 +70,7 @@ class Run:
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
     averaged_here: list[nn.Parameter] = field(default_factory=list)
+    synced_buffers: list[torch.Tensor] = field(default_factory=list)
     trained_model: nn.Module | None = None
     resumed: TrainingState | None = None
     batch: Batch | None = None
@@ -169,7 +171,8 @@ class StepSnapshot:
         self._window = run.window
         self._counted = run.window.sizes, run.window.items_per_batch
         self._generators = capture_generators()
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        of_loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
+        self._buffers = [(buffer, buffer.clone()) for buffer in (*model.buffers(), *of_loss)]
         self.gradients = {p: p.grad for p in (*model.parameters(), *optimized_parameters(trainer.optimizer))}
         for parameter in self.gradients:
             parameter.grad = None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import gradients, replicas, validation
-from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
+from pytorch_accel_lite.batches import BatchAdapter, BatchOutput
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
@@ -93,7 +93,11 @@ class Trainer:
     :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
     :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
     :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors on the device
+    :cvar saves_attributes: whether checkpoints and training states include optimizers and schedulers that are
+        attributes of the trainer, and modules of which an optimizer has a parameter
     """
+
+    saves_attributes: ClassVar[bool] = True
 
     # ------------------------------------------------------------------------- the current or last run
 
@@ -239,7 +243,7 @@ class Trainer:
                 "first: raise StopTrainingError, or close the iterator."
             )
         validation.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        validation.warn_if_optimizer_misses_model(self.optimizer, vars(self).values())
+        validation.warn_if_optimizers_miss_parameters(self)
         self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
@@ -450,10 +454,9 @@ class Trainer:
         return self._adapter.predict(self.model, batch)
 
     def _calculate_loss(self, batch: Any) -> BatchOutput:
-        outputs, loss = self._adapter.outputs_and_loss(self.model, self.loss_func, batch)
         read = self.current_run.batch
         known = read.num_samples if read is not None and batch is read.data else None
-        return {"loss": loss, "model_outputs": outputs, "batch_size": find_batch_size(batch, known or None)}
+        return self._adapter.outputs_and_loss(self.model, self.loss_func, batch, known or None)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 

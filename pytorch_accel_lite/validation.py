@@ -10,7 +10,7 @@ import numbers
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.placeholders import Placeholder
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
 
 _SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
 
@@ -57,12 +61,14 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         )
 
 
-def warn_if_optimizer_misses_model(optimizer: Any, attributes: Iterable[Any]) -> None:
-    """Warn when an optimizer has no parameter of a module among the trainer's attributes: it may train nothing."""
-    modules = [value for value in attributes if isinstance(value, nn.Module)]
+def warn_if_optimizers_miss_parameters(trainer: Trainer) -> None:
+    """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function."""
+    modules = [trainer.model, *attributes.modules(trainer).values()]
     known = {parameter for module in modules for parameter in module.parameters()}
-    optimized = list(optimized_parameters(optimizer))
-    if optimized and known.isdisjoint(optimized):
+    optimized = list(optimized_parameters(trainer.optimizer))
+    if not known.isdisjoint(optimized):
+        _warn_of_an_untrained_loss(trainer)
+    elif optimized:
         warnings.warn(
             f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
             "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
@@ -95,6 +101,22 @@ def check_resume(resume_from: Any) -> None:
         raise TypeError(f"resume_from={resume_from!r} is no path. {hint}; leave it out to start afresh.")
     if resume_from in ("last", "auto", "newest", "best", "") and not os.path.exists(resume_from):
         raise ValueError(f"resume_from={resume_from!r}: there is no such directory. {hint}.")
+
+
+def _warn_of_an_untrained_loss(trainer: Trainer) -> None:
+    loss_func = trainer.loss_func
+    if not isinstance(loss_func, nn.Module):
+        return
+    known = {*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)}
+    missed = [name for name, p in loss_func.named_parameters() if p.requires_grad and p not in known]
+    if missed:
+        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+        warnings.warn(
+            f"{type(loss_func).__name__}, the loss function, has parameters that are to be trained, but that no "
+            f"optimizer has: {', '.join(missed[:3])}{more}. Make the optimizer from [*model.parameters(), "
+            "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they are meant to stay as they are.",
+            stacklevel=5,
+        )
 
 
 def _check_stepping(interval: Any, metric: Any) -> None:

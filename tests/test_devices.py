@@ -119,6 +119,16 @@ def test_a_run_goes_on_from_any_state_to_the_same_bits():
     assert all(run["history"] == whole["history"] for run in resumed.values())
 
 
+def test_a_loss_that_learns_and_a_critic_are_on_the_device_and_resumed_to_the_same_bits():
+    found = on_device("beside_the_model")
+    parts, places, history = found["whole"]
+    assert places == {"sim"}
+    assert len(found["resumed"]) == 3
+    for resumed, _, its_history in [*found["resumed"], on_cpu("beside_the_model")["whole"]]:
+        assert all(equal(resumed[name], part) for name, part in parts.items())
+        assert its_history == history
+
+
 def test_settings_are_found_and_nothing_is_changed():
     found = on_device("finding_settings")
     assert found["unchanged"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.events import TrainerCallback
 
 if TYPE_CHECKING:
@@ -13,15 +12,14 @@ if TYPE_CHECKING:
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):
-    """Moves every module that is an attribute of the trainer (metrics, a loss function) to its device.
+    """Moves every module that is an attribute of the trainer, or in a list or dict that is, to its device.
 
     The model is left out: Accelerate places it.
     """
 
     def _move(self, trainer: Trainer) -> None:
-        for name, value in vars(trainer).items():
-            if isinstance(value, nn.Module) and name != "model":
-                value.to(trainer.device)
+        for module in attributes.modules(trainer).values():
+            module.to(trainer.device)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._move(trainer)

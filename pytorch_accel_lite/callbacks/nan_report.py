@@ -16,6 +16,7 @@ from torch import nn
 from pytorch_accel_lite.batches import total_loss
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.devices import to_float
+from pytorch_accel_lite.distributed.prepared import mixed_precision
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.randomness import capture_generators, restore_generators
 
@@ -186,7 +187,8 @@ def find_non_finite(trainer: Trainer, step: RecordedStep, keep_buffers: bool = T
     trainer.model = model
     try:
         restore_generators(step.generators)
-        with torch.compiler.set_stance("force_eager"):  # hooks are not called in compiled code
+        # Hooks are not called in compiled code.
+        with torch.compiler.set_stance("force_eager"), mixed_precision(trainer.accelerator):
             loss = total_loss(trainer.calculate_train_batch_loss(step.batch)["loss"])
     finally:
         trainer.model = wrapped

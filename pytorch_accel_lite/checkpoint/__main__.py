@@ -34,8 +34,8 @@ def inspect(directory: Path) -> None:
     print(f"weights: {len(weights)} tensors, {count:,} numbers")
     held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]
     print(f"also: {', '.join(held)}")
-    for title in ("callbacks", "objects", "extra"):
-        if shared[title]:
+    for title in ("attributes", "callbacks", "objects", "extra"):
+        if shared.get(title):
             print(f"{title}: {', '.join(shared[title])}")
     for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
         print(f"  {name}: {', '.join(f'{v:.6g}' if isinstance(v, float) else str(v) for v in values[-5:])}")

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.beside_model import (
+    attribute_states,
+    load_attribute_state,
+    load_loss_state,
+    loss_state,
+)
 from pytorch_accel_lite.checkpoint.files import StrPath, read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.events import NonFiniteLossError, timed_as_saving
-from pytorch_accel_lite.gradients import optimized_parameters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -32,10 +39,13 @@ def save_checkpoint(
 ) -> None:
     """Save the weights as one portable file, written whole or not at all. To be called on every process.
 
+    With them what the loss function has learned, and the trainer's attributes that are trained, heads and critics say
+    (not with ``saves_attributes = False`` in the trainer's class).
+
     :param save_path: usually ends in ``.pt``; missing folders are made
     :param checkpoint_kwargs: further entries of the file
-    :param save_optimizer: include the optimizer's state
-    :param save_scheduler: include the scheduler's state, if there is a scheduler
+    :param save_optimizer: include the optimizer's state, and those of optimizers that are attributes
+    :param save_scheduler: include the scheduler's state, if there is a scheduler; so those that are attributes
     :param save_per_node: save once on every machine; ``False``: once in the whole job
     """
     here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
@@ -44,6 +54,10 @@ def save_checkpoint(
         checkpoint["optimizer_state_dict"] = full_state_dict(self.optimizer.state_dict(), here)
     if save_scheduler and self.scheduler is not None:
         checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
+    if learned := loss_state(self):
+        checkpoint["loss_func_state_dict"] = learned
+    if held := attribute_states(self, here, save_optimizer, save_scheduler):
+        checkpoint["attribute_state_dicts"] = held
     checkpoint.update(checkpoint_kwargs or {})
     self.ranks.barrier()  # where others may still read the file that is replaced
     self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if here else None)
@@ -58,6 +72,8 @@ def load_checkpoint(
     strict: bool = True,
 ) -> dict[str, Any]:
     """Load weights saved by :meth:`save_checkpoint`, without running code from the file.
+
+    Those of the loss function and of the trainer's attributes too, where the file holds them and the trainer has them.
 
     :param load_optimizer: load the optimizer's state too, if it was saved
     :param load_scheduler: load the scheduler's state too, if it was saved and there is a scheduler
@@ -78,6 +94,12 @@ def load_checkpoint(
         load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
     if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
         self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+    load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
+    held = checkpoint.get("attribute_state_dicts", {})
+    for name, owner in attributes.trained(self).items():
+        is_asked_for = load_optimizer if isinstance(owner, torch.optim.Optimizer) else load_scheduler
+        if name in held and (isinstance(owner, nn.Module) or is_asked_for):
+            load_attribute_state(owner, name, held[name], checkpoint_path, strict)
     model.load_state_dict(weights, strict=strict)
     return checkpoint
 
@@ -110,7 +132,8 @@ def check_weights(self: Trainer) -> None:
     def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [getattr(t, "_local_tensor", t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
 
-    trained = floating(self.model.parameters() if self.is_sharded else optimized_parameters(self.optimizer))
+    of_model = self.model.parameters() if self.is_sharded else ()
+    trained = floating([*of_model, *attributes.all_optimized_parameters(self)])
     buffers = floating(self.model.buffers())  # they may be infinite, as masks are
     finite = all(bool(w.isfinite().all()) for w in trained) and not any(bool(b.isnan().any()) for b in buffers)
     if self.ranks.max([float(not finite)])[0]:

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
-from torch import nn
 
+from pytorch_accel_lite.checkpoint.beside_model import (
+    attribute_states,
+    load_attribute_states,
+    load_loss_state,
+    loss_state,
+)
 from pytorch_accel_lite.checkpoint.files import StrPath, storable, untie
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_state, read_weights
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
@@ -68,7 +73,8 @@ def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
             name: None if owner is None else full_state_dict(owner.state_dict(), is_first)
             for name, owner in _stepped(trainer).items()
         },
-        "loss_func": _loss_state(trainer),
+        "loss_func": loss_state(trainer),
+        "attributes": attribute_states(trainer, is_first),
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
         "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
@@ -93,21 +99,6 @@ def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
         if hasattr(callback, method):
             named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
     return named
-
-
-def _loss_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what a loss function has learned: its parameters that are trained, and its buffers; not the model's."""
-    if not isinstance(trainer.loss_func, nn.Module):
-        return {}
-    model = trainer.get_model()
-    of_model = set(map(id, [*model.parameters(), *model.buffers()]))
-    return {
-        name: value.detach()
-        for name, value in trainer.loss_func.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-        and id(value) not in of_model
-        and (value.requires_grad or not isinstance(value, nn.Parameter))
-    }
 
 
 def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
@@ -169,8 +160,8 @@ def restore(trainer: Trainer, state: TrainingState) -> None:
                     f"{type(owner).__name__}: {error}. Create it as it was when the state was saved."
                 ) from error
     model.load_state_dict(weights)
-    if isinstance(trainer.loss_func, nn.Module):
-        trainer.loss_func.load_state_dict(shared.get("loss_func") or {}, strict=False)
+    load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
+    load_attribute_states(trainer, shared.get("attributes", {}), state.directory, is_final=False)
     if shared["history"] is not None and hasattr(trainer.run_history, "load_state_dict"):
         trainer.run_history.load_state_dict(shared["history"])
     trainer.progress.load_state_dict(state.metadata["progress"])
@@ -182,8 +173,10 @@ def restore(trainer: Trainer, state: TrainingState) -> None:
 def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
     """Restore, last before training goes on, the callbacks, the running losses and the generators of this rank.
 
+    And the attributes once more: those that the starting events have made, or moved to the device.
     With another number of processes, generators are seeded again, and rank 0 has the sums of all ranks' losses.
     """
+    load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
     if state.own is not None:
         losses = send_to_device(state.own["losses"], trainer.device)

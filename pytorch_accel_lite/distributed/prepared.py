@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -105,9 +106,26 @@ class PreparedModel:
 
 
 @contextmanager
-def preserving_modes(model: nn.Module) -> Iterator[None]:
-    """Set each module of a model back to its own mode, training or evaluation, after a block."""
-    modes = [(module, module.training) for module in model.modules()]
+def mixed_precision(accelerator: Accelerator) -> Iterator[None]:
+    """Run a block in autocast when the accelerator uses mixed precision, as the prepared model's own forward pass is.
+
+    Casts of weights are not kept from one call to the next: a step may train a critic and then use it.
+    """
+    with accelerator.autocast():
+        if accelerator.native_amp:
+            torch.set_autocast_cache_enabled(False)
+            torch.autocast_decrement_nesting()  # autocast within (the model's) forgets its casts only as the outermost
+        try:
+            yield
+        finally:
+            if accelerator.native_amp:
+                torch.autocast_increment_nesting()
+
+
+@contextmanager
+def preserving_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Set each module back to its own mode, training or evaluation, after a block."""
+    modes = [(module, module.training) for module in modules]
     try:
         yield
     finally:
@@ -118,7 +136,7 @@ def preserving_modes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation mode for a block."""
-    with preserving_modes(model):
+    with preserving_modes(model.modules()):
         model.eval()
         yield
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import complete_output
-from pytorch_accel_lite.distributed.prepared import preserving_modes, reshard, sync_ddp_buffers, unwrap
+from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.randomness import preserving_generators
@@ -51,7 +51,7 @@ def evaluate(
         _in_last_epoch(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(run),
-        preserving_modes(self.model) if run.outer is not None else nullcontext(),
+        preserving_modes(self.model.modules()) if run.outer is not None else nullcontext(),
         ending(self, run, "evaluation"),
     ):
         self.call_event("on_dataloaders_created")
@@ -161,12 +161,10 @@ def run_evaluation(
     run = self.current_run.derive()
     own = self.model
     handler = self.callback_handler
-    autocast: AbstractContextManager[None] = nullcontext()
     if model is not None:
         self.sync_buffers(model)
         run.trained_model = own
-        autocast = self.accelerator.autocast()
-    with entering(self, run), preserving_generators(), preserving_modes(own), _prefixed(self, prefix), autocast:
+    with entering(self, run), preserving_generators(), preserving_modes(own.modules()), _prefixed(self, prefix):
         self.model = own if model is None else model
         self.callback_handler = handler if callbacks is None else callbacks
         try:
@@ -193,15 +191,26 @@ def evaluate_all(
 ) -> dict[str, float]:
     """Evaluate what there is to evaluate; of several datasets, the metrics are prefixed with their names."""
     if not run.eval_loaders and run.eval_loader is not None:
-        trainer._run_eval_epoch(run.eval_loader, is_training, is_intermediate)
+        with _loss_in_evaluation_mode(trainer):
+            trainer._run_eval_epoch(run.eval_loader, is_training, is_intermediate)
         return run.recorded_losses
     losses: dict[str, float] = {}
     for name, loader in run.eval_loaders.items():
         run.eval_loader = loader
-        with _prefixed(trainer, f"{name}_"):
+        with _prefixed(trainer, f"{name}_"), _loss_in_evaluation_mode(trainer):
             trainer._run_eval_epoch(loader, is_training, is_intermediate)
         losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
     return losses
+
+
+@contextmanager
+def _loss_in_evaluation_mode(trainer: Trainer) -> Iterator[None]:
+    """Set a loss function that is a module to evaluation mode; afterwards each part, but the model, has its own."""
+    of_loss = set(trainer.loss_func.modules()) if isinstance(trainer.loss_func, nn.Module) else set()
+    with preserving_modes(of_loss - set(trainer.model.modules())):
+        for module in of_loss:
+            module.training = False
+        yield
 
 
 def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
@@ -216,7 +225,8 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
             run.batch = batch
             trainer.call_event("on_eval_step_start")
             try:
-                output = trainer.calculate_eval_batch_loss(batch.data)
+                with mixed_precision(trainer.accelerator):
+                    output = trainer.calculate_eval_batch_loss(batch.data)
                 complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
             except Exception as error:
                 from pytorch_accel_lite.explanations import explain

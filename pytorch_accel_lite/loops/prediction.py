@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.batches import concatenate, find_batch_size, to_cpu
-from pytorch_accel_lite.distributed.prepared import evaluation_mode, sync_ddp_buffers
+from pytorch_accel_lite.distributed.prepared import evaluation_mode, mixed_precision, sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
 from pytorch_accel_lite.run import Run, close_failed, suspended
 from pytorch_accel_lite.run_config import RunRequest
@@ -87,7 +87,7 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
     """Yield this process's outputs, batch by batch, on the CPU."""
     for batch in run.eval_loader.steps(run.progress.epoch, run.request.first_sample):
         run.batch = batch
-        with unwrapped_model(trainer), torch.no_grad():
+        with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
             try:
                 output = trainer.calculate_predict_batch_output(batch.data)
             except Exception as error:

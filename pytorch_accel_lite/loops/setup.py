@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.checkpoint.snapshot import find_state, restore
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
@@ -84,6 +85,8 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     if not trainer.is_sharded:
         run.averaged_here = parameters_not_in_model(trainer.model, trainer.optimizer)
         ranks.copy_from_first(run.averaged_here)
+    if ranks.world_size > 1:
+        run.synced_buffers = buffers_beside_model(trainer)
     clear_gradients(trainer.optimizer)  # what a run that failed within a window may have left
     trainer.accelerator.sync_gradients = True
     if request.auto_microbatch or request.skips_failed_batches:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
+from pytorch_accel_lite.checkpoint.beside_model import describe_attributes, preserving_attributes
 from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
+from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_buffers
 from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
 from pytorch_accel_lite.loops.batch_norm import smallest_share
 from pytorch_accel_lite.loops.evaluation import evaluate_all
@@ -26,6 +29,7 @@ def train(trainer: Trainer, run: Run) -> None:
     with ending(trainer, run, "training"):
         trainer.training_run_start()
         trainer.call_event("on_training_run_start")
+        _describe_states(trainer, run)
         over = _is_over(trainer, run)
         if run.request.sanity_eval_batches and not over:
             sanity_evaluation(trainer, run)
@@ -123,9 +127,17 @@ def forward_and_backward(trainer: Trainer, run: Run, batch: Batch) -> BatchOutpu
 
 def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
     """Return the outputs and the loss of a training batch."""
-    output = trainer.calculate_train_batch_loss(batch.data)
+    accelerator = trainer.accelerator
+    with mixed_precision(accelerator) if accelerator.native_amp else NOTHING:
+        output = trainer.calculate_train_batch_loss(batch.data)
     complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
     return output
+
+
+def loss_of(trainer: Trainer, data: Any) -> torch.Tensor:
+    """Return the loss of a batch alone, as a step computes it."""
+    with mixed_precision(trainer.accelerator):
+        return total_loss(trainer.calculate_train_batch_loss(data)["loss"])
 
 
 def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int) -> None:
@@ -147,6 +159,8 @@ def update(trainer: Trainer, run: Run) -> None:
     """Update the weights by the gradients of a window."""
     if run.averaged_here and trainer.ranks.world_size > 1:
         average_gradients(run.averaged_here, trainer.ranks)
+    if run.synced_buffers:
+        trainer.ranks.copy_from_first(run.synced_buffers)
     hears = trainer.callback_handler.listeners
     run.window.finish(trainer.optimizer)
     run.gradient_norm = None
@@ -173,6 +187,13 @@ def _step_scheduler_after_epoch(trainer: Trainer, run: Run) -> None:
     has_metric = run.request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
     if each_epoch and has_metric:
         trainer.scheduler_step()
+
+
+def _describe_states(trainer: Trainer, run: Run) -> None:
+    """Say what training states hold beside the model, when there are any: the starting events may have made more."""
+    described = describe_attributes(trainer) if run.request.saves_training_states or run.resumed is not None else ""
+    if described:
+        trainer.print(described)
 
 
 def _is_over(trainer: Trainer, run: Run) -> bool:
@@ -206,5 +227,6 @@ def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
     """
     run.must_warm_up_ddp = False
     before = StepSnapshot(trainer, run)
-    trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"]))
+    with preserving_attributes(trainer):
+        trainer.backward_step(loss_of(trainer, batch.data))
     before.restore()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.batches import find_batch_size, total_loss
+from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.callbacks.advice import faster_data
 from pytorch_accel_lite.devices import module_of
+from pytorch_accel_lite.loops.training import loss_of
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tools.trial import trial
 from pytorch_accel_lite.utils import check_positive_int
@@ -134,16 +135,16 @@ def _now(trainer: Trainer) -> float:
 def _forward(trainer: Trainer, batch: Any) -> None:
     ranks_alone = trainer.ranks.world_size > 1
     with trainer.accelerator.no_sync(trainer.model) if ranks_alone else nullcontext():
-        trainer.calculate_train_batch_loss(batch)
+        loss_of(trainer, batch)
 
 
 def _backward(trainer: Trainer, batch: Any) -> None:
-    trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch)["loss"]))
+    trainer.backward_step(loss_of(trainer, batch))
     trainer.optimizer_zero_grad()
 
 
 def _update(trainer: Trainer, batch: Any) -> None:
-    trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch)["loss"]))
+    trainer.backward_step(loss_of(trainer, batch))
     trainer.optimizer_step()
     trainer.optimizer_zero_grad()
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.events import CallbackHandler
-from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.loops.setup import begin_training, create_train_loader
 from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, entering, prepare_model, release_model
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 def restoring_state(trainer: Trainer) -> Iterator[None]:
     """Restore weights, buffers, gradients, modes, the optimizer, the scaler and the generators after a block.
 
-    Those of the loss function, too. The weights are kept in host memory, so that the device has room for what is
-    tried.
+    Those of the loss function and of attributes that are trained, too. The weights are kept in host memory, so that the
+    device has room for what is tried.
     """
     model = trainer.get_model()
-    optimizer = trainer.optimizer
-    scaler = trainer.accelerator.scaler
-    roots = [module for module in (model, trainer.loss_func) if isinstance(module, nn.Module)]
+    owners = [model, trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
+    owners += attributes.trained(trainer).values()
+    roots = [owner for owner in owners if isinstance(owner, nn.Module)]
+    steppers = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
     modules = list(chain.from_iterable(root.modules() for root in roots))
-    trained = [] if optimizer is None else optimized_parameters(optimizer)
+    trained = attributes.all_optimized_parameters(trainer)
     parameters = list(dict.fromkeys([*chain.from_iterable(root.parameters() for root in roots), *trained]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has lazy layers without weights yet. Give it a batch first: model(inputs).")
@@ -44,8 +45,7 @@ def restoring_state(trainer: Trainer) -> Iterator[None]:
     tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in chain(parameters, buffers)]
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     modes = [(module, module.training) for module in modules]
-    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    scaling = None if scaler is None else scaler.state_dict()
+    states = [copy.deepcopy(stepper.state_dict()) for stepper in steppers]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -59,10 +59,8 @@ def restoring_state(trainer: Trainer) -> Iterator[None]:
             parameter.grad = gradient
         for module, mode in modes:
             module.training = mode
-        if state is not None:
-            optimizer.load_state_dict(state)
-        if scaler is not None:
-            scaler.load_state_dict(scaling)
+        for stepper, state in zip(steppers, states, strict=True):
+            stepper.load_state_dict(state)
 
 
 @contextmanager

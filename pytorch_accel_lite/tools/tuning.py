@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from accelerate.utils.memory import clear_device_cache
 
-from pytorch_accel_lite.batches import total_loss
 from pytorch_accel_lite.data import Batch, NamedDatasets
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.loops.batch_norm import smallest_share
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.guarded import is_out_of_memory
 from pytorch_accel_lite.loops.setup import create_train_loader
-from pytorch_accel_lite.loops.training import train_step
+from pytorch_accel_lite.loops.training import loss_of, train_step
 from pytorch_accel_lite.plotting import plot_range_test
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.run_config import RunRequest
@@ -275,7 +274,7 @@ def _fits(trainer: Trainer, batch: Any, num_steps: int) -> bool:
     with unwrapped_model(trainer):
         try:
             for _ in range(num_steps):
-                trainer.backward_step(total_loss(trainer.calculate_train_batch_loss(batch)["loss"]))
+                trainer.backward_step(loss_of(trainer, batch))
                 trainer.optimizer_step()
                 trainer.optimizer_zero_grad()
         except Exception as error:

@@ -1,13 +1,28 @@
 """What several processes do: each function runs on every rank of a job (see tests/rank_pool.py), and returns what the
 tests look at. With one process, tests call it directly."""
 
-from tests.cases import callbacks, data, evaluation, failures, processes, replicas, states, stopping, tools, training
+from tests.cases import (
+    beside_model,
+    callbacks,
+    data,
+    evaluation,
+    failures,
+    language,
+    processes,
+    replicas,
+    states,
+    stopping,
+    tools,
+    training,
+)
 
 __all__ = [
+    "beside_model",
     "callbacks",
     "data",
     "evaluation",
     "failures",
+    "language",
     "processes",
     "replicas",
     "states",

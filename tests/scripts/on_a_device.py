@@ -32,6 +32,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsCallback,
     MetricsFileCallback,
     ModelEmaCallback,
+    MoveModulesToDeviceCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -232,6 +233,55 @@ def case_resumed() -> Any:
     states = sorted(Path("states").glob("update-*"))
     resumed = {state.name: results_of(run(resume_from=state)) for state in states[:4]}
     return {"whole": whole, "resumed": resumed}
+
+
+class Scaled(nn.Module):
+    """A loss with a scale that is learned and a mean that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        error = (outputs - targets).pow(2).mean()
+        if self.training:
+            self.mean.mul_(0.5).add_(error.detach(), alpha=0.5)
+        return error * self.scale + self.mean
+
+
+class WithCritic(Trainer):
+    """Trains a second module, which is made on the CPU, by an optimizer of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.critic = nn.Linear(1, 1)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.1)
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        self.critic(torch.ones(2, 1, device=self.device)).pow(2).sum().backward()
+        self.critic_optimizer.step()
+        self.critic_optimizer.zero_grad()
+
+
+def case_beside_the_model() -> Any:
+    """A loss that learns, and a critic that a callback moves after its optimizer was restored."""
+
+    def run(**kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        saving = SaveTrainingStateCallback("beside", save_every_n_steps=1)
+        callbacks = [MoveModulesToDeviceCallback, saving]
+        trainer = make_trainer(callbacks, trainer_class=WithCritic, loss_func=Scaled(), seed=4)
+        trainer.optimizer.add_param_group({"params": trainer.loss_func.parameters()})
+        train(trainer, epochs=2, size=8, eval_dataset=make_data(), **kwargs)
+        parts = {"loss": trainer.loss_func.state_dict(), "critic": trainer.critic.state_dict()}
+        places = {tensor.device.type for part in parts.values() for tensor in part.values()}
+        return on_host(parts), places, trainer.run_history.to_dict()
+
+    whole = run()
+    states = sorted(Path("beside").glob("update-*"))
+    return {"whole": whole, "resumed": [run(resume_from=state) for state in states[:3]]}
 
 
 def case_finding_settings() -> Any:

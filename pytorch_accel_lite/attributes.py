@@ -1,0 +1,89 @@
+"""What a trainer holds as attributes beside its model: heads, critics, teachers, metrics, and what trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.gradients import optimized_parameters
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+_SAVED_BY_THEMSELVES = ("model", "optimizer", "scheduler", "registered_objects")
+
+
+def modules(trainer: Trainer) -> dict[str, nn.Module]:
+    """Return the modules that are attributes, by name, the loss function among them; not the model."""
+    return _find(trainer, lambda value: isinstance(value, nn.Module))
+
+
+def optimizers(trainer: Trainer) -> dict[str, Any]:
+    """Return the optimizers that are attributes, by name; not the trainer's own."""
+    own = getattr(trainer.optimizer, "param_groups", None)  # Accelerate's wrapper has those of the optimizer in it
+    found = _find(trainer, lambda value: isinstance(value, torch.optim.Optimizer))
+    return {name: optimizer for name, optimizer in found.items() if optimizer.param_groups is not own}
+
+
+def all_optimized_parameters(trainer: Trainer) -> list[nn.Parameter]:
+    """Return the parameters of the trainer's optimizer and of those that are attributes."""
+    own = [] if trainer.optimizer is None else [trainer.optimizer]
+    return [p for optimizer in (*own, *optimizers(trainer).values()) for p in optimized_parameters(optimizer)]
+
+
+def trained(trainer: Trainer) -> dict[str, Any]:
+    """Return, by name, what is saved with the trainer: the modules of which something is trained, and what trains them.
+
+    Nothing that is saved anyway: what is the model's or the loss function's, the optimizer, registered objects.
+    """
+    if not trainer.saves_attributes:
+        return {}
+    optimized = set(map(id, all_optimized_parameters(trainer)))
+    saved = set(map(id, [*trainer.registered_objects.values(), trainer.loss_func, trainer.scheduler]))
+    known = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters(module)}
+    found: dict[str, Any] = {}
+    for name, module in modules(trainer).items():
+        own = set(map(id, _parameters(module))) - known
+        if id(module) not in saved and own & optimized:
+            found[name] = module
+            known |= own
+    found |= {name: value for name, value in optimizers(trainer).items() if id(value) not in saved}
+    schedulers = _find(trainer, _is_scheduler)
+    return found | {name: value for name, value in schedulers.items() if id(value) not in saved}
+
+
+def untrained(trainer: Trainer) -> list[str]:
+    """Return the names of the modules with parameters of which no optimizer trains any: teachers, averaged weights."""
+    optimized = set(map(id, all_optimized_parameters(trainer)))
+    saved = set(map(id, [*trainer.registered_objects.values(), trainer.loss_func]))
+    known = set(map(id, trainer.model.parameters()))
+    others = {name: module for name, module in modules(trainer).items() if id(module) not in saved}
+    own = {name: set(map(id, _parameters(module))) - known for name, module in others.items()}
+    return [name for name, parameters in own.items() if parameters and not parameters & optimized]
+
+
+def _find(trainer: Trainer, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return the attributes of a kind, also those in lists, tuples and dicts, as ``critics.0``."""
+    found = {}
+    for name, value in vars(trainer).items():
+        if name in _SAVED_BY_THEMSELVES:
+            continue
+        if is_wanted(value):
+            found[name] = value
+        elif isinstance(value, (list, tuple, dict)):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            found |= {f"{name}.{key}": part for key, part in parts if is_wanted(part)}
+    return found
+
+
+def _parameters(module: Any) -> list[nn.Parameter]:
+    return list(module.parameters()) if isinstance(module, nn.Module) else []
+
+
+def _is_scheduler(value: Any) -> bool:
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return False
+    return all(hasattr(value, name) for name in ("optimizer", "step", "state_dict", "load_state_dict"))

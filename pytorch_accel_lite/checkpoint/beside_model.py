@@ -1,0 +1,147 @@
+"""The states of what is trained beside the model: of the loss function, and of the trainer's attributes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite import attributes
+from pytorch_accel_lite.checkpoint.files import StrPath
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+def loss_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return what a loss function has learned, by name: its parameters that are trained, and its buffers.
+
+    Not the model's, nor what torch's own losses were given and never change: the weights of classes.
+    """
+    return {name: value.detach() for name, value in _learned_by_loss(trainer).items()}
+
+
+def buffers_beside_model(trainer: Trainer) -> list[torch.Tensor]:
+    """Return the buffers, running statistics say, of the loss function and of the attributes that are trained."""
+    of_loss = [value for value in _learned_by_loss(trainer).values() if not isinstance(value, nn.Parameter)]
+    modules = [owner for owner in attributes.trained(trainer).values() if isinstance(owner, nn.Module)]
+    return [*of_loss, *(buffer for module in modules for buffer in module.buffers())]
+
+
+def _learned_by_loss(trainer: Trainer) -> dict[str, torch.Tensor]:
+    loss_func = trainer.loss_func
+    if not isinstance(loss_func, nn.Module):
+        return {}
+    model = trainer.get_model()
+    given = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
+    others = [*model.parameters(), *model.buffers(), *(buffer for module in given for buffer in module.buffers())]
+    left_out = set(map(id, others))
+    return {
+        name: value
+        for name, value in loss_func.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+        and id(value) not in left_out
+        and (value.requires_grad or not isinstance(value, nn.Parameter))
+    }
+
+
+def load_loss_state(trainer: Trainer, state: Mapping[str, Any], source: StrPath) -> None:
+    """Restore what :func:`loss_state` returned; of another loss function, with a warning, what fits."""
+    loss_func = trainer.loss_func
+    own = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
+    fitting = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
+    if isinstance(loss_func, nn.Module) and fitting:
+        loss_func.load_state_dict(fitting, strict=False)
+    others = sorted(state.keys() - fitting.keys())
+    if others and loss_func is not None:
+        warnings.warn(
+            f"{os.fspath(source)!r} holds what another loss function had learned ({', '.join(others)}), for which the "
+            "trainer's has no place. It is left out.",
+            stacklevel=3,
+        )
+
+
+def attribute_states(trainer: Trainer, keep: bool, optimizers: bool = True, schedulers: bool = True) -> dict[str, Any]:
+    """Return the states of the attributes that are saved with a trainer, by name. A collective where they are sharded.
+
+    :param keep: ``False`` on processes that will not write them
+    :param optimizers: include those of optimizers, and ``schedulers`` those of schedulers
+    """
+    states: dict[str, Any] = {}
+    for name, owner in attributes.trained(trainer).items():
+        if isinstance(owner, nn.Module):
+            states[name] = model_state(owner, keep)
+        elif optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers:
+            states[name] = full_state_dict(owner.state_dict(), keep)
+    return states
+
+
+def load_attribute_state(owner: Any, name: str, state: Mapping[str, Any], source: StrPath, strict: bool = True) -> None:
+    """Restore the state of an attribute.
+
+    :raises ValueError: when it does not fit; names the attribute
+    """
+    try:
+        if isinstance(owner, nn.Module):
+            owner.load_state_dict(fit_model_state(owner, state, source, strict), strict)
+        elif isinstance(owner, torch.optim.Optimizer):
+            load_optimizer_state(owner, state)
+        else:
+            owner.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{name} of the trainer does not fit: {error} Create it as it was when it was saved, or set "
+            "saves_attributes = False in your Trainer, so that its attributes are neither saved nor restored."
+        ) from error
+
+
+def load_attribute_states(trainer: Trainer, states: Mapping[str, Any], source: StrPath, is_final: bool) -> None:
+    """Restore the attributes that a training state holds.
+
+    :param is_final: warn of those that it does not hold, and of those it holds that are gone: no others will be made
+    """
+    if not trainer.saves_attributes:
+        return
+    owners = attributes.trained(trainer)
+    for name in owners.keys() & states.keys():
+        load_attribute_state(owners[name], name, states[name], source)
+    for name in owners.keys() - states.keys() if is_final else ():
+        warnings.warn(f"The training state holds nothing for the trainer's attribute {name!r}.", stacklevel=3)
+    for name in states.keys() - owners.keys() if is_final else ():
+        warnings.warn(f"The training state holds the state of an attribute {name!r} that is gone.", stacklevel=3)
+
+
+@contextmanager
+def preserving_attributes(trainer: Trainer) -> Iterator[None]:
+    """Restore the attributes that are trained after a block, and the gradients of what they train."""
+    states = [(owner, copy.deepcopy(owner.state_dict())) for owner in attributes.trained(trainer).values()]
+    gradients = [(parameter, parameter.grad) for parameter in attributes.all_optimized_parameters(trainer)]
+    try:
+        yield
+    finally:
+        for owner, state in states:
+            owner.load_state_dict(state)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def describe_attributes(trainer: Trainer) -> str:
+    """Return a sentence about which attributes training states hold; empty when there are none to speak of."""
+    if not trainer.saves_attributes:
+        return ""
+    held = ", ".join(attributes.trained(trainer))
+    left_out = ", ".join(attributes.untrained(trainer))
+    parts = [f"Training states include these attributes of the trainer: {held}."] if held else []
+    if left_out:
+        parts.append(
+            f"{'They' if held else 'Training states'} leave out what no optimizer trains: {left_out}. If that changes "
+            "during the run, include it with register_for_checkpointing()."
+        )
+    return " ".join(parts)

@@ -1,0 +1,271 @@
+"""What is trained beside the model: by a loss function that learns, and by a subclass's own modules and optimizers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import NonFiniteLossError, Trainer
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
+from tests import cases
+from tests.cases.beside_model import DATA, Adversarial, normed_trainer
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, small_model, train
+
+# ------------------------------------------------------------------------------------------ the loss function
+
+
+def test_a_loss_function_does_not_learn_from_evaluation_data():
+    trainer = normed_trainer()
+    before = copy.deepcopy(trainer.loss_func.state_dict())
+    first = trainer.evaluate(DATA)
+    assert trainer.evaluate(DATA) == first
+    assert equal(trainer.loss_func.state_dict(), before)
+
+
+def test_a_loss_function_is_in_evaluation_mode_in_evaluations_alone_and_its_parts_keep_their_own_modes():
+    modes: dict[str, list[tuple[bool, bool]]] = {"train": [], "eval": []}
+
+    def note(kind: str) -> Any:
+        return lambda trainer: modes[kind].append((trainer.loss_func.norm.training, trainer.loss_func.teacher.training))
+
+    watch = listener(on_train_step_start=note("train"), on_eval_step_start=note("eval"))
+    nested = listener(on_backward_start=lambda trainer, **kwargs: trainer.evaluate(DATA))
+    normed_trainer([watch, nested]).train(DATA, 2, {"a": DATA, "b": DATA}, per_device_batch_size=8)
+    assert set(modes["train"]) == {(True, False)}
+    assert set(modes["eval"]) == {(False, False)}
+
+
+def test_a_model_that_is_also_a_part_of_the_loss_function_stays_in_evaluation_mode_after_an_evaluation():
+    trainer = normed_trainer()
+    trainer.loss_func.student = trainer.model
+    trainer.evaluate(DATA)
+    assert not trainer.model.training
+
+
+def test_the_best_model_that_is_loaded_at_the_end_evaluates_to_the_best_metric(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt")
+    trainer = normed_trainer([best])
+    worsen = listener(on_train_epoch_start=lambda t: t.progress.epoch == 3 and t.loss_func.scale.data.fill_(9.0))
+    trainer.callback_handler.add_callback(worsen)
+    trainer.train(DATA, 3, DATA, per_device_batch_size=8)
+    assert best.best_metric_epoch == 2
+    assert trainer.evaluate(DATA)["evaluation_loss"] == best.best_metric
+
+
+def test_checkpoints_hold_what_a_loss_function_has_learned(tmp_path):
+    trainer = normed_trainer()
+    trainer.train(DATA, 1, per_device_batch_size=8)
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    loaded = normed_trainer()
+    assert not equal(loaded.loss_func.state_dict(), trainer.loss_func.state_dict())
+    loaded.load_checkpoint(tmp_path / "model.pt")
+    assert equal(loaded.loss_func.state_dict(), trainer.loss_func.state_dict())
+    assert loaded.evaluate(DATA) == trainer.evaluate(DATA)
+
+
+def test_checkpoints_leave_the_class_weights_of_torchs_losses_to_the_script(tmp_path):
+    model = make_model()
+    trainer = quiet_trainer(model, nn.CrossEntropyLoss(weight=torch.ones(3)))
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    other = quiet_trainer(model, nn.CrossEntropyLoss(weight=torch.full((3,), 2.0)))
+    other.load_checkpoint(tmp_path / "model.pt")
+    assert other.loss_func.weight.tolist() == [2, 2, 2]
+
+
+def test_a_checkpoint_of_another_loss_function_is_loaded_with_a_warning(tmp_path):
+    trainer = normed_trainer()
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    other = quiet_trainer(small_model(1), nn.MSELoss())
+    with pytest.warns(UserWarning, match=r"another loss function had learned \(norm.num_batches_tracked.*scale\)"):
+        other.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
+    assert equal(other.model.state_dict(), trainer.model.state_dict())
+    without = Trainer(small_model(1), None, None, callbacks=[])  # only predicts
+    without.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
+
+
+def test_a_loss_function_that_no_optimizer_trains_is_warned_of(recwarn):
+    model = make_model()
+    loss_func = nn.ModuleDict({"head": nn.Linear(1, 1)})
+    loss_func.forward = lambda outputs, targets: (loss_func["head"](outputs) - targets).square().mean()
+    trainer = make_trainer(model=model, loss_func=loss_func)
+    with pytest.warns(UserWarning, match=r"ModuleDict, the loss function, .*head.weight, head.bias.*requires_grad_"):
+        train(trainer)
+    trainer.head_optimizer = torch.optim.SGD(loss_func.parameters(), lr=0.1)
+    train(trainer)
+    loss_func.requires_grad_(False)
+    train(make_trainer(model=model, loss_func=loss_func))
+    assert not list(recwarn)
+
+
+def test_what_a_loss_function_has_learned_is_resumed_to_the_same_bits(tmp_path):
+    whole, *resumed = cases.beside_model.resumed_with_a_normed_loss(tmp_path)
+    assert len(resumed) == 5
+    assert all(equal(whole, run) for run in resumed)
+
+
+def test_a_loss_function_is_the_same_on_all_processes_and_resumed_to_the_same_bits(tmp_path, ranks):
+    results = ranks.run(cases.beside_model.resumed_with_a_normed_loss, tmp_path)
+    whole = results[0][0]
+    for runs in results:
+        assert len(runs) > 2
+        assert all(equal(whole, run) for run in runs)
+
+
+# ----------------------------------------------------------------------------- modules and optimizers as attributes
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+def test_runs_with_optimizers_and_modules_of_a_subclass_are_resumed_to_the_same_bits(tmp_path):
+    whole, *resumed = cases.beside_model.from_every_state(tmp_path)
+    assert len(resumed) == 11
+    assert all(same(whole, run) for run in resumed)
+
+
+def test_they_are_resumed_to_the_same_bits_on_several_processes_too(tmp_path, ranks):
+    results = ranks.run(cases.beside_model.from_every_state, tmp_path)
+    for runs in results:
+        assert len(runs) > 2
+        assert all(same(results[0][0], run) for run in runs)
+
+
+MADE_LATE = ("critics", "critic_optimizer", "critic_scheduler")
+
+
+def test_what_a_run_makes_when_it_starts_is_restored_too(tmp_path):
+    class Late(Adversarial):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            put_by = {name: vars(self).pop(name) for name in MADE_LATE}
+            self.make = lambda: put_by
+
+        def training_run_start(self) -> None:
+            vars(self).update(self.make())
+
+    whole, *resumed = cases.beside_model.from_every_state(tmp_path, Late)
+    assert len(resumed) == 11
+    assert all(same(whole, run) for run in resumed)
+
+
+INCLUDED = "include these attributes of the trainer: head, critics.0, critic_optimizer, critic_scheduler."
+
+
+def test_a_run_that_saves_states_says_what_they_include_and_what_they_leave_out(tmp_path, capsys):
+    saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
+    Adversarial(callbacks=[saving]).train(DATA, 1)
+    said = capsys.readouterr().out
+    assert INCLUDED in said
+    assert (
+        "leave out what no optimizer trains: teacher. If that changes during the run, include it with register_for"
+        in said
+    )
+    look_at_states_in(tmp_path / "states", capsys)
+    Adversarial().train(DATA, 1)
+    make_trainer([SaveTrainingStateCallback(tmp_path / "others")]).train(make_data(), 1)
+    assert "raining states" not in capsys.readouterr().out
+
+
+def look_at_states_in(folder: Path, capsys: Any) -> None:
+    state = next(folder.glob("update-*"))
+    assert not any("teacher" in name for name in torch.load(state / "trainer.pt", weights_only=True)["attributes"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["checkpoint", "inspect", str(state)])
+        assert look_at_states() == 0
+    assert "attributes: head, critics.0, critic_optimizer, critic_scheduler" in capsys.readouterr().out
+
+
+def test_a_class_attribute_opts_out(tmp_path, capsys):
+    class Out(Adversarial):
+        saves_attributes = False
+
+    saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
+    Out(callbacks=[saving]).train(DATA, 1)
+    assert "attributes" not in capsys.readouterr().out
+    state = next((tmp_path / "states").glob("update-*"))
+    assert torch.load(state / "trainer.pt", weights_only=True)["attributes"] == {}
+    Adversarial().save_training_state(tmp_path / "full")
+    fresh = Out(seed=3)
+    before = fresh.everything()
+    fresh.load_training_state(tmp_path / "full")
+    assert equal(before["critic"], fresh.everything()["critic"])
+
+
+def test_what_is_registered_or_saved_anyway_is_not_saved_again(tmp_path):
+    trainer = Adversarial()
+    trainer.register_for_checkpointing("critic", trainer.critics[0])
+    trainer.register_for_checkpointing("steps", trainer.critic_optimizer)
+    trainer.encoder = trainer.model[0]
+    trainer.same_head = trainer.head
+    trainer.again = trainer.optimizer
+    trainer.train(DATA, 1)
+    trainer.save_training_state(tmp_path / "state")
+    shared = torch.load(tmp_path / "state/trainer.pt", weights_only=True)
+    assert list(shared["attributes"]) == ["head", "critic_scheduler"]
+    assert list(shared["objects"]) == ["critic", "steps"]
+
+
+def test_a_state_that_lacks_an_attribute_or_does_not_fit_says_so(tmp_path):
+    trainer = Adversarial()
+    trainer.save_training_state(tmp_path / "state")
+    del trainer.critics, trainer.critic_optimizer, trainer.critic_scheduler
+    trainer.another = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    with (
+        pytest.warns(UserWarning, match="holds nothing for the trainer's attribute 'another'"),
+        pytest.warns(UserWarning, match="state of an attribute 'critics.0' that is gone"),
+        pytest.warns(UserWarning, match="state of an attribute 'critic_optimizer' that is gone"),
+        pytest.warns(UserWarning, match="state of an attribute 'critic_scheduler' that is gone"),
+    ):
+        trainer.load_training_state(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"critics.0 of the trainer does not fit.*of another shape: 0.bias"):
+        Adversarial(critic_size=2).load_training_state(tmp_path / "state")
+
+
+def test_checkpoints_hold_a_head_that_is_an_attribute_so_that_the_best_model_is_whole(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", load_saved_checkpoint=False)
+    heads = []
+    keep = listener(on_training_run_epoch_end=lambda t: heads.append(t.everything()))
+    trainer = Adversarial(callbacks=[best, keep])
+    trainer.train(DATA, 2, per_device_batch_size=4)
+    trainer.load_checkpoint(tmp_path / "best.pt")
+    assert same(trainer.everything(), heads[best.best_metric_epoch - 1])
+    fresh = Adversarial(seed=5)
+    before = fresh.everything()
+    fresh.load_checkpoint(tmp_path / "best.pt", load_optimizer=False, load_scheduler=False)
+    assert equal(fresh.everything()["head"], heads[best.best_metric_epoch - 1]["head"])
+    assert same(fresh.everything()["critic_optimizer"], before["critic_optimizer"])
+    plain = quiet_trainer(small_model(1))
+    plain.load_checkpoint(tmp_path / "best.pt", load_optimizer=False)  # a portable file: the model alone is fine
+    assert equal(plain.model.state_dict(), trainer.model.state_dict())
+
+
+def test_a_critic_that_is_not_finite_is_not_saved(tmp_path):
+    trainer = Adversarial()
+    trainer.critics[0][0].weight.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteLossError, match="infinite or NaN"):
+        trainer.check_weights()
+
+
+def test_trials_leave_attributes_as_they_were():
+    trainer = Adversarial()
+    before = trainer.everything()
+    trainer.find_lr(DATA, num_steps=10)
+    assert same(trainer.everything(), before)
+
+
+def test_modules_and_optimizers_in_lists_are_compared_over_the_processes(two_ranks):
+    for said in two_ranks(cases.beside_model.drifting_in_a_list):
+        assert "'critics.0.0.weight' differs on rank 1 from rank 0" in said

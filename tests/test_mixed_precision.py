@@ -1,0 +1,151 @@
+"""Mixed precision: the whole step is computed in autocast, also what it calls beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from tests.tasks import equal, hand_written_loop, listener, make_data, make_model, make_trainer, train, weights
+
+
+@pytest.fixture
+def bf16() -> Iterator[Accelerator]:
+    """An accelerator in bf16 on the CPU; mixed precision is fixed once in a process otherwise."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Watched(nn.Linear):
+    """A layer that notes in which type it computes."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(x)
+        self.seen.add(outputs.dtype)
+        return outputs
+
+
+class WithCritic(Trainer):
+    """Calls a head, a teacher and a critic in its steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parts = [Watched(1, 1) for _ in range(3)]
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        outputs = self.model(batch[0])
+        assert outputs.dtype == torch.float32
+        return {"loss": sum(part(outputs).float().mean() for part in self.parts)}
+
+    calculate_eval_batch_loss = calculate_train_batch_loss
+
+    def calculate_predict_batch_output(self, batch: Any) -> Any:
+        return self.parts[0](super().calculate_predict_batch_output(batch))
+
+
+RUNS = {
+    "training": lambda trainer: train(trainer),
+    "guarded training": lambda trainer: train(trainer, auto_microbatch=True),
+    "evaluation": lambda trainer: trainer.evaluate(make_data()),
+    "prediction": lambda trainer: trainer.predict(make_data()),
+    "find_lr": lambda trainer: trainer.find_lr(make_data(40), num_steps=10),
+    "diagnose": lambda trainer: trainer.diagnose(make_data(40), num_steps=3),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_step_calls_beside_the_model_is_computed_in_mixed_precision_too(bf16, name):
+    trainer = make_trainer(trainer_class=WithCritic, accelerator=bf16)
+    RUNS[name](trainer)
+    assert trainer.parts[0].seen == {torch.bfloat16}
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_a_loss_function_is_computed_in_it_and_weights_and_losses_stay_in_single_precision(bf16):
+    class Distance(nn.Module):
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            seen.append((outputs.dtype, (outputs @ targets.T).dtype))
+            return nn.functional.mse_loss(outputs, targets)
+
+    seen: list[Any] = []
+    losses: list[torch.dtype] = []
+    note = listener(on_train_step_end=lambda t, batch_output, **kwargs: losses.append(batch_output["loss"].dtype))
+    trainer = train(make_trainer([note], loss_func=Distance(), accelerator=bf16), eval_dataset=True)
+    assert set(seen) == {(torch.float32, torch.bfloat16)}
+    assert set(losses) == {torch.float32}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_callbacks_and_the_backward_pass_are_outside_of_it(bf16):
+    inside = []
+
+    def note(trainer: Trainer, **kwargs: Any) -> None:
+        inside.append(torch.is_autocast_enabled("cpu"))
+
+    events = ("on_train_step_start", "on_backward_start", "on_train_step_end", "on_eval_step_end", "on_update_end")
+    train(make_trainer([listener(**dict.fromkeys(events, note))], accelerator=bf16), eval_dataset=True)
+    assert inside
+    assert not any(inside)
+
+
+class TrainsAndUses(Trainer):
+    """Trains the model within the step, once without gradients before, and uses it again."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        with torch.no_grad():
+            self.model(batch[0])
+        with self.accelerator.autocast(), torch.no_grad():
+            self.head(batch[0])
+        before = self.model(batch[0]).detach()
+        with torch.no_grad():
+            for parameter in (*self.model.parameters(), *self.head.parameters()):
+                parameter.add_(1.0)
+        self.changed.append(not torch.equal(before, self.model(batch[0])))
+        with self.accelerator.autocast():
+            loss = self.head(batch[0]).float().mean()
+        return {"loss": self.model(batch[0]).mean() + loss + self.head(batch[0]).float().mean()}
+
+
+def test_weights_that_a_step_has_changed_are_used_as_they_are_and_get_gradients(bf16):
+    trainer = make_trainer(trainer_class=TrainsAndUses, accelerator=bf16)
+    trainer.head = nn.Linear(4, 1)
+    trainer.changed = []
+    found: list[bool] = []
+
+    def look(trainer: Trainer, **kwargs: Any) -> None:
+        found.extend(p.grad is not None for p in (*trainer.model.parameters(), *trainer.head.parameters()))
+
+    trainer.callback_handler.add_callback(listener(on_backward_end=look))
+    train(trainer)
+    assert found
+    assert all(found)
+    assert all(trainer.changed)
+
+
+def test_with_torchs_losses_it_is_the_loop_that_one_would_write(bf16):
+    data = make_data(12)
+    ours, theirs = make_model(), make_model()
+    train(make_trainer(model=ours, accelerator=bf16), epochs=2, train_dataset=data, batch_size=4)
+    forward = theirs.forward
+    theirs.forward = lambda x: torch.autocast("cpu", torch.bfloat16)(forward)(x).float()
+    loader = torch.utils.data.DataLoader(data, 4)
+    hand_written_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), loader, 2)
+    assert equal(weights(ours), weights(theirs))
+
+
+def test_without_it_nothing_is_cast():
+    trainer = make_trainer(trainer_class=WithCritic)
+    train(trainer, eval_dataset=True)
+    assert trainer.parts[0].seen == {torch.float32}
