@@ -185,13 +185,18 @@ def save_training_state(
 
 
 def load_training_state(self: Trainer, directory: StrPath) -> dict[str, Any]:
-    """Load a training state into the trainer, outside of a run; to go on with a run see ``train(resume_from=)``.
+    """Load a training state into the trainer; to resume a run, which calls this too, see ``train(resume_from=)``.
 
-    :return: the state's metadata, and what was given as ``checkpoint_kwargs``
+    :return: the state's metadata, ``current_epoch``, and what was given as ``checkpoint_kwargs``
     :raises DamagedStateError: when the state is not whole; names the file
     :raises ValueError: when it does not fit the model or the optimizer
     """
-    state = read_state(Path(directory), self.ranks)
-    restore(self, state)
-    finish_restoring(self, state)
-    return {**state.metadata, **state.shared["extra"]}
+    resumed = self.current_run.resumed
+    if resumed is not None and resumed.directory == Path(directory):  # the run has read it, and finishes it later
+        state = resumed
+        restore(self, state)
+    else:
+        state = read_state(Path(directory), self.ranks)
+        restore(self, state)
+        finish_restoring(self, state)
+    return {"current_epoch": self.run_history.current_epoch, **state.metadata, **state.shared["extra"]}
