@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import gradients, replicas, subclasses, validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, LogMetricsCallback
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    LogMetricsCallback,
+    MoveModulesToDeviceCallback,
+    PrintProgressCallback,
+    ProgressBarCallback,
+    StopTrainingError,
+    TerminateOnNaNCallback,
+)
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.devices import launched_on_cpus
@@ -40,14 +48,18 @@ from pytorch_accel_lite.watching import latest_metric
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pytorch_accel_lite.gradients import GradientWindow
     from pytorch_accel_lite.tools import diagnosis, tuning
 
 __all__ = [
     "DEFAULT_CALLBACKS",
     "LogMetricsCallback",
+    "MoveModulesToDeviceCallback",
     "PlaceholderError",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
     "RunHistory",
+    "StopTrainingError",
+    "TerminateOnNaNCallback",
     "Trainer",
     "TrainerPlaceholderValues",
     "TrainerWithTimmScheduler",
@@ -103,15 +115,14 @@ class Trainer:
     eval_dataloaders: list[Any] = of_the_run("all_eval_loaders")
     _train_dataloader: Any = train_dataloader  # the names that the ancestor's users know
     _eval_dataloader: Any = eval_dataloader
+    _train_dl_kwargs: dict[str, Any] | None = settable("train_loader_kwargs")
+    _eval_dl_kwargs: dict[str, Any] | None = settable("eval_loader_kwargs")
     # A subclass may use these names for attributes of its own: nothing in the package reads them.
     recorded_losses: dict[str, float] = offered("recorded_losses")
     loss_trackers: LossTrackers = offered("loss_trackers")
     stop_reason: str | None = offered("stop_reason")
-    interruption: RunPausedError | None = offered("interruption")
-    gradient_window: GradientWindow = offered("window")
     gradient_norm = Offered(gradients.total_norm)
     num_microbatches: int = offered("num_microbatches")
-    data_seed: int | None = offered("data_seed")
     is_finished: bool = offered("is_finished")
     evaluation_is_due: bool = offered("evaluation_is_due")
     is_sanity_evaluation: bool = offered("is_sanity_evaluation")
@@ -317,13 +328,13 @@ class Trainer:
         :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
         """
         kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
-        self.current_run.train_loader_kwargs = kwargs
+        self._train_dl_kwargs = kwargs
         return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
         kwargs = merge_loader_kwargs(self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
-        self.current_run.eval_loader_kwargs = kwargs
+        self._eval_dl_kwargs = kwargs
         return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
@@ -491,6 +502,10 @@ class Trainer:
     @property
     def _loss_tracker(self) -> LossTracker:
         return self.current_run.loss_trackers["loss"]
+
+    @_loss_tracker.setter
+    def _loss_tracker(self, tracker: LossTracker) -> None:
+        self.current_run.loss_trackers["loss"] = tracker
 
     @Offered
     def running_loss(self) -> float:

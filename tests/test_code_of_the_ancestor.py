@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytorch_accel_lite import InMemoryRunHistory, LossTracker, RunHistory, Trainer, TrainerRunConfig
+from pytorch_accel_lite import (
+    InMemoryRunHistory,
+    LossTracker,
+    RunHistory,
+    Trainer,
+    TrainerRunConfig,
+    get_default_callbacks,
+)
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
@@ -190,6 +197,38 @@ def test_a_callback_may_replace_the_loader_of_the_run():
     assert train(make_trainer([listener(on_training_run_start=halve)]), epochs=2).progress.update == 2
 
 
+def test_a_callback_may_put_its_own_loss_tracker_in_place_of_the_trainers():
+    """As the ancestor's own callback for evaluations within an epoch does."""
+    seen: list[float] = []
+
+    def evaluate(trainer: Trainer, step: int, **kwargs: Any) -> None:
+        kept = trainer._loss_tracker
+        trainer._loss_tracker = LossTracker()
+        trainer._run_eval_epoch(trainer._eval_dataloader, is_intermediate=True)
+        trainer._loss_tracker = kept
+        trainer.model.train()
+        seen.append(trainer.running_loss)
+
+    plain, evaluating = (make_trainer([*more]) for more in ((), [listener(on_train_step_end=evaluate)]))
+    for trainer in (plain, evaluating):
+        train(trainer, epochs=2, eval_dataset=True)
+    assert equal(weights(plain.model), weights(evaluating.model))
+    losses = plain.run_history.get_metric_values("train_loss_epoch")
+    assert evaluating.run_history.get_metric_values("train_loss_epoch") == losses == [seen[2], seen[5]]
+    assert len(evaluating.run_history.get_metric_values("intermediate_eval_loss")) == 6
+
+
+def test_the_arguments_of_a_loader_may_be_noted_as_there():
+    class Own(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            self._train_dl_kwargs = {"batch_size": 3}
+            return DataLoader(self.train_dataset, **self._train_dl_kwargs)
+
+    trainer = train(make_trainer(trainer_class=Own))
+    assert trainer.run_config.train_dl_kwargs == {"batch_size": 3}
+    assert trainer.run_config.train_per_device_batch_size == 3
+
+
 def test_a_timm_trainers_count_may_be_set():
     pytest.importorskip("timm")
     from timm.scheduler import CosineLRScheduler
@@ -325,11 +364,11 @@ def test_a_loaded_training_state_says_its_epoch(tmp_path):
     seen: list[Any] = []
 
     def note(trainer: Trainer, **kwargs: Any) -> None:
-        trainer.save_training_state(tmp_path / f"{trainer.progress.epoch}", {"mine": 5})
+        trainer.save_training_state(output_dir=tmp_path / f"{trainer.progress.epoch}", checkpoint_kwargs={"mine": 5})
 
     train(make_trainer([listener(on_epoch_checkpoint=note)], seed=1), epochs=2)
     for epoch in (1, 2):
-        seen.append(trainer.load_training_state(tmp_path / f"{epoch}"))
+        seen.append(trainer.load_training_state(input_dir=tmp_path / f"{epoch}"))
     assert [(about["current_epoch"], about["mine"]) for about in seen] == [(2, 5), (3, 5)]
 
 
@@ -405,6 +444,7 @@ def test_names_that_the_ancestors_users_import():
     from pytorch_accel_lite.callbacks import CallbackMethodNotImplementedError, ModelEma
     from pytorch_accel_lite.finetuning import BN_MODULES
     from pytorch_accel_lite.trainer import LogMetricsCallback as Logged
+    from pytorch_accel_lite.trainer import ProgressBarCallback, StopTrainingError, TerminateOnNaNCallback
     from pytorch_accel_lite.trainer import RunHistory as History
     from pytorch_accel_lite.utils import LIMIT_BATCHES_ENV_VAR, worker_init_fn
     from pytorch_accel_lite.utils import ModelEma as Ema
@@ -413,6 +453,8 @@ def test_names_that_the_ancestors_users_import():
     assert ModelEma is Ema
     assert nn.BatchNorm2d in BN_MODULES
     assert (Logged, History) == (LogMetricsCallback, RunHistory)
+    assert issubclass(StopTrainingError, Exception)
+    assert {ProgressBarCallback, TerminateOnNaNCallback} <= set(get_default_callbacks())
     assert LIMIT_BATCHES_ENV_VAR == "PT_ACC_LIMIT_BATCHES"
     kwargs = {"num_workers": 2, "worker_init_fn": worker_init_fn}
     loaders = [{"num_workers": 2}, kwargs, kwargs]
