@@ -17,7 +17,7 @@ import torch
 
 StrPath = str | os.PathLike[str]
 # What a number of numpy is rebuilt by, which torch does not allow by itself; that needs no code of a file's.
-_NUMPY_NUMBERS = [
+_NUMPY_NUMBERS: list[Any] = [
     np.dtype,
     (np.float64().__reduce__()[0], "numpy.core.multiarray.scalar"),  # as numpy 1 wrote it
     (np.float64().__reduce__()[0], "numpy._core.multiarray.scalar"),
