@@ -201,12 +201,7 @@ class BatchAdapter:
                 )
             return model(**inputs), {k: v for k, v in batch.items() if k not in inputs}
         if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-            if len(batch) > 2:
-                raise ValueError(
-                    f"The batch is a {type(batch).__name__} of {len(batch)} elements; (inputs, targets) was expected. "
-                    "Override calculate_train_batch_loss and calculate_eval_batch_loss to use the others."
-                )
-            return model(batch[0]), batch[1] if len(batch) == 2 else None
+            return model(batch[0]), batch[1] if len(batch) > 1 else None
         return model(batch), None
 
     def _own_loss(self, outputs: Any, left_out: Any, batch: Any) -> Any:
@@ -265,7 +260,10 @@ def _targets_of(rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
 
 
 def _check_loss(output: Any, method: str, training: bool) -> None:
-    """Check that a step returned a scalar loss, or several by name, which in training requires gradients."""
+    """Check that a step returned a loss of one element, or several by name, which in training requires gradients.
+
+    In an evaluation a loss may have an element for each sample.
+    """
     if not isinstance(output, Mapping):
         raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
     if "loss" not in output:
@@ -279,9 +277,9 @@ def _check_loss(output: Any, method: str, training: bool) -> None:
     for name, loss in named.items():
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
-        if loss.ndim:
+        if loss.numel() != 1 and (training or not loss.numel()):
             raise ValueError(
-                f"{method}: {name!r} must be a scalar, but has shape {tuple(loss.shape)}. Reduce it with .mean()."
+                f"{method}: {name!r} must have one element, but has shape {tuple(loss.shape)}. Reduce it with .mean()."
             )
     if training and not total_loss(losses).requires_grad:
         raise ValueError(
@@ -299,7 +297,7 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
         _check_loss(output, method, training)  # the usual case is done without a look at abstract types
-        losses = output["loss"]
+        losses = output["loss"] = _as_scalars(output["loss"]) if training else output["loss"]
     if "batch_size" not in output:
         output["batch_size"] = find_batch_size(data, num_samples or None)
     size = output["batch_size"]
@@ -313,6 +311,13 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
         output["loss"] = total_loss(losses)
         if losses.keys() != {"loss"}:
             output["losses"] = losses
+
+
+def _as_scalars(losses: Any) -> Any:
+    """Return losses with those of one element, of shape (1,) say, as scalars."""
+    if isinstance(losses, Mapping):
+        return {name: _as_scalars(loss) for name, loss in losses.items()}
+    return losses.reshape(()) if losses.numel() == 1 else losses
 
 
 def total_loss(losses: Any) -> torch.Tensor:

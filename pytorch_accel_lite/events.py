@@ -45,6 +45,10 @@ class NonFiniteLossError(FloatingPointError):
     """A loss became infinite or NaN. Raised from ``train`` on every rank, after the ending events."""
 
 
+class CallbackMethodNotImplementedError(Exception):
+    """Never raised: an event that a callback does not define is passed over. For code that catches or imports it."""
+
+
 class TrainerCallback:
     """Base class of everything that listens to a run. Override the events you need; the others do nothing.
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from pytorch_accel_lite.utils import check_positive_number
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+#: The modules that ``freeze_batch_norms`` is about.
+BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _PartOfModel(NamedTuple):
@@ -123,7 +124,7 @@ class ModelFreezer:
         return groups[min(ends) : max(ends) + 1]
 
     def _spares(self, module: nn.Module) -> bool:
-        return isinstance(module, _BATCH_NORMS) and not self.freeze_batch_norms
+        return isinstance(module, BN_MODULES) and not self.freeze_batch_norms
 
     def _groups(self) -> list[tuple[int, nn.Module, list[nn.Parameter]]]:
         """Return the layer groups, each with its index and the parameters that can be frozen."""

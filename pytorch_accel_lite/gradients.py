@@ -154,14 +154,6 @@ def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], no
     return accelerator.clip_grad_norm_(parameters, norm)
 
 
-def total_norm(accelerator: Accelerator, optimizer: Any, is_unscaled: bool) -> torch.Tensor:
-    """Return the total norm of the gradients, which a gradient scaler may still have to unscale."""
-    if accelerator.scaler is not None and not is_unscaled:
-        accelerator.unscale_gradients(optimizer)
-    gradients = (parameter.grad for parameter in optimized_parameters(optimizer))
-    return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
-
-
 def skip_update(self: Trainer) -> None:
     """Leave out the update that is about to happen: weights, optimizer and scheduler stay as they are.
 
@@ -171,6 +163,20 @@ def skip_update(self: Trainer) -> None:
     scaler = self.accelerator.scaler
     if scaler is not None:  # it would complain of gradients that are unscaled twice
         scaler.update(scaler.get_scale())
+
+
+def total_norm(trainer: Trainer) -> torch.Tensor:
+    """The total norm of the gradients of an update, on the device; before they were clipped by norm, if they were.
+
+    For ``on_optimizer_step_start``. The same on all processes; computed when first asked for.
+    """
+    run = trainer.current_run
+    if run.gradient_norm is None:
+        if trainer.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
+            trainer.accelerator.unscale_gradients(trainer.optimizer)
+        gradients = (parameter.grad for parameter in optimized_parameters(trainer.optimizer))
+        run.gradient_norm = torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
+    return run.gradient_norm
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -216,6 +216,13 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
     return loader
 
 
+def create_config(trainer: Trainer, run: Run, batch_size: int) -> TrainerRunConfig:
+    """Return the settings of a run, from the method and with the arguments that the ancestor's users override."""
+    names = ("num_epochs", "gradient_accumulation_steps", "max_num_train_steps", "gradient_clip_value")
+    asked = {name: getattr(run.request, name) for name in names}
+    return trainer._create_run_config(per_device_batch_size=batch_size, **asked)
+
+
 @contextmanager
 def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.

@@ -100,7 +100,6 @@ class TrainerRunConfig:
     eval_dl_kwargs: dict[str, Any] | None
     gradient_accumulation_steps: int
     gradient_clip_value: float | None
-    gradient_clip_norm: float | None
     train_total_batch_size: int
     eval_total_batch_size: int
     num_update_steps_per_epoch: int | None
@@ -112,6 +111,7 @@ class TrainerRunConfig:
     mixed_precision: str
     num_processes: int
     seed: int | None = None
+    gradient_clip_norm: float | None = None
     scheduler_interval: str = "update"
     scheduler_metric: str | None = None
     eval_every_n_epochs: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class RunHistory(ABC):
 
     @abstractmethod
     def get_metric_names(self) -> Iterable[str]:
-        """Return the names of all metrics that have been recorded."""
+        """Return the names of all metrics that have been recorded, each once."""
 
     @abstractmethod
     def get_metric_values(self, metric_name: str) -> Sequence[Any]:
@@ -133,8 +133,9 @@ class InMemoryRunHistory(RunHistory):
         self._metrics: dict[str, list[Any]] = {}
         self._epochs: dict[str, list[int]] = {}
 
-    def get_metric_names(self) -> list[str]:
-        return list(self._metrics)
+    def get_metric_names(self) -> KeysView[str]:
+        """Return the names of all metrics in the order in which they came; names can be subtracted as from a set."""
+        return dict.fromkeys(self._metrics).keys()
 
     def get_metric_values(self, metric_name: str) -> list[Any]:
         return self._metrics.get(metric_name, [])
@@ -238,13 +239,19 @@ class LossTracker:
         self.running_count: Any = 0
 
     def update(self, loss_batch_value: torch.Tensor | float, batch_size: Any = 1) -> None:
-        """Add the mean loss of a batch, weighted by its size; each is a number or a tensor with one element."""
+        """Add the mean loss of a batch, weighted by its size.
+
+        :param loss_batch_value: a number, or a tensor, whose elements are averaged
+        :param batch_size: a number, or a tensor with one element
+        """
         loss: Any = loss_batch_value
+        if isinstance(loss, torch.Tensor) and loss.ndim:
+            loss = loss.reshape(()) if loss.numel() == 1 else loss.mean()
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
             batch_size = to_float(batch_size)
         if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
             # The usual case is read without a call of ours, in every step.
-            loss = loss.tolist() if type(loss) is torch.Tensor and not loss.ndim else to_float(loss)
+            loss = loss.tolist() if type(loss) is torch.Tensor else to_float(loss)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             self._add_on_device(loss, batch_size)

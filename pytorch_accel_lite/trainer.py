@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,9 +14,17 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, replicas, validation
+from pytorch_accel_lite import gradients, replicas, subclasses, validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    LogMetricsCallback,
+    MoveModulesToDeviceCallback,
+    PrintProgressCallback,
+    ProgressBarCallback,
+    StopTrainingError,
+    TerminateOnNaNCallback,
+)
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.devices import launched_on_cpus
@@ -32,6 +40,7 @@ from pytorch_accel_lite.placeholders import (
 from pytorch_accel_lite.run import Run, entering
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
+from pytorch_accel_lite.subclasses import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
 from pytorch_accel_lite.watching import latest_metric
@@ -39,13 +48,18 @@ from pytorch_accel_lite.watching import latest_metric
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pytorch_accel_lite.checkpoint.training_state import TrainingState
-    from pytorch_accel_lite.gradients import GradientWindow
     from pytorch_accel_lite.tools import diagnosis, tuning
 
 __all__ = [
     "DEFAULT_CALLBACKS",
+    "LogMetricsCallback",
+    "MoveModulesToDeviceCallback",
     "PlaceholderError",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
+    "RunHistory",
+    "StopTrainingError",
+    "TerminateOnNaNCallback",
     "Trainer",
     "TrainerPlaceholderValues",
     "TrainerWithTimmScheduler",
@@ -53,16 +67,8 @@ __all__ = [
 ]
 
 
-def _of_the_run(name: str) -> Any:
-    """Return a property for an attribute of the current or last run."""
-
-    def write(trainer: Trainer, value: Any) -> None:
-        setattr(trainer.current_run, name, value)
-
-    return property(attrgetter(f"current_run.{name}"), write, doc=getattr(Run, name).__doc__ or "")
-
-
 @answering
+@subclasses.explain_names
 class Trainer:
     """Trains, evaluates and applies a model on whatever hardware there is.
 
@@ -101,29 +107,31 @@ class Trainer:
 
     # ------------------------------------------------------------------------- the current or last run
 
-    progress: Progress = _of_the_run("progress")
-    run_config: TrainerRunConfig | None = _of_the_run("config")
-    recorded_losses: dict[str, float] = _of_the_run("recorded_losses")
-    loss_trackers: LossTrackers = _of_the_run("loss_trackers")
-    step_metrics: dict[str, Any] = _of_the_run("step_metrics")
-    stop_reason: str | None = _of_the_run("stop_reason")
-    interruption: RunPausedError | None = _of_the_run("interruption")
-    gradient_window: GradientWindow = _of_the_run("window")
-    num_microbatches: int = _of_the_run("num_microbatches")
-    data_seed: int | None = _of_the_run("data_seed")
-    train_dataset: Any = _of_the_run("train_dataset")
-    eval_dataset: Any = _of_the_run("eval_dataset")
-    collate_fn: Callable[[Any], Any] | None = _of_the_run("collate_fn")
-    train_dataloader: Any = _of_the_run("train_loader")
-    eval_dataloader: Any = _of_the_run("eval_loader")
-    eval_dataloaders: list[Any] = _of_the_run("all_eval_loaders")
+    progress: Progress = of_the_run("progress")
+    ranks: Ranks = of_the_run("control.ranks")
+    run_config: TrainerRunConfig | None = settable("config")
+    step_metrics: dict[str, Any] = settable("step_metrics")
+    train_dataset: Any = settable("train_dataset")
+    eval_dataset: Any = settable("eval_dataset")
+    collate_fn: Callable[[Any], Any] | None = settable("collate_fn")
+    train_dataloader: Any = settable("train_loader")
+    eval_dataloader: Any = settable("eval_loader")
+    eval_dataloaders: list[Any] = of_the_run("all_eval_loaders")
     _train_dataloader: Any = train_dataloader  # the names that the ancestor's users know
     _eval_dataloader: Any = eval_dataloader
-    is_finished: bool = _of_the_run("is_finished")
-    evaluation_is_due: bool = _of_the_run("evaluation_is_due")
-    is_sanity_evaluation: bool = _of_the_run("is_sanity_evaluation")
-    batch_indices: list[Any] | None = _of_the_run("batch_indices")
-    clock: float = _of_the_run("clock")
+    _train_dl_kwargs: dict[str, Any] | None = settable("train_loader_kwargs")
+    _eval_dl_kwargs: dict[str, Any] | None = settable("eval_loader_kwargs")
+    # A subclass may use these names for attributes of its own: nothing in the package reads them.
+    recorded_losses: dict[str, float] = offered("recorded_losses")
+    loss_trackers: LossTrackers = offered("loss_trackers")
+    stop_reason: str | None = offered("stop_reason")
+    gradient_norm = Offered(gradients.total_norm)
+    num_microbatches: int = offered("num_microbatches")
+    is_finished: bool = offered("is_finished")
+    evaluation_is_due: bool = offered("evaluation_is_due")
+    is_sanity_evaluation: bool = offered("is_sanity_evaluation")
+    batch_indices: list[Any] | None = offered("batch_indices")
+    clock: float = offered("clock")
 
     def __init__(
         self,
@@ -145,7 +153,8 @@ class Trainer:
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizer
-        self.callback_handler = self._create_callback_handler(callbacks)
+        self._callbacks = callbacks
+        self.callback_handler = self._create_callback_handler()
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
         self._accelerator = self.accelerator  # the name that the ancestor's users know
@@ -154,15 +163,14 @@ class Trainer:
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
-        self.ranks = Ranks(self.accelerator)
         self.scheduler: Any = None
         self.create_scheduler_fn: Callable[..., Any] | None = None
         self.registered_objects: dict[str, Any] = {}
         self.prepared_model: prepared.PreparedModel | None = None
         self.open_runs: list[Run] = []
-        self.current_run = Run.create(self.ranks, RunRequest())
+        self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data_seed = self.seed
-        self._adapter = BatchAdapter(model)
+        self.__adapter = BatchAdapter(model)  # so named, a subclass may have one of its own
         self._latest_eval_dataset: Any = None
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
@@ -258,7 +266,7 @@ class Trainer:
             self._check_scheduler(request)
             setup.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request, request.ends_at_signals):
-                self._run_training(run.resumed)
+                self._run_training()
         exit_for(run.interruption)
 
     evaluate = evaluation.evaluate
@@ -284,10 +292,14 @@ class Trainer:
     save_training_state = saving.save_training_state
     load_training_state = saving.load_training_state
 
-    def _run_training(self, resumed: TrainingState | None = None) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        subclasses.check_subclass(cls, Trainer)
+
+    def _run_training(self) -> None:
         training.train(self, self.current_run)
 
-    def _run_train_epoch(self) -> None:
+    def _run_train_epoch(self, train_dl: Any) -> None:
         training.train_epoch(self, self.current_run)
 
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
@@ -295,8 +307,8 @@ class Trainer:
 
     # ---------------------------------------------------------------- what a run is made of, to override
 
-    def _create_callback_handler(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> CallbackHandler:
-        handler = CallbackHandler(callbacks)
+    def _create_callback_handler(self) -> CallbackHandler:
+        handler = CallbackHandler(self._callbacks)
         if LIMIT_BATCHES_VARIABLE in os.environ:
             handler.add_callbacks(import_module("pytorch_accel_lite.callbacks.limits").limit_from_environment())
         return handler
@@ -306,10 +318,10 @@ class Trainer:
         in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         return Accelerator(cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
-    def _create_run_config(self, batch_size: int, request: RunRequest) -> TrainerRunConfig:
+    def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
-        kwargs = run.train_loader_kwargs, run.eval_loader_kwargs
-        return resolve_run_config(request, self.accelerator, run.train_loader, *kwargs, batch_size, self.seed)
+        kwargs = run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
+        return resolve_run_config(replace(run.request, **asked), self.accelerator, run.train_loader, *kwargs, self.seed)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches; override it to build your own.
@@ -320,13 +332,13 @@ class Trainer:
         :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
         """
         kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
-        self.current_run.train_loader_kwargs = kwargs
+        self._train_dl_kwargs = kwargs
         return DataLoader(self.train_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of evaluation batches; see :meth:`create_train_dataloader`."""
         kwargs = merge_loader_kwargs(self.eval_dataset, self.get_default_eval_dl_kwargs(batch_size), eval_dl_kwargs)
-        self.current_run.eval_loader_kwargs = kwargs
+        self._eval_dl_kwargs = kwargs
         return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
@@ -367,7 +379,8 @@ class Trainer:
     def calculate_train_batch_loss(self, batch: Any) -> BatchOutput:
         """Return the outputs and the loss of a training batch.
 
-        The default understands a tuple or list ``(inputs, targets)``, as ``loss_func(model(inputs), targets)``;
+        The default understands a tuple or list ``(inputs, targets)``, as ``loss_func(model(inputs), targets)``, and
+        leaves further elements (indices, say) to callbacks and steps of yours;
         and a dict, as ``model(**batch)`` with the keys that ``forward`` takes: the remaining ones are the targets
         (a single value is given as it is), or the model returns its own ``loss`` when there is no ``loss_func``.
 
@@ -376,7 +389,7 @@ class Trainer:
             missing; ``num_items_in_batch`` when the loss is a mean over something else than samples (tokens, say);
             and anything else that callbacks want to see
         """
-        return self._calculate_loss(batch)
+        return self.__calculate_loss(batch)
 
     def backward_step(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss, which has been weighted by its share of the accumulation window."""
@@ -428,7 +441,7 @@ class Trainer:
     def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
         """Return of an evaluation batch what :meth:`calculate_train_batch_loss` does, without gradients."""
         with torch.no_grad():
-            return self._calculate_loss(batch)
+            return self.__calculate_loss(batch)
 
     def eval_epoch_end(self) -> None:
         """Called when an evaluation ends, before its losses are recorded."""
@@ -451,12 +464,12 @@ class Trainer:
         By default the first element of a tuple or list, or the keys of a dict that ``forward`` takes and that are
         no targets, are given to the model.
         """
-        return self._adapter.predict(self.model, batch)
+        return self.__adapter.predict(self.model, batch)
 
-    def _calculate_loss(self, batch: Any) -> BatchOutput:
+    def __calculate_loss(self, batch: Any) -> BatchOutput:
         read = self.current_run.batch
         known = read.num_samples if read is not None and batch is read.data else None
-        return self._adapter.outputs_and_loss(self.model, self.loss_func, batch, known or None)
+        return self.__adapter.outputs_and_loss(self.model, self.loss_func, batch, known or None)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
@@ -491,9 +504,13 @@ class Trainer:
 
     @property
     def _loss_tracker(self) -> LossTracker:
-        return self.loss_trackers["loss"]
+        return self.current_run.loss_trackers["loss"]
 
-    @property
+    @_loss_tracker.setter
+    def _loss_tracker(self, tracker: LossTracker) -> None:
+        self.current_run.loss_trackers["loss"] = tracker
+
+    @Offered
     def running_loss(self) -> float:
         """The mean loss of the epoch so far, on this process. Reads the device: not for every step."""
         return self._loss_tracker.average
@@ -503,18 +520,6 @@ class Trainer:
         """Whether the last update was left out: by :meth:`skip_update`, or by a gradient scaler that met infinities."""
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
         return self.current_run.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
-
-    @property
-    def gradient_norm(self) -> torch.Tensor:
-        """The total norm of the gradients of an update, on the device; before they were clipped by norm, if they were.
-
-        For ``on_optimizer_step_start``. The same on all processes; computed when first asked for.
-        """
-        run = self.current_run
-        if run.gradient_norm is None:
-            is_unscaled = run.required_config.gradient_clip_value is not None
-            run.gradient_norm = gradients.total_norm(self.accelerator, self.optimizer, is_unscaled)
-        return run.gradient_norm
 
     @property
     def is_running(self) -> bool:
@@ -566,7 +571,7 @@ class TrainerWithTimmScheduler(Trainer):
     number of finished epochs and the latest loss. The scheduler's own ``t_in_epochs`` says which takes effect.
     """
 
-    @property
+    @Offered
     def num_updates(self) -> int:
         """The number of updates made in this run."""
         return self.progress.update
@@ -579,7 +584,7 @@ class TrainerWithTimmScheduler(Trainer):
     def training_run_epoch_end(self) -> None:
         """Tell the scheduler of the end of an epoch."""
         if self.scheduler is not None:
-            self.scheduler.step(self.progress.epoch, next(iter(self.recorded_losses.values())))
+            self.scheduler.step(self.progress.epoch, next(iter(self.current_run.recorded_losses.values())))
 
     def _check_scheduler(self, request: RunRequest) -> None:
         super()._check_scheduler(request)

@@ -29,7 +29,7 @@ from pytorch_accel_lite.ema import ModelEma as ModelEma  # the ancestor's users 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
+LIMIT_BATCHES_VARIABLE = LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"  # the second name is the ancestor's
 
 
 class LimitBatches:
@@ -126,10 +126,25 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
+def worker_init_fn(worker_id: int) -> int:
+    """Return the seed of a dataloader's worker, from which all its generators have been seeded already.
+
+    There is nothing left to do for a ``DataLoader`` that is given it, as the ancestor's users may do.
+    """
+    return torch.initial_seed()
+
+
 def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
     """Return a tensor without the entries of its first dimension that are all ``pad_value``, which may be NaN."""
     is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
     return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]
+
+
+def format_metric(value: Any) -> str:
+    """Return a value as it is shown: fractions with six digits, also those in a tensor of no dimensions, or numpy's."""
+    if not isinstance(value, str) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def find_length(thing: Any) -> int | None:

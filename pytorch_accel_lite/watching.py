@@ -206,7 +206,7 @@ class WatchedMetric:
         is_intermediate = "intermediate_" in self.name
         if mid_epoch:
             return not is_intermediate
-        return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.evaluation_is_due)
+        return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.current_run.evaluation_is_due)
 
     def is_better(self, value: float, best: float | None) -> bool:
         """Whether a value is better than the best so far, ``None`` when there is none; NaN never is."""

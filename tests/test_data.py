@@ -898,13 +898,12 @@ BAD_INPUT = [
 
 @pytest.mark.parametrize(("provoke", "message"), BAD_INPUT)
 def test_bad_input_is_refused_with_what_to_do(provoke, message):
-    class AnyBatch(nn.Linear):
-        def forward(self, batch):
-            return torch.zeros(())
+    class AnyBatch(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"loss": torch.zeros(())}
 
     if "batch size" in message:
-        trainer = Trainer(AnyBatch(1, 1), lambda *_: torch.zeros(()), None, callbacks=[])
-        trainer._adapter.outputs_and_loss = lambda *_: (None, torch.zeros(()))
+        trainer = AnyBatch(small_model(), None, None, callbacks=[])
     else:
         trainer = quiet_trainer(small_model())
     with pytest.raises(ValueError if "predict" not in message else TypeError, match=message):

@@ -232,7 +232,7 @@ def test_the_trainers_method_is_called_before_the_event():
 
 def test_losses_of_an_epoch_are_in_the_history_when_its_end_is_announced():
     def known(trainer: Trainer, **kwargs: Any) -> list[str]:
-        return trainer.run_history.get_metric_names()
+        return list(trainer.run_history.get_metric_names())
 
     at: dict[str, list[str]] = {}
     callback = listener(

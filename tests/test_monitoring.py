@@ -145,7 +145,7 @@ def test_the_largest_norm_remembers_one_that_was_no_number():
 
 def test_without_a_scaler_there_is_no_scale():
     trainer = train(make_trainer([LossScaleCallback]))
-    assert trainer.run_history.get_metric_names() == ["train_loss_epoch"]
+    assert list(trainer.run_history.get_metric_names()) == ["train_loss_epoch"]
 
 
 class Tied(nn.Module):

@@ -148,8 +148,14 @@ def test_states_of_the_ancestor_are_read(ancestors):
     assert scheduler.num_updates == ancestors["cosine"][0]["state"]["num_updates"]
     assert scheduler.get_last_lr() == scheduler.get_updated_values(scheduler.num_updates)
     state = ancestors["wsd"][0]["state"]
+    begun = WSDLrScheduler(make_optimizer(1.0, 2.0), total_steps=20)
+    begun.step()
+    with pytest.warns(UserWarning, match="does not say how far the schedule had come: it goes on from update 1"):
+        begun.load_state_dict(state)
+    assert begun.num_updates == 1
+    assert begun.get_last_lr() == [0.1, 0.3]
     with pytest.raises(ValueError, match="holds no num_updates"):
-        WSDLrScheduler(make_optimizer(), total_steps=20).load_state_dict(state)
+        begun.load_state_dict({"last_epoch": 3})
     continued = WSDLrScheduler(make_optimizer(1.0, 2.0), total_steps=20, is_continuation_from_checkpoint=True)
     continued.load_state_dict(state)
     assert continued.get_last_lr() == [0.1, 0.3]

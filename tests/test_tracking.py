@@ -99,7 +99,7 @@ def test_a_run_records_its_losses_under_the_prefix():
     trainer = make_trainer()
     trainer.run_history.set_metric_name_prefix("first_")
     train(trainer, eval_dataset=True)
-    assert trainer.run_history.get_metric_names() == ["first_train_loss_epoch", "first_eval_loss_epoch"]
+    assert list(trainer.run_history.get_metric_names()) == ["first_train_loss_epoch", "first_eval_loss_epoch"]
 
 
 def test_a_deleted_metric_is_forgotten_and_can_be_recorded_anew():
@@ -136,11 +136,18 @@ def test_asking_for_the_values_of_an_unknown_metric_does_not_make_it_known():
     assert list(history.get_metric_names()) == []
 
 
-def test_changing_the_list_of_names_does_not_change_the_history():
-    history = filled()
-    names = list(history.get_metric_names())
-    history.get_metric_names().clear()
-    assert list(history.get_metric_names()) == names
+def test_names_of_metrics_are_in_order_and_can_be_subtracted_like_a_set():
+    history = InMemoryRunHistory()
+    history.update_metric("score", 3)
+    history.update_metric("other", 4)
+    names = history.get_metric_names()
+    assert list(names) == ["score", "other"]
+    assert names == {"other", "score"}
+    assert names - {"score"} == {"other"}
+    for name in names:  # of which recording another one makes no more
+        history.update_metric(f"mean_{name}", 1.0)
+    assert len(names) == 2
+    assert len(history.get_metric_names()) == 4
 
 
 def test_the_table_has_a_row_for_each_epoch_and_a_column_for_each_metric():

@@ -14,12 +14,14 @@ from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgr
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback, TimeLimitCallback
 from pytorch_accel_lite.events import (
     CallbackHandler,
+    CallbackMethodNotImplementedError,
     NonFiniteLossError,
     RunInterruptedError,
     RunPausedError,
     StopTrainingError,
     TrainerCallback,
 )
+from pytorch_accel_lite.utils import ModelEma as ModelEma  # the ancestor's users import it from here, too
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.batch_norm import ConvertSyncBatchNormCallback
@@ -56,6 +58,7 @@ __all__ = [
     "DEFAULT_CALLBACKS",
     "AdviceCallback",
     "CallbackHandler",
+    "CallbackMethodNotImplementedError",
     "ConvertSyncBatchNormCallback",
     "DeviceMemoryCallback",
     "EarlyStoppingCallback",

@@ -12,6 +12,7 @@ import torch
 
 from pytorch_accel_lite.devices import to_float
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.gradients import total_norm
 from pytorch_accel_lite.utils import check_range
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class AdviceCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._limit is not None:
-            norm: Any = trainer.gradient_norm.detach()
+            norm: Any = total_norm(trainer).detach()
             norm = to_float(norm) if norm.is_cpu else norm
             self._clipped = (norm > self._limit) + self._clipped
             self._norms = norm + self._norms
@@ -114,7 +115,7 @@ class AdviceCallback(TrainerCallback):
     def _look_at_schedule(self, trainer: Trainer) -> Iterator[str]:
         config = trainer.run_config
         is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
-        if is_last or trainer.is_finished or math.isnan(self._rate):
+        if is_last or trainer.current_run.is_finished or math.isnan(self._rate):
             return
         own = float(trainer.optimizer.param_groups[0].get("initial_lr", 0.0))
         name = type(trainer.scheduler).__name__

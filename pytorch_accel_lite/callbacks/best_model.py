@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,11 @@ class SaveBestModelCallback(TrainerCallback):
         self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
         self._written: set[int] = set()  # epochs of which there are files, those of an earlier run included
         self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
+
+    @property
+    def operator(self) -> Callable[[Any, Any], bool]:
+        """Tells whether one value is better than another."""
+        return operator.gt if self._watched.greater_is_better else operator.lt
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":

@@ -146,7 +146,7 @@ class ModelEmaCallback(TrainerCallback):
         if not self.evaluate_during_training:
             self._save(trainer, {})
             return
-        if not trainer.evaluation_is_due:
+        if not trainer.current_run.evaluation_is_due:
             return
         trainer.run_evaluation(self._average.module, self.prefix, is_intermediate=False, callbacks=self._handler)
         metric = self._watched.new_value(trainer)

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.devices import accumulation_dtype, module_of, to_float
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.gradients import total_norm
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class GradientNormCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        norm: Any = trainer.gradient_norm.detach()
+        norm: Any = total_norm(trainer).detach()
         if norm.is_cpu:
             norm = to_float(norm)
             self._max = norm if norm > self._max or math.isnan(norm) else self._max

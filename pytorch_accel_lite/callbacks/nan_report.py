@@ -18,6 +18,7 @@ from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.devices import to_float
 from pytorch_accel_lite.distributed.prepared import mixed_precision
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.gradients import total_norm
 from pytorch_accel_lite.randomness import capture_generators, restore_generators
 
 if TYPE_CHECKING:
@@ -95,27 +96,27 @@ class NaNReportCallback(TrainerCallback):
         if not self._window:
             self._buffers = {name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()}
         self._done = len(self._window)
-        self._parts = trainer.num_microbatches
+        self._parts = trainer.current_run.num_microbatches
         self._window.append(RecordedStep(capture_generators()))
 
     def on_backward_start(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        if trainer.num_microbatches != self._parts:  # it was tried in larger parts, and taken back
-            self._parts = trainer.num_microbatches
+        if trainer.current_run.num_microbatches != self._parts:  # it was tried in larger parts, and taken back
+            self._parts = trainer.current_run.num_microbatches
             del self._window[self._done + 1 :]
         step = self._window[-1]
         step.batch = batch
-        step.indices = trainer.batch_indices
+        step.indices = trainer.current_run.batch_indices
         loss = batch_output["loss"].detach()
         if self.report is None and not math.isfinite(to_float(loss)):
             self._write(trainer, "loss")
 
     def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.num_microbatches > 1:  # another part of the batch may follow
+        if trainer.current_run.num_microbatches > 1:  # another part of the batch may follow
             self._window.append(RecordedStep(capture_generators()))
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.check_gradients and trainer.accelerator.scaler is None:
-            norm = trainer.gradient_norm.detach()
+            norm = total_norm(trainer).detach()
             is_finite = math.isfinite(to_float(norm))
             # The norm is the same on all processes; of one of them the loss may have been the cause.
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):

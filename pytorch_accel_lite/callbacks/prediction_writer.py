@@ -81,7 +81,7 @@ class PredictionWriterCallback(TrainerCallback):
         return next((index for index in range(length) if index not in written), length)
 
     def on_predict_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        indices = trainer.batch_indices
+        indices = trainer.current_run.batch_indices
         if indices is None:
             raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, and no stream.")
         if not indices:  # a batch that only keeps this process in step

@@ -11,7 +11,14 @@ from tqdm.auto import tqdm
 
 from pytorch_accel_lite.callbacks.bars import RichBars, TqdmBars
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_choice, check_positive_number, check_range, find_length, in_notebook
+from pytorch_accel_lite.utils import (
+    check_choice,
+    check_positive_number,
+    check_range,
+    find_length,
+    format_metric,
+    in_notebook,
+)
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import TrainerRunConfig
@@ -34,7 +41,7 @@ class PrintProgressCallback(TrainerCallback):
         trainer.print(f"Starting {_epoch_of(trainer).lower()}")
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if not self._failed and trainer.interruption is None:
+        if not self._failed and trainer.current_run.interruption is None:
             trainer.print("Finishing training run")
 
     def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -128,7 +135,7 @@ class ProgressBarCallback(TrainerCallback):
 
     def _numbers(self, trainer: Trainer, now: float) -> dict[str, str]:
         """Return what is shown, by name."""
-        parts = {"loss": f"{trainer.running_loss:.4g}"}
+        parts = {"loss": f"{trainer.current_run.loss_trackers['loss'].average:.4g}"}
         config = trainer.run_config
         progress = trainer.progress
         made = progress.update - self._updates_before
@@ -272,8 +279,4 @@ class LogMetricsCallback(TrainerCallback):
 
     def log_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Print metrics by name on one line."""
-        shown = (
-            f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}"
-            for name, value in metrics.items()
-        )
-        trainer.print("  " + ", ".join(shown))
+        trainer.print("  " + ", ".join(f"{name}: {format_metric(value)}" for name, value in metrics.items()))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import TimeBudget, install_command
+from pytorch_accel_lite.utils import TimeBudget, format_metric, install_command
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -99,7 +99,8 @@ class RunLogCallback(TrainerCallback):
         self._end(trainer, outcome[:200], "".join(traceback.format_exception(error)))
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._end(trainer, "finished" if trainer.stop_reason is None else f"stopped: {trainer.stop_reason}")
+        reason = trainer.current_run.stop_reason
+        self._end(trainer, "finished" if reason is None else f"stopped: {reason}")
 
     def _end(self, trainer: Trainer, outcome: str, trace: str | None = None) -> None:
         if not trainer.accelerator.is_main_process or not self._record:
@@ -199,18 +200,14 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _tables(record: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the tables of a summary: their title, their columns and their rows."""
     columns = list(dict.fromkeys(name for row in record["metrics"] for name in row))
-    metrics = [[_shown(row.get(name, "")) for name in columns] for row in record["metrics"]]
+    metrics = [[format_metric(row.get(name, "")) for name in columns] for row in record["metrics"]]
     attempts = [[a["started"], a.get("ended", ""), str(a["from_update"]), a["outcome"]] for a in record["attempts"]]
-    config = [[name, _shown(value)] for name, value in record["config"].items()]
+    config = [[name, format_metric(value)] for name, value in record["config"].items()]
     return [
         ("Metrics", columns, metrics),
         ("Attempts", ["started", "ended", "from update", "outcome"], attempts),
         ("Configuration", ["name", "value"], config),
     ]
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _markdown(record: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.gradients import optimized_parameters
+from pytorch_accel_lite.gradients import optimized_parameters, total_norm
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_range
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class GradientSpikeCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         gradients = [p.grad for p in optimized_parameters(trainer.optimizer) if p.grad is not None]
-        norm = trainer.gradient_norm.detach()
+        norm = total_norm(trainer).detach()
         if self.action == "clip":
             self._clip(trainer, gradients, norm)
         else:

@@ -137,7 +137,7 @@ class StepLogger(TrainerCallback, ABC):
 
     def _begin(self, trainer: Trainer) -> _Row:
         """Begin to copy what is on a device to host memory."""
-        tracker = trainer.loss_trackers["loss"]
+        tracker = trainer.current_run.loss_trackers["loss"]
         metrics = dict(sorted(trainer.step_metrics.items()))
         values = [tracker.total_loss, tracker.running_count, *metrics.values()]
         numbers = [_number(name, value) for name, value in zip(("", "", *metrics), values, strict=True)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -46,7 +48,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._clear()
 
     def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        latest = trainer.loss_trackers["loss"].loss_value
+        latest = trainer.current_run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # it lies in host memory, and was read there already
         loss = batch_output["loss"].detach()
@@ -77,11 +79,11 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._check_recorded(trainer, "training")
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if "evaluation_loss" not in trainer.recorded_losses:  # evaluate() returns what it finds
+        if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns what it finds
             self._check_recorded(trainer, "evaluation")
 
     def _check_recorded(self, trainer: Trainer, phase: str) -> None:
-        losses = trainer.recorded_losses
+        losses = trainer.current_run.recorded_losses
         if not all(map(math.isfinite, losses.values())):
             self.triggered = True
             listed = ", ".join(f"{name}={loss}" for name, loss in losses.items())
@@ -159,6 +161,11 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
         self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
         self._evaluated = False
+
+    @property
+    def operator(self) -> Callable[[Any, Any], bool]:
+        """Tells whether one value is better than another."""
+        return operator.gt if self._watched.greater_is_better else operator.lt
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
@@ -253,9 +260,9 @@ class TimeLimitCallback(TrainerCallback):
         self.seconds = check_positive_number("limit", seconds)
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.clock >= self.seconds:
+        if trainer.current_run.clock >= self.seconds:
             raise RunPausedError(f"Stopping: the limit of {timedelta(seconds=self.seconds)} is reached.")
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        if not trainer.is_finished:
+        if not trainer.current_run.is_finished:
             self.on_train_step_checkpoint(trainer)

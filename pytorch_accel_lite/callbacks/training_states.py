@@ -145,7 +145,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         every = self.save_every_n_steps
         minutes = self.save_every_n_minutes
         due = every is not None and trainer.progress.update % every == 0
-        if minutes is not None and trainer.clock - self._saved_clock >= 60 * minutes:
+        if minutes is not None and trainer.current_run.clock - self._saved_clock >= 60 * minutes:
             due = True
         if due:
             self._save(trainer)
@@ -154,14 +154,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         every = self.save_every_n_epochs
         due = every is not None and trainer.progress.epochs_completed % every == 0
         is_best = self._look_at_metric(trainer)
-        if due or is_best or (self.save_at_end and trainer.is_finished):
+        if due or is_best or (self.save_at_end and trainer.current_run.is_finished):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         is_evaluation = trainer.train_dataloader is None
-        if is_evaluation or (not self.save_at_end and trainer.interruption is None):
+        if is_evaluation or (not self.save_at_end and trainer.current_run.interruption is None):
             return
-        if trainer.gradient_window.sizes is not None:
+        if trainer.current_run.window.sizes is not None:
             trainer.print(
                 f"No training state is saved: the run was stopped within an accumulation window, after update "
                 f"{trainer.progress.update}. Raise StopTrainingError in on_train_step_checkpoint to stop after one."
@@ -176,7 +176,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._writer = None
             self._store.unlock()
-        if trainer.interruption is not None:
+        if trainer.current_run.interruption is not None:
             self._say_how_to_resume(trainer)
         self._saved = None
 
@@ -196,7 +196,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved = None
 
     def _save(self, trainer: Trainer) -> None:
-        moment = trainer.progress.state_dict() | {"stop_reason": trainer.stop_reason}
+        moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.stop_reason}
         if moment == self._saved:  # it is saved already
             return
         trainer.check_weights()
@@ -215,7 +215,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
         self._saved = moment
         self._latest = path
-        self._saved_clock = trainer.clock
+        self._saved_clock = trainer.current_run.clock
         self._attempt(trainer, lambda: trainer.save_training_state(path, writer=self._writer, then=rotate))
 
     def _attempt(self, trainer: Trainer, action: Callable[[], None]) -> None:

@@ -82,7 +82,7 @@ class WorstSamplesCallback(TrainerCallback):
             self._gathered = []
 
     def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        indices = trainer.batch_indices
+        indices = trainer.current_run.batch_indices
         if indices == []:  # a batch that only keeps this process in step
             return
         outputs, targets = self.transform(batch, batch_output)

@@ -84,11 +84,11 @@ class WSDCheckpointCallback(TrainerCallback):
                 self._save(trainer, kind)
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.is_finished:
+        if trainer.current_run.is_finished:
             self._save_last(trainer)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.interruption is None:  # a run that is paused goes on
+        if trainer.current_run.interruption is None:  # a run that is paused goes on
             self._save_last(trainer)
 
     def _save_last(self, trainer: Trainer) -> None:

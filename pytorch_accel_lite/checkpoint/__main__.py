@@ -17,6 +17,7 @@ from pytorch_accel_lite.checkpoint.training_state import (
     read_weights,
     verify_state,
 )
+from pytorch_accel_lite.utils import format_metric
 
 
 def inspect(directory: Path) -> None:
@@ -38,7 +39,7 @@ def inspect(directory: Path) -> None:
         if shared.get(title):
             print(f"{title}: {', '.join(shared[title])}")
     for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
-        print(f"  {name}: {', '.join(f'{v:.6g}' if isinstance(v, float) else str(v) for v in values[-5:])}")
+        print(f"  {name}: {', '.join(map(format_metric, values[-5:]))}")
     for name, entry in manifest["files"].items():
         print(f"  {entry['size']:>12,} bytes  {name}")
 

@@ -16,6 +16,13 @@ import safetensors.torch
 import torch
 
 StrPath = str | os.PathLike[str]
+# What a number of numpy is rebuilt by, which torch does not allow by itself; that needs no code of a file's.
+_NUMPY_NUMBERS: list[Any] = [
+    np.dtype,
+    (np.float64().__reduce__()[0], "numpy.core.multiarray.scalar"),  # as numpy 1 wrote it
+    (np.float64().__reduce__()[0], "numpy._core.multiarray.scalar"),
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
+]
 
 
 def sync(path: Path) -> None:
@@ -83,7 +90,8 @@ def load_plain(path: Path) -> Any:
     :raises ValueError: when it cannot be loaded so
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_NUMPY_NUMBERS):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch raise almost anything
         raise ValueError(
             f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "

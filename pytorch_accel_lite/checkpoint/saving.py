@@ -160,7 +160,7 @@ def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
 @timed_as_saving
 def save_training_state(
     self: Trainer,
-    directory: StrPath,
+    output_dir: StrPath,
     checkpoint_kwargs: dict[str, Any] | None = None,
     *,
     writer: BackgroundWriter | None = None,
@@ -171,7 +171,7 @@ def save_training_state(
     To be called on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``,
     or after a run.
 
-    :param directory: the state's name; a state of this name is replaced when the new one is whole
+    :param output_dir: the state's name; a state of this name is replaced when the new one is whole
     :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
     :param writer: copy the state to host memory and let this write it while training goes on
     :param then: called on every process when the state is whole
@@ -196,7 +196,7 @@ def save_training_state(
     ranks = self.ranks if writer is None else writer.ranks
 
     def write() -> None:
-        write_state(Path(directory), ranks, snapshot)
+        write_state(Path(output_dir), ranks, snapshot)
         if then is not None:
             then()
 
@@ -207,14 +207,19 @@ def save_training_state(
         writer.start(write)
 
 
-def load_training_state(self: Trainer, directory: StrPath) -> dict[str, Any]:
-    """Load a training state into the trainer, outside of a run; to go on with a run see ``train(resume_from=)``.
+def load_training_state(self: Trainer, input_dir: StrPath) -> dict[str, Any]:
+    """Load a training state into the trainer; to resume a run, which calls this too, see ``train(resume_from=)``.
 
-    :return: the state's metadata, and what was given as ``checkpoint_kwargs``
+    :return: the state's metadata, ``current_epoch``, and what was given as ``checkpoint_kwargs``
     :raises DamagedStateError: when the state is not whole; names the file
     :raises ValueError: when it does not fit the model or the optimizer
     """
-    state = read_state(Path(directory), self.ranks)
-    restore(self, state)
-    finish_restoring(self, state)
-    return {**state.metadata, **state.shared["extra"]}
+    resumed = self.current_run.resumed
+    if resumed is not None and resumed.directory == Path(input_dir):  # the run has read it, and finishes it later
+        state = resumed
+        restore(self, state)
+    else:
+        state = read_state(Path(input_dir), self.ranks)
+        restore(self, state)
+        finish_restoring(self, state)
+    return {"current_epoch": self.run_history.current_epoch, **state.metadata, **state.shared["extra"]}

@@ -52,7 +52,7 @@ def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
     tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
     shared = storable(shared, "state")
-    losses = {name: tracker.state_dict() for name, tracker in trainer.loss_trackers.items()}
+    losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
     own = storable({"losses": losses, "generators": capture_generators()}, "state")
     if not is_first:
         return Snapshot({}, {}, {}, own, {})
@@ -78,9 +78,9 @@ def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
         "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
-        "losses": trainer.loss_trackers.summed(trainer.ranks),
-        "microbatches": trainer.num_microbatches,
-        "items_per_batch": trainer.gradient_window.items_per_batch,
+        "losses": trainer.current_run.loss_trackers.summed(trainer.ranks),
+        "microbatches": trainer.current_run.num_microbatches,
+        "items_per_batch": trainer.current_run.window.items_per_batch,
     }
 
 
@@ -107,11 +107,11 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
     return {
         "saved_at": time.time(),
         "progress": trainer.progress.state_dict(),
-        "stop_reason": trainer.stop_reason,
-        "interrupted": trainer.interruption is not None,
+        "stop_reason": trainer.current_run.stop_reason,
+        "interrupted": trainer.current_run.interruption is not None,
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
-        "data_seed": trainer.data_seed,
+        "data_seed": trainer.current_run.data_seed,
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
     }
 
@@ -166,8 +166,8 @@ def restore(trainer: Trainer, state: TrainingState) -> None:
         trainer.run_history.load_state_dict(shared["history"])
     trainer.progress.load_state_dict(state.metadata["progress"])
     _restore_each("registered object", trainer.registered_objects, shared["objects"])
-    trainer.num_microbatches = shared.get("microbatches", 1)
-    trainer.gradient_window.items_per_batch = shared["items_per_batch"]
+    trainer.current_run.num_microbatches = shared.get("microbatches", 1)
+    trainer.current_run.window.items_per_batch = shared["items_per_batch"]
 
 
 def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
@@ -189,7 +189,7 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
         }
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.ranks.rank))
     for name, loss in losses.items():
-        trainer.loss_trackers.of(name).load_state_dict(loss)
+        trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
 
 
 def _restore_each(kind: str, owners: Mapping[str, Any], states: Mapping[str, Any]) -> None:

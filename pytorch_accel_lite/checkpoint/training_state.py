@@ -28,6 +28,12 @@ MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
 RANK = "rank{:05d}.pt"
+_OF_ACCELERATE = (
+    "{!r} is a training state of Accelerate, as pytorch-accelerated writes them: whole perhaps, but without what a run "
+    "needs to be resumed here. Begin a new run with its weights, for example with "
+    "model.load_state_dict(safetensors.torch.load_file('model.safetensors')); or load it there, and save it with "
+    "save_checkpoint(), whose files load_checkpoint() reads here."
+)
 
 
 class DamagedStateError(ValueError):
@@ -146,7 +152,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
     :raises FileNotFoundError: when the directory does not exist
     :raises DamagedStateError: when it holds no state, or the manifest was changed
-    :raises ValueError: when a newer version of this library wrote it
+    :raises ValueError: when a newer version of this library wrote it, or another library
     """
     recover(directory)
     if not directory.is_dir():
@@ -155,6 +161,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
+        if next(directory.glob("random_states_*.pkl"), None) is not None:
+            raise ValueError(_OF_ACCELERATE.format(os.fspath(directory))) from None
         raise DamagedStateError(f"{os.fspath(directory)!r} is no training state: it has no {MANIFEST}.") from None
     except ValueError as error:
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {error}") from error

@@ -20,7 +20,7 @@ class StopCoordinator:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._asked: dict[str, tuple[int, Exception]] = {}
         self._calls = 0
         self._updates = 0
@@ -35,7 +35,7 @@ class StopCoordinator:
     @property
     def clock(self) -> float:
         """Seconds since the start of the run, the same on every rank: as of when they last synchronised."""
-        return time.monotonic() - self._start if self._ranks.world_size == 1 else self._clock
+        return time.monotonic() - self._start if self.ranks.world_size == 1 else self._clock
 
     def request(self, error: Exception) -> None:
         """Ask for a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
@@ -52,16 +52,16 @@ class StopCoordinator:
         :param can_save: the run could go on from here exactly; only then is a :class:`RunPausedError` raised
         """
         self._calls += 1
-        if self._ranks.world_size == 1 and not self._asked:
+        if self.ranks.world_size == 1 and not self._asked:
             return
         self._updates += 1
         stop, pause = (float(what in self._asked) for what in ("stop", "pause"))
-        if self._ranks.world_size > 1:
+        if self.ranks.world_size > 1:
             if not now and self._updates < self._interval:
                 return
             time_now = time.monotonic()
             pace = (time_now - self._since) / self._updates
-            stop, pause, pace, self._clock = self._ranks.max([stop, pause, pace, time_now - self._start])
+            stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, time_now - self._start])
             self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
             self._updates = 0
             self._since = time.monotonic()
@@ -77,8 +77,8 @@ class StopCoordinator:
         if mine is not None:
             calls, error = mine
             kind = next(kind for kind in _KINDS if isinstance(error, kind))
-            answer = calls, self._ranks.rank, kind, getattr(error, "signum", str(error))
-        _, rank, kind, argument = min(filter(None, self._ranks.all_gather_object(answer)))
-        if mine is not None and rank == self._ranks.rank:
+            answer = calls, self.ranks.rank, kind, getattr(error, "signum", str(error))
+        _, rank, kind, argument = min(filter(None, self.ranks.all_gather_object(answer)))
+        if mine is not None and rank == self.ranks.rank:
             raise mine[1]
         raise kind(argument)

@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, create_loader, ending, entering, prepare_model
+from pytorch_accel_lite.run import Run, create_config, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import find_length
@@ -87,7 +87,7 @@ def inference_run(
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)
         if run.outer is None:
-            run.config = trainer._create_run_config(batch_size, request)
+            run.config = create_config(trainer, run, batch_size)
             run.before = None if request.kind == "evaluation" else run.before
         yield run
 

@@ -9,12 +9,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
-from pytorch_accel_lite.checkpoint.snapshot import find_state, restore
+from pytorch_accel_lite.checkpoint.snapshot import find_state
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.randomness import seed_run
-from pytorch_accel_lite.run import Run, apply_model_options, create_loader, prepare_model
+from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
 from pytorch_accel_lite.validation import check_resume, check_training
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     request = run.request
     ranks = trainer.ranks
     prepare_model(trainer, training=True)
-    run.config = trainer._create_run_config(batch_size, request)
+    run.config = create_config(trainer, run, batch_size)
     _check_same_on_all_ranks(run.config, ranks)
     run.window = GradientWindow(
         ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
@@ -121,7 +121,7 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
     elif was_mid_epoch:
         trainer.run_history._increment_epoch()
     if run.resumed is not None:
-        restore(trainer, run.resumed)
+        trainer.load_training_state(run.resumed.directory)
     run.must_compare_replicas = trainer.check_replicas
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
     run.must_warm_up_ddp = reorders and run.guarded_step is None and run.progress.update > 0

@@ -43,7 +43,7 @@ def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
     """Make an epoch, its evaluation included."""
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
-    trainer._run_train_epoch()
+    trainer._run_train_epoch(run.train_loader)
     if run.evaluation_is_due:
         evaluate_all(trainer, run)
     _step_scheduler_after_epoch(trainer, run)

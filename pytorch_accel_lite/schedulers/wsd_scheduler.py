@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -191,12 +192,21 @@ class WSDLrScheduler(PlannedLrScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, and set the learning rates accordingly.
 
-        A continuation that is given the state of a run that was none begins: see :meth:`continue_from`.
+        A continuation that is given the state of a run that was none begins: see :meth:`continue_from`. A state of
+        pytorch-accelerated, which holds no count of updates, leaves the count as it is, with a warning.
         """
         if self.is_continuation_from_checkpoint and not state_dict.get("is_continuation_from_checkpoint", False):
             self.continue_from(state_dict)
-        else:
-            super().load_state_dict(state_dict)
+            return
+        if "num_updates" not in state_dict and "total_steps" in state_dict:
+            warnings.warn(
+                "The state for WSDLrScheduler is pytorch-accelerated's, which does not say how far the schedule had "
+                f"come: it goes on from update {self.num_updates}. To begin a new one from this checkpoint instead, "
+                "use is_continuation_from_checkpoint=True; to leave the schedule alone, load_scheduler=False.",
+                stacklevel=2,
+            )
+            state_dict = {**state_dict, "num_updates": self.num_updates}
+        super().load_state_dict(state_dict)
 
     def continue_from(self, state_dict: dict[str, Any] | None) -> None:
         """Begin this schedule with the base rates of another run, and set the learning rates accordingly.
