@@ -10,8 +10,9 @@ from pytorch_accel_lite.callbacks import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.run_config import TrainerRunConfig
+from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
-from pytorch_accel_lite.trainer import Trainer, TrainerPlaceholderValues, TrainerWithTimmScheduler
+from pytorch_accel_lite.trainer import Trainer, TrainerPlaceholderValues
 
 __version__ = "0.1.0"
 
