@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -31,7 +32,8 @@ class CosineLrScheduler(PlannedLrScheduler):
     :param k_decay: more than 1 keeps the rate high for longer, less than 1 lowers it sooner
     :param lr_min: the rate at the end, of every group
     :param min_lr_ratio: the rate at the end as a fraction of each group's own, instead of ``lr_min``
-    :param num_warmup_epochs: epochs in which the rate grows; may have a fraction
+    :param num_warmup_epochs: epochs in which the rate grows; may have a fraction. A warm-up and a cool-down that leave
+        nothing of the schedule are shortened in proportion to half of it, with a warning.
     :param warmup_starting_lr: the rate of the first update, when there is a warm-up
     :param warmup_starting_lr_ratio: the same as a fraction of each group's own, instead of ``warmup_starting_lr``
     :param num_cooldown_epochs: epochs at the smallest rate at the end; may have a fraction
@@ -54,14 +56,20 @@ class CosineLrScheduler(PlannedLrScheduler):
         super().__init__(optimizer)
         per_epoch = check_positive_int("num_update_steps_per_epoch", num_update_steps_per_epoch)
         total = round(check_range("total_num_epochs", total_num_epochs, above=0) * per_epoch)
-        self.num_warmup_steps = round(check_range("num_warmup_epochs", num_warmup_epochs) * per_epoch)
+        warmup = round(check_range("num_warmup_epochs", num_warmup_epochs) * per_epoch)
         cooldown = round(check_range("num_cooldown_epochs", num_cooldown_epochs) * per_epoch)
-        self.num_annealing_steps = total - self.num_warmup_steps - cooldown
-        if self.num_annealing_steps < 1:
-            raise ValueError(
-                f"num_warmup_epochs={num_warmup_epochs!r} and num_cooldown_epochs={num_cooldown_epochs!r} leave "
-                f"nothing of total_num_epochs={total_num_epochs!r} for the annealing. Make them shorter."
+        if warmup + cooldown >= total:
+            given = f"num_warmup_epochs={num_warmup_epochs!r} and num_cooldown_epochs={num_cooldown_epochs!r}"
+            shorter = total / (2 * (warmup + cooldown))
+            warmup = int(warmup * shorter)
+            cooldown = int(cooldown * shorter)
+            warnings.warn(
+                f"{given} leave nothing of total_num_epochs={total_num_epochs!r} for the annealing. They are shortened "
+                f"to {warmup} and {cooldown} of its {total} updates.",
+                stacklevel=2,
             )
+        self.num_warmup_steps = warmup
+        self.num_annealing_steps = total - warmup - cooldown
         self.k_decay = check_range("k_decay", k_decay, above=0)
         self.lr_min = check_range("lr_min", lr_min)
         self.min_lr_ratio = None if min_lr_ratio is None else check_range("min_lr_ratio", min_lr_ratio, most=1)

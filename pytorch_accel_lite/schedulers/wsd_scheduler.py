@@ -57,9 +57,10 @@ class WSDLrScheduler(PlannedLrScheduler):
     :param num_epochs: epochs of the schedule, with ``num_update_steps_per_epoch``; or else give ``total_steps``
     :param num_update_steps_per_epoch: updates in an epoch
     :param total_steps: updates of the whole schedule; takes precedence over ``num_epochs``
-    :param num_warmup_steps: updates in which the rate grows linearly; ``None``: a tenth of all, within the first stable
-        phase. There is no warm-up when the run is a continuation.
-    :param decay_phase_ratio: how much of each period is decay, more than 0, at most 1
+    :param num_warmup_steps: updates in which the rate grows linearly; ``None``: a hundredth of all. One that would
+        reach into the first decay ends where that begins, with a warning. There is no warm-up when the run is a
+        continuation.
+    :param decay_phase_ratio: how much of each period is decay, from 0 (none, the rate stays stable) to 1
     :param lr_min: where the decay ends, as a fraction of the base rate
     :param warmup_starting_lr: the rate of the first update, when there is a warm-up
     :param use_inverse_sqrt_decay: when ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
@@ -96,7 +97,7 @@ class WSDLrScheduler(PlannedLrScheduler):
             raise ValueError(
                 f"lr_min={lr_min!r}: the inverse decay never ends at 0. Choose lr_min=0.1, say, or a decay."
             )
-        self.decay_phase_ratio = check_range("decay_phase_ratio", decay_phase_ratio, above=0, most=1)
+        self.decay_phase_ratio = check_range("decay_phase_ratio", decay_phase_ratio, most=1)
         self.warmup_starting_lr = check_range("warmup_starting_lr", warmup_starting_lr)
         self.is_continuation_from_checkpoint = is_continuation_from_checkpoint
         if checkpoint_steps is None:
@@ -111,7 +112,7 @@ class WSDLrScheduler(PlannedLrScheduler):
 
     def _plan_period(self, start: int, end: int) -> dict[str, int]:
         # The small number is for products like 0.29 * 100, which fall short of the whole number.
-        decay_steps = max(1, int(self.decay_phase_ratio * (end - start) + 1e-9))
+        decay_steps = max(1, int(self.decay_phase_ratio * (end - start) + 1e-9)) if self.decay_phase_ratio else 0
         return {
             "period_start": start,
             "period_end": end,
@@ -122,15 +123,16 @@ class WSDLrScheduler(PlannedLrScheduler):
     def _count_warmup(self, num_warmup_steps: int | None) -> int:
         most = self._periods[0]["pre_decay_step"]
         if num_warmup_steps is None:
-            return min(self.total_steps // 10, most)
+            return min(self.total_steps // 100, most)
         if num_warmup_steps:
             check_positive_int("num_warmup_steps", num_warmup_steps)
         if num_warmup_steps > most:
-            raise ValueError(
+            warnings.warn(
                 f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which begins after {most} "
-                "updates. Shorten the warm-up or the decay, or use fewer checkpoints."
+                "updates. It is shortened to those.",
+                stacklevel=3,
             )
-        return int(num_warmup_steps)
+        return min(int(num_warmup_steps), most)
 
     @property
     def total_steps(self) -> int:
@@ -144,8 +146,9 @@ class WSDLrScheduler(PlannedLrScheduler):
             done = num_updates / self.num_warmup_steps
             return [start + (base - start) * done for base in self.base_lr_values]
         period = self._period_at(num_updates)
-        done = (num_updates - period["pre_decay_step"]) / period["decay_steps"]
-        fraction = DECAYS[self.decay](min(done, 1.0), self.lr_min) if done > 0 else 1.0
+        done = num_updates - period["pre_decay_step"]
+        decays = done > 0 and period["decay_steps"]
+        fraction = DECAYS[self.decay](min(done / period["decay_steps"], 1.0), self.lr_min) if decays else 1.0
         return [base * fraction for base in self.base_lr_values]
 
     def _period_at(self, num_updates: int) -> dict[str, int]:
@@ -234,7 +237,7 @@ class WSDLrScheduler(PlannedLrScheduler):
 
         The arguments are those of the constructor; any may be, or hold, placeholders.
 
-        :param num_warmup_epochs: epochs in which the rate grows, may have a fraction; ``None``: a tenth of the run
+        :param num_warmup_epochs: epochs in which the rate grows, may have a fraction; ``None``: a hundredth of the run
         """
         warmup: Any = None if num_warmup_epochs is None else round(num_warmup_epochs * num_update_steps_per_epoch)
         return partial(
