@@ -21,6 +21,7 @@ from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTr
 from pytorch_accel_lite.first_loss import watch_first_call
 from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
 from pytorch_accel_lite.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.rates import Options, learning_rates, note_initial_options
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
 
@@ -44,6 +45,11 @@ class Run:
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
     :ivar synced_buffers: buffers that it does not synchronise: those of the loss function and of attributes
     :ivar resumed: the state of which a part is still to be restored
+    :ivar unrecorded: the running losses of the training epoch, until they are recorded
+    :ivar initial_options: what the optimizer had before any schedule, when the run has one
+    :ivar rates_left: the learning rates at the end of a run with a schedule
+    :ivar schedule_shift: how many updates the schedule is ahead of ``progress.update``, in a run that was resumed with
+        another number of updates in an epoch
     """
 
     control: StopCoordinator
@@ -81,6 +87,10 @@ class Run:
     skips_update: bool = False
     skipped_updates: int = 0
     is_sanity_evaluation: bool = False
+    unrecorded: LossTrackers | None = None
+    initial_options: Options = field(default_factory=list)
+    rates_left: list[Any] = field(default_factory=list)
+    schedule_shift: int = 0
 
     @classmethod
     def create(
@@ -93,7 +103,15 @@ class Run:
 
     def derive(self) -> Run:
         """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""
-        return replace(self, batch=None, loss_trackers=LossTrackers(), recorded_losses={}, made_loaders=WeakSet())
+        return replace(
+            self,
+            batch=None,
+            loss_trackers=LossTrackers(),
+            recorded_losses={},
+            made_loaders=WeakSet(),
+            unrecorded=None,
+            initial_options=[],
+        )
 
     @property
     def required_config(self) -> TrainerRunConfig:
@@ -158,6 +176,16 @@ class Run:
         for metric, value in means.items():
             history.update_metric(metric, value)
         self.recorded_losses = means
+
+    def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
+        """Record the mean losses of the part of an epoch that was trained before the run ended. On every process."""
+        losses = self.unrecorded
+        self.unrecorded = None
+        if losses is None or not self.progress.is_mid_epoch:
+            return
+        if any(weight for _, weight in losses.summed(ranks).values()):
+            for metric, value in losses.means(ranks, "train_{}_epoch").items():
+                history.update_metric(metric, value)
 
 
 class StepSnapshot:
@@ -240,6 +268,9 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
             trainer.current_run = run.before
         run.before = None
         run.resumed = None
+        if run.initial_options:
+            note_initial_options(trainer.optimizer, run.initial_options)
+            run.rates_left = learning_rates(trainer.optimizer)
         # Predictions that were begun within it, and that nobody reads to their end, are over too.
         trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
         run.outer = None
@@ -317,6 +348,7 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
                 _call_ending_event(trainer, run, "on_stop_training_error")
                 if run.interruption is None:
                     trainer.print(run.stop_reason)
+                run.record_interrupted_epoch(trainer.run_history, trainer.ranks)  # once a state has been saved
         ended = True
         getattr(trainer, f"{kind}_run_end")()
         _call_ending_event(trainer, run, f"on_{kind}_run_end")
@@ -352,6 +384,7 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
     if together and not ended:
         try:
+            run.record_interrupted_epoch(trainer.run_history, trainer.ranks)
             trainer.training_run_end()
         except Exception as failure:
             problems.append(failure)

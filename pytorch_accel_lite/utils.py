@@ -32,6 +32,12 @@ R = TypeVar("R")
 LIMIT_BATCHES_VARIABLE = LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"  # the second name is the ancestor's
 
 
+def is_overridden(instance: object, method: str) -> bool:
+    """Whether an instance has a method of the user's own class in place of ours."""
+    module = getattr(getattr(type(instance), method), "__module__", None) or ""
+    return module.split(".")[0] != __name__.split(".")[0]
+
+
 class LimitBatches:
     """Trainers made within ``with LimitBatches(n):`` read at most n batches per process, epoch and evaluation."""
 

@@ -132,14 +132,18 @@ def _check_stepping(interval: Any, metric: Any) -> None:
 def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
+    :param create_scheduler_fn: the function that made it; ``None`` when the user's own ``create_scheduler`` did, which
+        may make none
     :param steps_itself: the user's own method steps the scheduler, with whatever it takes
     """
     interval = request.scheduler_interval
     metric = request.scheduler_metric
-    if create_scheduler_fn is not None and not hasattr(scheduler, "step"):
+    must_have_step = create_scheduler_fn is not None or (scheduler is not None and not steps_itself)
+    if must_have_step and not hasattr(scheduler, "step"):
+        source = "create_scheduler()" if create_scheduler_fn is None else f"create_scheduler_fn={create_scheduler_fn!r}"
         raise TypeError(
-            f"create_scheduler_fn={create_scheduler_fn!r} returned {scheduler!r}, which is no scheduler: "
-            "it has no step(). Return one made from the optimizer that the function is given."
+            f"{source} returned {scheduler!r}, which is no scheduler: it has no step(). Return one made from the "
+            "optimizer."
         )
     if scheduler is None:
         if (interval, metric) != ("update", None):
@@ -181,6 +185,21 @@ def _check_rates(kind: str, groups: Iterable[dict[str, Any]]) -> None:
                     "of a functools.partial, not within a function: pass it to the function as an argument, as in "
                     "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
                 )
+
+
+def check_timm_scheduler(scheduler: Any, request: RunRequest) -> None:
+    """Check that a scheduler is one of timm's, and is to be stepped as they are."""
+    if request.scheduler_interval != "update":
+        raise ValueError(
+            f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
+            "after updates and epochs, as they need it. Leave scheduler_interval and scheduler_metric out."
+        )
+    if scheduler is None or (hasattr(scheduler, "step_update") and accepts(scheduler.step, 1, 0.0)):
+        return
+    raise TypeError(
+        f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped as timm's schedulers are: "
+        "step_update(num_updates), step(epoch, metric). Use Trainer for it."
+    )
 
 
 def accepts(function: Callable[..., Any], *arguments: Any) -> bool:

@@ -29,6 +29,7 @@ class AdviceCallback(TrainerCallback):
     - The model waited for data for a fifth of the epoch or more, and for at least ``min_seconds``.
     - Half of the updates or more were clipped by norm.
     - More than one update in twenty was skipped: of a gradient scaler (fp16), or by other callbacks.
+    - The learning rate was 0 in the whole epoch, so no weight has changed.
     - The schedule has already brought the learning rate down to less than a hundredth of its largest, with more epochs
       to come; or it has not yet brought it up to a hundredth of the optimizer's own.
 
@@ -41,13 +42,14 @@ class AdviceCallback(TrainerCallback):
     def __init__(self, min_seconds: float = 1.0) -> None:
         self.min_seconds = check_range("min_seconds", min_seconds)
         self._watches = False
+        self._trained = True
         self._advice: list[str] = []
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         request.measures_waiting = True
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._watches = True
+        self._watches = self._trained = True
         self._advice = []
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -58,7 +60,7 @@ class AdviceCallback(TrainerCallback):
         self._skipped = -trainer.current_run.skipped_updates
         self._clipped: Any = 0
         self._norms: Any = 0.0
-        self._rate = self._highest = 0.0
+        self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         looks = self._limit is not None or trainer.scheduler is not None or trainer.accelerator.scaler is not None
         trainer.callback_handler.set_listening(self, looks, *_STEP_EVENTS)
@@ -86,6 +88,9 @@ class AdviceCallback(TrainerCallback):
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        if not self._trained:  # now that a scheduler of epochs was stepped
+            self._trained = True
+            self._advice.append(_why_nothing_was_trained(trainer))
         if self._advice:  # after the metrics of the epoch
             trainer.print(
                 "\n".join([f"Advice after epoch {trainer.progress.epoch}:", *(f"- {text}" for text in self._advice)])
@@ -109,7 +114,8 @@ class AdviceCallback(TrainerCallback):
             )
         if self._skipped > 0.05 * self._updates:
             yield f"{self._skipped} of {self._updates} updates were skipped{_why_skipped(trainer)}"
-        if trainer.scheduler is not None and self._updates > 1:
+        self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
+        if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._look_at_schedule(trainer)
 
     def _look_at_schedule(self, trainer: Trainer) -> Iterator[str]:
@@ -117,7 +123,7 @@ class AdviceCallback(TrainerCallback):
         is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
         if is_last or trainer.current_run.is_finished or math.isnan(self._rate):
             return
-        own = float(trainer.optimizer.param_groups[0].get("initial_lr", 0.0))
+        own = max((float(group.get("initial_lr", 0.0)) for group in trainer.optimizer.param_groups), default=0.0)
         name = type(trainer.scheduler).__name__
         next_rate = _learning_rate(trainer)  # a cyclic schedule may begin again here
         if self._rate < 0.01 * self._highest and next_rate < 0.01 * self._highest:
@@ -134,12 +140,29 @@ class AdviceCallback(TrainerCallback):
 
 
 def _learning_rate(trainer: Trainer) -> float:
-    """Return the rate of the first group; NaN, of which nothing is said, when there is none or it is on a device."""
-    groups = trainer.optimizer.param_groups
-    rate = groups[0].get("lr") if groups else None
+    """Return the largest rate of all groups; NaN, of which nothing is said, when there is none or it is on a device."""
+    rates = [_as_number(group.get("lr")) for group in trainer.optimizer.param_groups]
+    return math.nan if not rates or math.isnan(sum(rates)) else max(rates)
+
+
+def _as_number(rate: Any) -> float:
     if isinstance(rate, torch.Tensor):
         return to_float(rate) if rate.is_cpu else math.nan
     return float(rate) if isinstance(rate, numbers.Real) else math.nan
+
+
+def _why_nothing_was_trained(trainer: Trainer) -> str:
+    found = "The learning rate was 0 in every update of this epoch, so no weight has changed. "
+    next_rate = _learning_rate(trainer)
+    if trainer.scheduler is None:
+        return f"{found}The optimizer has it so: set 'lr' in trainer.optimizer.param_groups before the run."
+    name = type(trainer.scheduler).__name__
+    if next_rate:
+        return f"{found}{name} goes on with {next_rate:.3g}: let its warm-up begin above 0."
+    return (
+        f"{found}{name} keeps it there. Look at the rates and lengths that it was made with; plot_schedule draws what "
+        "they come to."
+    )
 
 
 def _why_skipped(trainer: Trainer) -> str:

@@ -92,6 +92,7 @@ def load_checkpoint(
                 "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
             )
         load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
+        self.current_run.rates_left = []  # rates that differ from those were loaded, not set by hand
     if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
         self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
     load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)

@@ -59,7 +59,7 @@ def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
 def train_epoch(trainer: Trainer, run: Run) -> None:
     """Make the steps of an epoch, or what is left of them, and record its losses."""
     trainer.train_epoch_start()
-    run.loss_trackers = LossTrackers()
+    run.loss_trackers = run.unrecorded = LossTrackers()
     trainer.call_event("on_train_epoch_start")
     _finish_resuming(trainer, run)
     progress = run.progress
@@ -83,6 +83,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     sync_ddp_buffers(trainer.model, trainer.ranks)
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, trainer.ranks, "train_{}_epoch")
+    run.unrecorded = None
     trainer.call_event("on_train_epoch_end")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
+from pytorch_accel_lite.rates import plain, set_option
 
 UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 # Epochs of the run; one that is limited by max_num_train_steps may have a part of an epoch.
@@ -36,8 +37,8 @@ class SchedulerBase(ABC):
                     f"param_group_field={param_group_field!r} is not in the optimizer's parameter groups, which have "
                     f"{sorted(group.keys() - {'params'})}."
                 )
-            group.setdefault(f"initial_{param_group_field}", _plain(group[param_group_field]))
-        self.base_lr_values = [_plain(group[f"initial_{param_group_field}"]) for group in optimizer.param_groups]
+            group.setdefault(f"initial_{param_group_field}", plain(group[param_group_field]))
+        self.base_lr_values = [plain(group[f"initial_{param_group_field}"]) for group in optimizer.param_groups]
 
     @abstractmethod
     def get_updated_values(self, num_updates: int) -> Iterable[float] | float | None:
@@ -63,14 +64,11 @@ class SchedulerBase(ABC):
                 "groups. Return one for each, or a single number."
             )
         for group, value in zip(groups, values, strict=True):
-            if isinstance(group[self.param_group_field], torch.Tensor):
-                group[self.param_group_field].fill_(value)  # compiled optimizers hold on to the tensor
-            else:
-                group[self.param_group_field] = value
+            set_option(group, self.param_group_field, value)
 
     def get_last_lr(self) -> list[float]:
         """Return the current value of each parameter group."""
-        return [_plain(group[self.param_group_field]) for group in self.optimizer.param_groups]
+        return [plain(group[self.param_group_field]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all attributes but the optimizer. Override it when some are not plain values."""
@@ -136,8 +134,3 @@ class PlannedLrScheduler(StatefulSchedulerBase):
         for group, value in zip(self.optimizer.param_groups, base_lr_values, strict=True):
             group["initial_lr"] = value
         self.step_update(num_updates)
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of torch or numpy as one of Python, which any state can hold."""
-    return value.item() if hasattr(value, "item") else value

@@ -207,3 +207,30 @@ def time_limit() -> Any:
                 updates.append(trainer.progress.update)
             outcomes.append({"updates": updates, "weights": weights(model)})
     return outcomes
+
+
+def stopped_in_mid_epoch() -> Any:
+    """The rows of two runs that stop in their second epoch, and the mean losses of those epochs."""
+    means = []
+
+    class Stops(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            self.sums = [0.0, 0]
+
+        def on_train_step_end(self, trainer, batch_output, **kwargs):
+            self.sums[0] += batch_output["loss"].item() * batch_output["batch_size"]
+            self.sums[1] += batch_output["batch_size"]
+            if trainer.progress.update == 7:
+                raise StopTrainingError("enough")
+
+        def on_training_run_end(self, trainer, **kwargs):
+            totals, counts = zip(*trainer.all_gather_object(self.sums), strict=True)
+            means.append(sum(totals) / sum(counts))
+
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[Stops])
+    for _ in range(2):
+        data = regression_data(10 * world_size())
+        trainer.train(data, 3, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, reset_run_history=False)
+    return [(row["epoch"], row["train_loss_epoch"]) for row in trainer.run_history.rows()], means

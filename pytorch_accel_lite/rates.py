@@ -1,0 +1,70 @@
+"""The rates that an optimizer had before a schedule changed them, with which the next schedule begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# What schedules change in parameter groups. torch and timm keep the first values in the groups too, as "initial_lr".
+_SCHEDULED = ("lr", "momentum", "betas")
+
+#: The values that schedules change, by name, for each parameter group.
+Options = list[dict[str, Any]]
+
+
+def plain(value: Any) -> Any:
+    """Return a number of torch or numpy as one of Python, which any state can hold."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option of a parameter group."""
+    if isinstance(group[name], torch.Tensor):
+        group[name].fill_(value)  # compiled optimizers hold on to the tensor
+    else:
+        group[name] = value
+
+
+def learning_rates(optimizer: Any, name: str = "lr") -> list[Any]:
+    """Return the learning rate of each parameter group, ``None`` for those that have none.
+
+    :param name: ``"initial_lr"`` for those before any schedule, as far as they are known
+    """
+    return [plain(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
+
+
+def scheduled_options(optimizer: Any) -> Options:
+    """Return what a schedule changes, as it is now."""
+    return [{name: plain(group[name]) for name in _SCHEDULED if name in group} for group in optimizer.param_groups]
+
+
+def set_options(optimizer: Any, options: Options) -> None:
+    """Set what a schedule changes."""
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for name, value in values.items():
+            set_option(group, name, value)
+
+
+def initial_options(optimizer: Any, left: Sequence[Any] = ()) -> Options:
+    """Return what a schedule changes, as it was before any schedule.
+
+    :param left: the learning rates that the last schedule left: one that differs by now was set by hand, and is
+        an initial one itself
+    """
+    options = scheduled_options(optimizer)
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=True)):
+        by_hand = number < len(left) and values.get("lr") != left[number]
+        for name in values:
+            if not (by_hand and name == "lr"):
+                values[name] = plain(group.get(f"initial_{name}", values[name]))
+    return options
+
+
+def note_initial_options(optimizer: Any, initial: Options) -> None:
+    """Keep in an optimizer what a schedule has changed, as torch does: ``OneCycleLR`` has another ``initial_lr``."""
+    for group, values in zip(optimizer.param_groups, initial, strict=False):  # groups may have been added
+        for name, value in values.items():
+            if name == "lr" or plain(group[name]) != value:
+                group[f"initial_{name}"] = value
