@@ -48,6 +48,7 @@ class Run:
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar initial_options: what the optimizer had before any schedule, when the run has one
     :ivar rates_left: the learning rates at the end of a run with a schedule
+    :ivar recreates_schedule: whether the schedule of the run that is resumed is not restored but created again
     :ivar schedule_shift: how many updates the schedule is ahead of ``progress.update``, in a run that was resumed with
         another number of updates in an epoch
     """
@@ -91,6 +92,7 @@ class Run:
     initial_options: Options = field(default_factory=list)
     rates_left: list[Any] = field(default_factory=list)
     schedule_shift: int = 0
+    recreates_schedule: bool = False
 
     @classmethod
     def create(

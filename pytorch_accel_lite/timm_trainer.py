@@ -17,13 +17,17 @@ class TrainerWithTimmScheduler(Trainer):
 
     @Offered
     def num_updates(self) -> int:
-        """The number of updates made in this run."""
-        return self.progress.update
+        """The number of updates made in this run, or, when it was resumed with others in an epoch, in one like that."""
+        return self.progress.update + self.current_run.schedule_shift
 
     def scheduler_step(self) -> None:
         """Tell the scheduler of an update."""
         if self.scheduler is not None:
             self.scheduler.step_update(num_updates=self.num_updates)
+
+    def advance_scheduler(self, num_updates: int) -> None:
+        """Tell a new scheduler of the updates before."""
+        self.scheduler.step_update(num_updates=num_updates)
 
     def training_run_epoch_end(self) -> None:
         """Tell the scheduler of the end of an epoch."""

@@ -31,7 +31,7 @@ from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.hints import KnownElsewhere, answering
-from pytorch_accel_lite.loops import evaluation, prediction, setup, training
+from pytorch_accel_lite.loops import evaluation, prediction, scheduling, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -42,7 +42,7 @@ from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.subclasses import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
-from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod
+from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod, is_overridden
 from pytorch_accel_lite.watching import latest_metric
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Trainer:
         with entering(self, run):
             setup.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
             setup.begin_training(self, run, batch_size)
-            self.scheduler = self.create_scheduler()
+            scheduling.begin_schedule(self, run)
             self._check_scheduler(request)
             setup.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request, request.ends_at_signals):
@@ -359,7 +359,8 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        validation.check_scheduler(self.scheduler, request, self.create_scheduler_fn, steps_itself)
+        given = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
+        validation.check_scheduler(self.scheduler, request, given, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         phase = "train" if name == "train_dataset" else "eval"
@@ -427,6 +428,8 @@ class Trainer:
             self.scheduler.step()
         else:
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
+
+    advance_scheduler = scheduling.advance_scheduler
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""

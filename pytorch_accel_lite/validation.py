@@ -187,21 +187,6 @@ def _check_rates(kind: str, groups: Iterable[dict[str, Any]]) -> None:
                 )
 
 
-def check_timm_scheduler(scheduler: Any, request: RunRequest) -> None:
-    """Check that a scheduler is one of timm's, and is to be stepped as they are."""
-    if request.scheduler_interval != "update":
-        raise ValueError(
-            f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
-            "after updates and epochs, as they need it. Leave scheduler_interval and scheduler_metric out."
-        )
-    if scheduler is None or (hasattr(scheduler, "step_update") and accepts(scheduler.step, 1, 0.0)):
-        return
-    raise TypeError(
-        f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped as timm's schedulers are: "
-        "step_update(num_updates), step(epoch, metric). Use Trainer for it."
-    )
-
-
 def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     """Whether a function can be called with these positional arguments."""
     try:

@@ -218,7 +218,7 @@ def load_training_state(self: Trainer, input_dir: StrPath) -> dict[str, Any]:
     resumed = self.current_run.resumed
     if resumed is not None and resumed.directory == Path(input_dir):  # the run has read it, and finishes it later
         state = resumed
-        restore(self, state)
+        restore(self, state, with_scheduler=not self.current_run.recreates_schedule)
     else:
         state = read_state(Path(input_dir), self.ranks)
         restore(self, state)

@@ -80,6 +80,7 @@ def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.ranks),
         "microbatches": trainer.current_run.num_microbatches,
+        "schedule_shift": trainer.current_run.schedule_shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
     }
 
@@ -142,13 +143,13 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None
     return state
 
 
-def restore(trainer: Trainer, state: TrainingState) -> None:
-    """Restore the weights, the optimizer, the scheduler, the counts and the history."""
+def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True) -> None:
+    """Restore the weights, the optimizer, the counts, the history, and the scheduler if it is asked for."""
     shared = state.shared
     model = trainer.get_model(keep_torch_compile=False)
     weights = fit_model_state(model, read_weights(state), state.directory)
     for name, owner in _stepped(trainer).items():
-        if shared[name] is not None and owner is not None:
+        if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
             try:
                 if name == "optimizer":
                     load_optimizer_state(owner, shared[name])
@@ -167,6 +168,7 @@ def restore(trainer: Trainer, state: TrainingState) -> None:
     trainer.progress.load_state_dict(state.metadata["progress"])
     _restore_each("registered object", trainer.registered_objects, shared["objects"])
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
+    trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
 
 

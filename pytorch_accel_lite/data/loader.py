@@ -114,6 +114,10 @@ class ShardedLoader(ABC):
         """Whether the last batch of all the data is known to have a single sample."""
         return False
 
+    def steps_left(self, start: int) -> int | None:
+        """Return how many steps an epoch still has after so many samples of the whole job, ``None`` when unknown."""
+        return None
+
     def ends_in_one_sample(self, steps: float) -> bool:
         """Whether so many steps of an epoch, within the limit, are known to end in a batch of a single sample."""
         return self._ends_in_one() and min(self.limit or steps, steps) >= self._num_steps()

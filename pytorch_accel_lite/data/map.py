@@ -137,6 +137,10 @@ class _EpochShares:
             return False
         return ends_in_one(find_length(sampler.sampler), sampler.batch_size * self._per_step, sampler.drop_last)
 
+    def left_after(self, start: int) -> int | None:
+        size = None if self._own_batches else find_length(self._sampler)
+        return None if size is None else count_global_batches(max(size - start, 0), self._per_step, self._drop_last)
+
 
 class MapLoader(ShardedLoader):
     """The batches of a ``DataLoader`` over a map dataset, shared out over the processes.
@@ -230,6 +234,9 @@ class MapLoader(ShardedLoader):
     def stop_workers(self) -> None:
         super().stop_workers()
         self._idle = None
+
+    def steps_left(self, start: int) -> int | None:
+        return self._shares.left_after(start)
 
     def _num_steps(self) -> int:
         return len(self._shares)

@@ -13,6 +13,7 @@ from pytorch_accel_lite.checkpoint.snapshot import find_state
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
+from pytorch_accel_lite.loops.scheduling import align_windows, check_length, resume_schedule, schedule_was_for_others
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
 from pytorch_accel_lite.validation import check_resume, check_training
@@ -120,8 +121,14 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         trainer.run_history.reset()
     elif was_mid_epoch:
         trainer.run_history._increment_epoch()
-    if run.resumed is not None:
-        trainer.load_training_state(run.resumed.directory)
+    state = run.resumed
+    if state is not None:
+        run.recreates_schedule = schedule_was_for_others(trainer, run, state)
+        trainer.load_training_state(state.directory)
+        align_windows(run, state)
+    check_length(trainer, run)
+    if state is not None and run.recreates_schedule:
+        resume_schedule(trainer, run, state)
     run.must_compare_replicas = trainer.check_replicas
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
     run.must_warm_up_ddp = reorders and run.guarded_step is None and run.progress.update > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,85 @@ def resume_in_mid_epoch(folder: Path) -> list[tuple[int, list[int]]]:
         (state,) = folder.glob(f"task{number}/update-*")
         results.append((size, _train(folder, size, *after, -1, state)))
     return results
+
+
+SAMPLES = 60
+EPOCHS = 4
+
+
+class Rates(TrainerCallback):
+    """Notes the rate that each update is made with, and the fraction of the run at which it is made."""
+
+    def __init__(self) -> None:
+        self.curve: list[tuple[float, float]] = []
+
+    def on_optimizer_step_start(self, trainer, **kwargs):
+        group = trainer.optimizer.param_groups[0]
+        done = trainer.progress.epochs_completed + (trainer.progress.samples_in_epoch - 1) / SAMPLES
+        self.curve.append((done, float(group["lr"])))
+
+
+@dataclass
+class Trained:
+    """A run with a schedule. Places in its curve are in epochs, of samples."""
+
+    trainer: Trainer
+    states: Path
+    curve: list[tuple[float, float]]
+
+    @property
+    def rates(self) -> list[float]:
+        return [rate for _, rate in self.curve]
+
+    @property
+    def last_rate(self) -> float:
+        return float(self.trainer.optimizer.param_groups[0]["lr"])
+
+    @property
+    def per_epoch(self) -> int:
+        return self.trainer.run_config.num_update_steps_per_epoch
+
+
+def trained_with(
+    create: Any,
+    batch: int,
+    accumulation: int,
+    folder: Path,
+    trainer_class: type[Trainer] = Trainer,
+    resume: Path | None = None,
+    *,
+    epochs: int | None = EPOCHS,
+    **kwargs: Any,
+) -> Trained:
+    """Train with a schedule, from a state if one is given, and save a state at every update."""
+    torch.manual_seed(0)
+    model, rates = nn.Linear(5, 1).double(), Rates()
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_at_end=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving], seed=3)
+    trainer.train(
+        regression_data(SAMPLES),
+        epochs,
+        per_device_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        create_scheduler_fn=create,
+        resume_from=resume,
+        **kwargs,
+    )
+    return Trained(trainer, folder / "states", rates.curve)
+
+
+def save_with_schedule(folder: Path, name: str) -> None:
+    from tests.test_elastic_schedules import factory_of
+
+    create, trainer_class = factory_of(name)
+    trained_with(create, 4, 1, folder / "first", trainer_class)
+
+
+def resume_with_schedule(folder: Path, name: str, state: Path) -> Any:
+    """Its rates, and the last."""
+    from tests.test_elastic_schedules import factory_of
+
+    create, trainer_class = factory_of(name)
+    trained = trained_with(create, 4, 1, folder / f"on-{world_size()}", trainer_class, state)
+    return {"rates": trained.rates, "last": trained.last_rate}

@@ -1,0 +1,208 @@
+"""The schedule of a run: where it begins, and where it continues in a run that is resumed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import OneCycleLR
+
+from pytorch_accel_lite.rates import Options, initial_options, learning_rates, scheduled_options, set_options
+from pytorch_accel_lite.run import Run
+from pytorch_accel_lite.utils import is_overridden
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
+    from pytorch_accel_lite.trainer import Trainer
+
+_PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
+
+
+def begin_schedule(trainer: Trainer, run: Run) -> None:
+    """Create the scheduler of a run, if it is to have one: it begins with the optimizer's initial rates."""
+    optimizer = trainer.optimizer
+    run.rates_left = [] if run.before is None else run.before.rates_left
+    now = scheduled_options(optimizer)
+    initial = initial_options(optimizer, run.rates_left)
+    trainer.scheduler = None
+    if trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler"):
+        had_schedule = all("initial_lr" in group for group in optimizer.param_groups)
+        try:
+            trainer.scheduler = _create_from(trainer, initial)
+        except KeyError as error:  # with last_epoch, a schedule is continued from the rates that there are
+            if not had_schedule or "initial_lr" not in str(error):
+                raise
+            set_options(optimizer, now)
+            trainer.scheduler = trainer.create_scheduler()
+            return
+    if trainer.scheduler is None:
+        set_options(optimizer, now)
+    else:
+        run.initial_options = initial
+    if run.resumed is None:
+        _say_where_it_begins(trainer, *([values.get("lr") for values in options] for options in (now, initial)))
+
+
+def _create_from(trainer: Trainer, options: Options) -> Any:
+    """Create a scheduler that finds these values in an optimizer without another schedule's traces."""
+    groups = trainer.optimizer.param_groups
+    set_options(trainer.optimizer, options)
+    traces = [group.pop("initial_lr", None) for group in groups]
+    scheduler = None
+    try:
+        scheduler = trainer.create_scheduler()
+    except TypeError as error:
+        if trainer.create_scheduler_fn is not None or str(error) != "'NoneType' object is not callable":
+            raise
+        warnings.warn(
+            f"{type(trainer).__name__}.create_scheduler() calls create_scheduler_fn, which train() was not given: this "
+            "run has no scheduler.",
+            stacklevel=4,
+        )
+    finally:
+        for group, values, trace in zip(groups, options, traces, strict=True):
+            if "lr" in values and (scheduler is not None or trace is not None):
+                group.setdefault("initial_lr", values["lr"])
+    return scheduler
+
+
+def _say_where_it_begins(trainer: Trainer, now: list[Any], initial: list[Any]) -> None:
+    if now == initial:
+        return
+    if trainer.scheduler is None:
+        trainer.print(
+            f"This run has no scheduler and trains at the learning rate {_listed(now)}, which an earlier schedule "
+            f"left; the optimizer began at {_listed(initial)}. To return to that: for group in "
+            "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
+        )
+    else:
+        trainer.print(
+            f"The schedule begins from the optimizer's initial learning rate, {_listed(initial)}, not from the "
+            f"{_listed(now)} that an earlier schedule left."
+        )
+
+
+def _listed(rates: list[Any]) -> str:
+    return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
+
+
+def schedule_was_for_others(trainer: Trainer, run: Run, state: TrainingState) -> bool:
+    """Whether a state's schedule counts updates of which an epoch has another number now.
+
+    A run that is limited to a number of updates, and not of epochs, is as long as it was.
+    """
+    before = state.metadata["run_config"].get("num_update_steps_per_epoch")
+    now = run.required_config.num_update_steps_per_epoch
+    counts_updates = run.request.scheduler_interval == "update" and not getattr(trainer.scheduler, "t_in_epochs", False)
+    has_both = trainer.scheduler is not None and state.shared["scheduler"] is not None
+    is_of_epochs = run.request.max_num_train_steps is None and None not in (before, now)
+    return has_both and counts_updates and is_of_epochs and before != now
+
+
+def align_windows(run: Run, state: TrainingState) -> None:
+    """Begin an accumulation window, as a state is saved between updates, also where windows have another length now."""
+    steps = run.window.steps
+    if run.progress.is_mid_epoch and state.metadata["run_config"].get("gradient_accumulation_steps", steps) != steps:
+        run.progress.step += -run.progress.step % steps
+
+
+def resume_schedule(trainer: Trainer, run: Run, state: TrainingState) -> None:
+    """Create the schedule of a resumed run with its new lengths, at the fraction of the run that has been made.
+
+    :raises ValueError: when it cannot be brought there, or has another learning rate there than the run had
+    """
+    config = run.required_config
+    per_epoch = int(config.num_update_steps_per_epoch or 0)
+    before = int(state.metadata["run_config"]["num_update_steps_per_epoch"])
+    total = int(config.max_num_train_steps or 0)
+    position = _updates_made(run, per_epoch)
+    had = learning_rates(trainer.optimizer)
+    initial = initial_options(trainer.optimizer)
+    about = (
+        f"The run is resumed with {per_epoch} updates in an epoch instead of {before}, so its schedule is created "
+        f"again and advanced to update {position} of {total}"
+    )
+
+    def create_at(update: int) -> list[Any]:
+        trainer.scheduler = _create_from(trainer, initial)
+        _advance(trainer, update, about)
+        return learning_rates(trainer.optimizer)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
+        if not is_overridden(trainer, "advance_scheduler"):
+            # What was between two updates of either kind, or rounded to one, may be off by so many.
+            reach = 2 + 2 * math.ceil(per_epoch / before)
+            first = max(0, position - reach)
+            around = [create_at(first)]
+            for update in range(first + 1, min(position + reach, total) + 1):
+                run.schedule_shift = update - run.progress.update
+                trainer.scheduler_step()
+                around.append(learning_rates(trainer.optimizer))
+            _check_continuity(trainer, had, list(zip(*around, strict=True)), about)
+        run.schedule_shift = position - run.progress.update
+        create_at(position)
+    trainer.print(f"{about}.")
+
+
+def _check_continuity(trainer: Trainer, had: list[Any], around: list[tuple[Any, ...]], about: str) -> None:
+    for rate, near in zip(had, around, strict=True):
+        if rate is not None and not 0.95 * min(near) <= rate <= 1.05 * max(near):
+            raise ValueError(
+                f"{about}. But {type(trainer.scheduler).__name__} has learning rates from {min(near):.3g} to "
+                f"{max(near):.3g} about there, and the run had {rate:.3g}. Its lengths must follow those of the run: "
+                f"give them by {_PLACEHOLDERS}. Or override Trainer.advance_scheduler to say what you want."
+            )
+
+
+def _updates_made(run: Run, per_epoch: int) -> int:
+    """Return the updates that a run of these settings would have made by now, by the samples it has had."""
+    progress = run.progress
+    made = progress.epochs_completed * per_epoch
+    if not progress.is_mid_epoch:
+        return made
+    left = run.train_loader.steps_left(progress.samples_in_epoch)
+    if left is None:
+        return made + min(progress.samples_in_epoch // run.required_config.train_total_batch_size, per_epoch)
+    return made + max(0, per_epoch - math.ceil(left / run.window.steps))
+
+
+def _advance(trainer: Trainer, update: int, about: str) -> None:
+    try:
+        trainer.advance_scheduler(update)
+    except Exception as error:
+        raise ValueError(
+            f"{about}, which failed: {error} Resume with {_PLACEHOLDERS} for its lengths, or override "
+            "Trainer.advance_scheduler."
+        ) from error
+
+
+def advance_scheduler(self: Trainer, num_updates: int) -> None:
+    """Bring a scheduler that was just created to where it is after a number of updates.
+
+    Called, instead of restoring the scheduler's state, when a run is resumed with another number of updates in an
+    epoch. By default the scheduler is stepped so many times. Override it for one that is stepped otherwise.
+
+    :param num_updates: the updates that a run with the new settings would have made by now, by samples
+    :raises TypeError: when ``scheduler_step`` is overridden, and this is not
+    """
+    if is_overridden(self, "scheduler_step"):
+        raise TypeError(f"{type(self).__name__}.scheduler_step steps the scheduler in a way of its own.")
+    for _ in range(num_updates):
+        self.scheduler.step()
+
+
+def check_length(trainer: Trainer, run: Run) -> None:
+    """Check that a schedule that cannot be stepped beyond its end is as long as the run."""
+    config = run.required_config
+    asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
+    scheduler = trainer.scheduler
+    if not isinstance(scheduler, OneCycleLR) or is_overridden(trainer, "scheduler_step") or asked is None:
+        return
+    if scheduler.total_steps < asked:
+        raise ValueError(
+            f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {asked} times, and it refuses "
+            "steps after its last. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with "
+            "scheduler_interval='epoch'); a run that resumes a shorter one keeps the shorter one's schedule."
+        )

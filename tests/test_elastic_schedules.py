@@ -1,0 +1,217 @@
+"""Runs that are resumed with another number of updates in an epoch: the schedule continues where the run is."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
+
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, TrainerWithTimmScheduler
+from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase, WSDLrScheduler
+from tests import cases
+from tests.cases.states import EPOCHS, SAMPLES, trained_with
+
+pytestmark = pytest.mark.filterwarnings("ignore:The training state holds the state of a callback")
+
+P = TrainerPlaceholderValues
+TOTAL, PER_EPOCH = P.MAX_NUM_TRAIN_STEPS, P.NUM_UPDATE_STEPS_PER_EPOCH
+
+
+def warm_up_and_cosine(optimizer: Any, warmup: int, total: int) -> Any:
+    parts = [LinearLR(optimizer, 0.1, total_iters=warmup), CosineAnnealingLR(optimizer, total - warmup)]
+    return SequentialLR(optimizer, parts, [warmup])
+
+
+class OwnCosine(StatefulSchedulerBase):
+    """A schedule of the user's, with a length among its attributes."""
+
+    def __init__(self, optimizer: Any, total: int) -> None:
+        super().__init__(optimizer)
+        self.total = total
+
+    def get_updated_values(self, num_updates: int) -> list[float]:
+        return [value * (1 - num_updates / self.total) for value in self.base_lr_values]
+
+
+def timms(name: str, **kwargs: Any) -> Any:
+    return lambda: partial(getattr(pytest.importorskip("timm.scheduler"), name), **kwargs)
+
+
+TORCH = {
+    "cosine": partial(CosineAnnealingLR, T_max=TOTAL),
+    "one cycle": partial(OneCycleLR, max_lr=0.5, total_steps=TOTAL),
+    "one cycle by epochs": partial(OneCycleLR, max_lr=0.5, epochs=P.NUM_EPOCHS, steps_per_epoch=PER_EPOCH),
+    "polynomial": partial(PolynomialLR, total_iters=TOTAL, power=2.0),
+    "steps": partial(StepLR, step_size=PER_EPOCH, gamma=0.5),
+    "sequence": partial(warm_up_and_cosine, warmup=PER_EPOCH, total=TOTAL),
+}
+OURS = {
+    "our cosine": CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, num_cooldown_epochs=0.5),
+    "wsd": WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, decay_phase_ratio=0.5, num_checkpoints=2),
+    "own": partial(OwnCosine, total=TOTAL),
+}
+UPDATES = {"t_in_epochs": False, "warmup_t": PER_EPOCH, "warmup_lr_init": 1e-3, "warmup_prefix": True}
+TIMMS = {
+    "timm's cosine": timms("CosineLRScheduler", t_initial=TOTAL - PER_EPOCH, **UPDATES),
+    "timm's polynomial": timms("PolyLRScheduler", t_initial=TOTAL - PER_EPOCH, **UPDATES),
+    "timm's cosine in epochs": timms("CosineLRScheduler", t_initial=P.NUM_EPOCHS, warmup_t=1, warmup_lr_init=1e-3),
+}
+
+
+def factory_of(name: str) -> tuple[Any, type[Trainer]]:
+    if name in TIMMS:
+        return TIMMS[name](), TrainerWithTimmScheduler
+    return {**TORCH, **OURS}[name], Trainer
+
+
+# Batch sizes and accumulation before and after, and the update of which the state is, within an epoch or at its end.
+CHANGES = [((4, 1), (2, 1), 17), ((4, 1), (8, 1), 30), ((4, 1), (7, 1), 22), ((2, 2), (3, 4), 10), ((8, 1), (2, 3), 3)]
+
+
+@pytest.mark.parametrize(("before", "after", "update"), CHANGES)
+@pytest.mark.parametrize("name", [*TORCH, *OURS, *TIMMS])
+def test_a_schedule_continues_where_the_run_is_and_ends_with_it(tmp_path, name, before, after, update):
+    create, trainer_class = factory_of(name)
+    first = trained_with(create, *before, tmp_path / "first", trainer_class)
+    resumed = trained_with(create, *after, tmp_path / "again", trainer_class, first.states / f"update-{update:09d}")
+    whole = trained_with(create, *after, tmp_path / "whole", trainer_class)
+    assert resumed.trainer.progress.samples == whole.trainer.progress.samples == EPOCHS * SAMPLES
+    left = len(resumed.rates)
+    # From the next epoch on, the rates are those of a run that was like that from its start.
+    rest = min(left, EPOCHS * whole.per_epoch - (-(-update // first.per_epoch)) * whole.per_epoch)
+    assert rest > 0
+    assert resumed.rates[left - rest :] == pytest.approx(whole.rates[-rest:], rel=1e-12)
+    assert resumed.last_rate == pytest.approx(whole.last_rate, rel=1e-12, abs=1e-15)
+    # The first rate is one that the schedule has about there.
+    near = [rate for place, rate in first.curve if abs(place - resumed.curve[0][0]) < 1 / first.per_epoch]
+    near += [rate for place, rate in whole.curve if abs(place - resumed.curve[0][0]) < 1 / whole.per_epoch]
+    assert min(near) * 0.99 <= resumed.rates[0] <= max(near) * 1.01
+
+
+def test_a_run_that_was_resumed_so_can_be_resumed_again(tmp_path):
+    for name in ("one cycle", "our cosine", "timm's cosine"):
+        create, trainer_class = factory_of(name)
+        folder = tmp_path / name.replace(" ", "-")
+        first = trained_with(create, 4, 1, folder / "first", trainer_class)
+        second = trained_with(create, 2, 1, folder / "second", trainer_class, first.states / "update-000000017")
+        third = trained_with(create, 2, 1, folder / "third", trainer_class, second.states / "update-000000037")
+        assert third.rates == second.rates[37 - 17 :]
+        back = trained_with(create, 4, 1, folder / "back", trainer_class, second.states / "update-000000050")
+        assert back.rates[-10:] == pytest.approx(first.rates[-10:], rel=1e-12)
+
+
+def test_as_many_updates_in_an_epoch_restore_the_schedules_state(tmp_path, capsys):
+    first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first")
+    resumed = trained_with(TORCH["one cycle"], 2, 2, tmp_path / "again", resume=first.states / "update-000000017")
+    assert resumed.rates == first.rates[17:]
+    assert "created again" not in capsys.readouterr().out
+
+
+def test_a_run_of_so_many_updates_counts_on(tmp_path):
+    limit = {"epochs": None, "max_num_train_steps": 40}
+    create = partial(OneCycleLR, max_lr=0.5, total_steps=TOTAL)
+    first = trained_with(create, 4, 1, tmp_path / "first", **limit)
+    resumed = trained_with(create, 3, 1, tmp_path / "again", resume=first.states / "update-000000017", **limit)
+    assert resumed.rates == first.rates[17:]
+
+
+def test_it_is_said_how_the_schedule_continues(tmp_path, capsys):
+    first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "first")
+    trained_with(TORCH["cosine"], 2, 1, tmp_path / "again", resume=first.states / "update-000000017")
+    said = "The run is resumed with 30 updates in an epoch instead of 15, so its schedule is created again and advanced"
+    assert f"{said} to update 34 of 120." in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------- what cannot be advanced so is an error
+
+
+class StepsItself(Trainer):
+    def scheduler_step(self) -> None:
+        self.scheduler.step()
+
+
+class SaysHow(StepsItself):
+    def advance_scheduler(self, num_updates: int) -> None:
+        for _ in range(num_updates):
+            self.scheduler.step()
+
+
+def refuse(folder: Path, create: Any, update: int, message: str, trainer_class: type[Trainer] = Trainer) -> None:
+    first = trained_with(create, 4, 1, folder / "first", trainer_class)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        trained_with(create, 2, 1, folder / "again", trainer_class, first.states / f"update-{update:09d}")
+    made = set(folder.rglob("*")) - set(before)
+    assert not [path for path in made if path.name.startswith("update-")]  # it made no update
+
+
+def test_a_schedule_of_a_fixed_length_that_jumps_is_an_error(tmp_path):
+    create = partial(StepLR, step_size=20)
+    refuse(
+        tmp_path, create, 50, r"But StepLR has learning rates from .* about there, and the run had 0\.001.*NUM_UPDATE"
+    )
+
+
+def test_a_one_cycle_schedule_of_a_fixed_length_is_an_error(tmp_path):
+    create = partial(OneCycleLR, max_lr=0.5, total_steps=60)
+    refuse(tmp_path, create, 17, "OneCycleLR has total_steps=60, but the run steps it 120 times")
+
+
+def test_a_scheduler_that_fails_when_it_is_stepped_is_an_error(tmp_path):
+    def rate(update: int) -> float:
+        return ([1.0] * 61)[update]
+
+    refuse(tmp_path, partial(LambdaLR, lr_lambda=rate), 40, "which failed: list index out of range")
+
+
+def test_a_trainer_with_a_way_of_its_own_to_step_says_how_to_advance(tmp_path):
+    refuse(tmp_path, TORCH["cosine"], 17, "StepsItself.scheduler_step steps the scheduler in a way of its", StepsItself)
+    expected = trained_with(TORCH["cosine"], 2, 1, tmp_path / "whole")
+    first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "other", SaysHow)
+    state = first.states / "update-000000015"
+    assert trained_with(TORCH["cosine"], 2, 1, tmp_path / "b", SaysHow, state).rates == expected.rates[30:]
+
+
+def test_who_overrides_how_to_advance_may_keep_counting(tmp_path):
+    class Counts(Trainer):
+        def advance_scheduler(self, num_updates: int) -> None:
+            super().advance_scheduler(self.progress.update)
+
+    create = partial(StepLR, step_size=20)
+    first = trained_with(create, 4, 1, tmp_path / "first", Counts)
+    resumed = trained_with(create, 2, 1, tmp_path / "again", Counts, first.states / "update-000000050")
+    assert resumed.rates[:10] == pytest.approx([1e-3] * 10)
+    assert resumed.rates[10] == pytest.approx(1e-4)
+
+
+# ------------------------------------------------------------------------------------ on several processes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["one cycle", "our cosine", "timm's cosine"])
+def test_a_schedule_continues_on_other_numbers_of_processes(tmp_path, job, name):
+    """Saved by 2 processes, resumed by 3 and by 1."""
+    create, trainer_class = factory_of(name)
+    job(2).run(cases.states.save_with_schedule, tmp_path, name)
+    state = tmp_path / "first" / "states" / "update-000000011"
+    alone = cases.states.resume_with_schedule(tmp_path, name, state)
+    assert len(alone["rates"]) == EPOCHS * 15 - (15 + 24 // 4)
+    for found, processes in [
+        (alone, 1),
+        *[(result, 3) for result in job(3).run(cases.states.resume_with_schedule, tmp_path, name, state)],
+    ]:
+        whole = trained_with(create, 4 * processes, 1, tmp_path / f"whole-{processes}", trainer_class)
+        rest = EPOCHS * whole.per_epoch - 2 * whole.per_epoch
+        assert found["rates"][-rest:] == pytest.approx(whole.rates[-rest:], rel=1e-12)
+        assert found["last"] == pytest.approx(whole.last_rate, rel=1e-12, abs=1e-15)
