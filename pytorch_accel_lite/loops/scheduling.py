@@ -159,12 +159,13 @@ def _check_continuity(trainer: Trainer, had: list[Any], around: list[tuple[Any, 
 def _updates_made(run: Run, per_epoch: int) -> int:
     """Return the updates that a run of these settings would have made by now, by the samples it has had."""
     progress = run.progress
-    made = progress.epochs_completed * per_epoch
+    made: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
         return made
-    left = run.train_loader.steps_left(progress.samples_in_epoch)
+    left: int | None = run.train_loader.steps_left(progress.samples_in_epoch)
     if left is None:
-        return made + min(progress.samples_in_epoch // run.required_config.train_total_batch_size, per_epoch)
+        nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
+        return made + min(nominal, per_epoch)
     return made + max(0, per_epoch - math.ceil(left / run.window.steps))
 
 
