@@ -263,8 +263,7 @@ class Trainer:
         with entering(self, run):
             setup.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
             setup.begin_training(self, run, batch_size)
-            scheduling.begin_schedule(self, run)
-            self._check_scheduler(request)
+            scheduling.begin_schedule(self, run, self._check_scheduler)
             setup.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request, request.ends_at_signals):
                 self._run_training()

@@ -291,6 +291,7 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
 @pytest.mark.parametrize(("model", "loss_func", "data", "answer"), KNOWN.values(), ids=KNOWN.keys())
 def test_the_commonest_errors_say_what_to_do(model, loss_func, data, answer):
     found = advice(model, loss_func, *data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import OneCycleLR
@@ -14,18 +15,37 @@ from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_TRAIN_STEPS"
 
 
-def begin_schedule(trainer: Trainer, run: Run) -> None:
-    """Create the scheduler of a run, if it is to have one: it begins with the optimizer's initial rates."""
+def begin_schedule(trainer: Trainer, run: Run, check: Callable[[RunRequest], None]) -> None:
+    """Create the scheduler of a run, if it is to have one: it begins with the optimizer's initial rates.
+
+    :param check: checks it; the optimizer keeps its rates when it is refused
+    """
     optimizer = trainer.optimizer
     run.rates_left = [] if run.before is None else run.before.rates_left
     now = scheduled_options(optimizer)
     initial = initial_options(optimizer, run.rates_left)
     trainer.scheduler = None
+    try:
+        begins = _create(trainer, now, initial)
+        check(run.request)
+    except Exception:
+        set_options(optimizer, now)
+        raise
+    if begins and trainer.scheduler is not None:
+        run.initial_options = initial
+    if begins and run.resumed is None:
+        _say_where_it_begins(trainer, *([values.get("lr") for values in options] for options in (now, initial)))
+
+
+def _create(trainer: Trainer, now: Options, initial: Options) -> bool:
+    """Create the scheduler, and return whether it does not continue an earlier one."""
+    optimizer = trainer.optimizer
     if trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler"):
         had_schedule = all("initial_lr" in group for group in optimizer.param_groups)
         try:
@@ -35,13 +55,10 @@ def begin_schedule(trainer: Trainer, run: Run) -> None:
                 raise
             set_options(optimizer, now)
             trainer.scheduler = trainer.create_scheduler()
-            return
+            return False
     if trainer.scheduler is None:
         set_options(optimizer, now)
-    else:
-        run.initial_options = initial
-    if run.resumed is None:
-        _say_where_it_begins(trainer, *([values.get("lr") for values in options] for options in (now, initial)))
+    return True
 
 
 def _create_from(trainer: Trainer, options: Options) -> Any:
