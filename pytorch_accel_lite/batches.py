@@ -236,9 +236,9 @@ def _first_label(model: nn.Module) -> int | None:
     calls_it = "loss_function" in getattr(forward, "co_names", ())
     if calls_it and model.loss_type in (None, "ForCausalLM", "ForConditionalGeneration"):
         return 1  # each label is predicted from what comes before it
-    is_seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    of_tokens = model.loss_type in ("ForMaskedLM", "ForTokenClassification")
-    return 0 if of_tokens or (is_seq2seq and model.loss_type == "ForConditionalGeneration") else None
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    is_seq2seq = is_encoder_decoder and "ForConditionalGeneration" in type(model).__name__  # old ones have no loss_type
+    return 0 if is_seq2seq or model.loss_type in ("ForMaskedLM", "ForTokenClassification") else None
 
 
 def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:

@@ -15,10 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 ROOT = Path(__file__).resolve().parent.parent
 SOAK = bool(os.environ.get("SOAK"))  # tests that kill or launch again and again do it for long
+CAN_SHARD = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 

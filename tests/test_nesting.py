@@ -16,6 +16,7 @@ from torch import nn
 from pytorch_accel_lite import CallbackHandler, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveTrainingStateCallback
 from tests.cases import evaluation, sharded
+from tests.launching import CAN_SHARD
 from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
 
 HERE = {"num_workers": 0}
@@ -155,6 +156,7 @@ def test_the_run_config_holds_all_that_was_asked_for(name, value):
     assert trainer.run_config.to_dict()[name] == value
 
 
+@CAN_SHARD
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [sharded.by_accelerate_is_used_again, sharded.by_the_user_is_used_again])
 def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case):

@@ -35,7 +35,7 @@ from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
 from tests import cases
 from tests.cases import sharded
-from tests.launching import ROOT, SOAK, TORCHRUN, Fork, environment, launch, run_module
+from tests.launching import CAN_SHARD, ROOT, SOAK, TORCHRUN, Fork, environment, launch, run_module
 from tests.scripts.resumable import CopyStates, make_model, run, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
@@ -467,12 +467,6 @@ def test_loading_runs_no_code(tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded as plain tensors"):
         run(tmp_path)
     assert not marker.exists()
-
-
-CAN_SHARD = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"),
-    reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
-)
 
 
 @CAN_SHARD
