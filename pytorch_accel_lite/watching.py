@@ -117,7 +117,7 @@ class ExpectedMetrics:
             if name not in recorded and not is_elsewhere:
                 raise ValueError(
                     f"{where}: the evaluation before training did not record it.{did_you_mean(name, recorded)} "
-                    f"It recorded: {', '.join(recorded)}. If a callback of yours records it elsewhere, let its "
+                    f"It recorded: {', '.join(recorded)}. If one of your callbacks records it elsewhere, let its "
                     f"configure_run say so: request.metrics.record(self, [{name!r}])."
                 )
 

@@ -165,7 +165,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_said_also_in_the_last_epoch(capsys):
     ("shape", "expected"),
     [
         (lambda epoch: 0.0, "LambdaLR keeps it there"),
-        (lambda epoch: 0.5 * epoch, "LambdaLR goes on with 0.05: let its"),
+        (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: let its"),
     ],
 )
 def test_a_schedule_at_0_is_told_from_one_that_begins_there(shape, expected, capsys):

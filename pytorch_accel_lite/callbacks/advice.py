@@ -158,7 +158,7 @@ def _why_nothing_was_trained(trainer: Trainer) -> str:
         return f"{found}The optimizer has it so: set 'lr' in trainer.optimizer.param_groups before the run."
     name = type(trainer.scheduler).__name__
     if next_rate:
-        return f"{found}{name} goes on with {next_rate:.3g}: let its warm-up begin above 0."
+        return f"{found}The next rate of {name} is {next_rate:.3g}: let its warm-up begin above 0."
     return (
         f"{found}{name} keeps it there. Look at the rates and lengths that it was made with; plot_schedule draws what "
         "they come to."

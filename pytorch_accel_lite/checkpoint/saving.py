@@ -146,7 +146,7 @@ def check_weights(self: Trainer) -> None:
 
 
 def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
-    """Include an object of yours in every training state.
+    """Include one of your own objects in every training state.
 
     :param name: what it is called there; the same in the run that resumes
     :param obj: has ``state_dict()``, the same on every process, and ``load_state_dict(state)``

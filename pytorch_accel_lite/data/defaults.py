@@ -16,7 +16,7 @@ from pytorch_accel_lite.data.workers import start_method
 
 
 def default_num_workers(dataset: Any, processes: int) -> int:
-    """Return how many worker processes a dataloader gets unless told otherwise, with so many processes on the machine.
+    """Return the default number of worker processes of a dataloader, given the number of processes on the machine.
 
     None for data that are in memory or read a whole batch at a time, for iterable datasets (workers would each
     repeat the stream), and where workers are new interpreters instead of forks; else one for each core that this

@@ -171,7 +171,7 @@ def _last_samples(batch: Any, count: int) -> Any:
 
 
 def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
-    """Drop so many batches. Unless the caller is certain, warn when they hold another number of samples than before."""
+    """Skip the first ``count`` batches; unless the caller is certain, warn when they do not hold ``start`` samples."""
     skipped = 0
     samples = 0
     for batch in islice(batches, count):
@@ -185,6 +185,6 @@ def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bo
     if samples != start and not is_certain:
         warnings.warn(
             f"The run that is resumed had counted {start} samples in {count} steps of this epoch; as many batches hold "
-            f"{samples} now. It goes on where it was only if it had one process and the same batches.",
+            f"{samples} now. It resumes where it was only if it had one process and the same batches.",
             stacklevel=2,
         )

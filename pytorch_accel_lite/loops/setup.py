@@ -109,7 +109,7 @@ def _check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
             if other[name] != value:
                 raise ValueError(
                     f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Give the Trainer and "
-                    "train() the same arguments on every process: each makes its own share of the run of them."
+                    "train() the same arguments on every process: each works out its share of the run from them."
                 )
 
 
