@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite.gradients import optimized_parameters
+from pytorch_accel_lite.optimizers import optimized_parameters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -63,6 +64,29 @@ def untrained(trainer: Trainer) -> list[str]:
     others = {name: module for name, module in modules(trainer).items() if id(module) not in saved}
     own = {name: set(map(id, _parameters(module))) - known for name, module in others.items()}
     return [name for name, parameters in own.items() if parameters and not parameters & optimized]
+
+
+def set_optimizer_modes(trainer: Trainer, training: bool) -> None:
+    """Set the optimizers that have modes, as schedule-free ones, which hold other weights for training, to one."""
+    if trainer.prepared_model is not None:
+        trainer.prepared_model.trains = training
+    for optimizer in (trainer.optimizer, *optimizers(trainer).values()):
+        set_mode = getattr(optimizer, "train" if training else "eval", None)
+        if callable(set_mode):
+            set_mode()
+
+
+@contextmanager
+def evaluating_optimizers(trainer: Trainer) -> Iterator[None]:
+    """Set optimizers that have modes to that of evaluation for a block."""
+    if trainer.prepared_model is None or not trainer.prepared_model.trains:
+        yield
+        return
+    set_optimizer_modes(trainer, training=False)
+    try:
+        yield
+    finally:
+        set_optimizer_modes(trainer, training=True)
 
 
 def _find(trainer: Trainer, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from pytorch_accel_lite.devices import accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import are_sharded
+from pytorch_accel_lite.optimizers import optimized_parameters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -127,11 +128,6 @@ def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
     return gradient.coalesce()
 
 
-def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of all groups of an optimizer."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
     """Return what an optimizer trains that is not the model's: parameters of the loss function, say."""
     own = set(model.parameters())
@@ -177,16 +173,6 @@ def total_norm(trainer: Trainer) -> torch.Tensor:
         gradients = (parameter.grad for parameter in optimized_parameters(trainer.optimizer))
         run.gradient_norm = torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     return run.gradient_norm
-
-
-def clear_gradients(optimizer: Any) -> None:
-    """Clear the gradients as ``optimizer.zero_grad()`` does, which takes 20 times as long unless it is overridden."""
-    if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-    else:
-        optimizer.zero_grad()
 
 
 def _as_weight(count: Count) -> Count:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
@@ -19,7 +20,8 @@ from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.first_loss import watch_first_call
-from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
+from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.optimizers import optimized_parameters
 from pytorch_accel_lite.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.rates import Options, learning_rates, note_initial_options
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
@@ -277,6 +279,7 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
         trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
         run.outer = None
         if not trainer.open_runs:
+            set_optimizer_modes(trainer, training=False)
             release_model(trainer)
         for loader in run.made_loaders:
             loader.stop_workers()
@@ -352,6 +355,8 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
                     trainer.print(run.stop_reason)
                 run.record_interrupted_epoch(trainer.run_history, trainer.ranks)  # once a state has been saved
         ended = True
+        if kind == "training":
+            set_optimizer_modes(trainer, training=False)
         getattr(trainer, f"{kind}_run_end")()
         _call_ending_event(trainer, run, f"on_{kind}_run_end")
     except BaseException as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, replicas, subclasses, validation
+from pytorch_accel_lite import gradients, optimizers, replicas, subclasses, validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -79,7 +79,8 @@ class Trainer:
     :param model: the model to train
     :param loss_func: called as ``loss_func(model_outputs, targets)``, returns a scalar that is a mean over the
         batch (or a dict of such by name, whose sum is minimised); ``None`` for models that return their own loss
-    :param optimizer: an optimizer over the model's parameters; ``None`` when only evaluating or predicting
+    :param optimizer: an optimizer over the model's parameters; a dict or a list of optimizers that step together, each
+        over some of them, which ``trainer.optimizer["name"]`` finds then; ``None`` when only evaluating or predicting
     :param callbacks: callbacks, as instances or classes, called in this order
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
@@ -138,7 +139,7 @@ class Trainer:
         self,
         model: nn.Module,
         loss_func: Callable[..., Any] | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: optimizers.Optimizers | None,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
         *,
@@ -153,7 +154,7 @@ class Trainer:
         validation.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: Any = optimizer
+        self.optimizer: Any = optimizers.combine(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
@@ -165,7 +166,7 @@ class Trainer:
         self.channels_last = channels_last
         self.check_replicas = check_replicas
         self.scheduler: Any = None
-        self.create_scheduler_fn: Callable[..., Any] | None = None
+        self.create_scheduler_fn: Any = None
         self.registered_objects: dict[str, Any] = {}
         self.prepared_model: prepared.PreparedModel | None = None
         self.open_runs: list[Run] = []
@@ -187,7 +188,7 @@ class Trainer:
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int = 1,
         gradient_clip_value: float | None = None,
-        create_scheduler_fn: Callable[..., Any] | None = None,
+        create_scheduler_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
         train_dataloader_kwargs: dict[str, Any] | None = None,
         eval_dataloader_kwargs: dict[str, Any] | None = None,
         reset_run_history: bool = True,
@@ -214,7 +215,8 @@ class Trainer:
         :param gradient_clip_value: limit the absolute value of each element of the gradients
         :param gradient_clip_norm: limit the total norm of the gradients
         :param create_scheduler_fn: called with the optimizer, returns a scheduler, see ``scheduler_interval``;
-            a ``functools.partial`` may hold :class:`TrainerPlaceholderValues`
+            a ``functools.partial`` may hold :class:`TrainerPlaceholderValues`. For several optimizers also a dict of
+            such functions by their names, each called with the optimizer of that name; others keep their rates
         :param train_dataloader_kwargs: arguments for the training ``DataLoader`` that replace the defaults
         :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader`` that replace the defaults
         :param reset_run_history: forget the metrics of earlier runs
@@ -354,7 +356,9 @@ class Trainer:
         if self.create_scheduler_fn is None:
             return None
         validation.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
-        return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
+        return optimizers.create_scheduler(
+            replace_trainer_placeholder_values(self, self.create_scheduler_fn), self.optimizer
+        )
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
@@ -432,7 +436,7 @@ class Trainer:
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
-        gradients.clear_gradients(self.optimizer)
+        optimizers.clear_gradients(self.optimizer)
 
     def train_epoch_end(self) -> None:
         """Called when an epoch of training ends, before its losses are recorded."""

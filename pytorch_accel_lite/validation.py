@@ -9,7 +9,7 @@ import inspect
 import numbers
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import attributes
-from pytorch_accel_lite.gradients import optimized_parameters
+from pytorch_accel_lite.optimizers import follows_metric, optimized_parameters, parts_of, schedulers_in
 from pytorch_accel_lite.placeholders import Placeholder
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
@@ -48,11 +48,7 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
     for name in ("gradient_clip_value", "gradient_clip_norm"):
         if getattr(request, name) is not None:
             check_positive_number(name, getattr(request, name))
-    if create_scheduler_fn is not None and not callable(create_scheduler_fn):
-        raise TypeError(
-            f"create_scheduler_fn={create_scheduler_fn!r} must be a function that makes a scheduler from an "
-            "optimizer, not a scheduler: for example functools.partial(StepLR, step_size=10)."
-        )
+    _check_factories(create_scheduler_fn, optimizer)
     _check_stepping(request.scheduler_interval, request.scheduler_metric)
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
@@ -61,11 +57,39 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         )
 
 
+def _by_name(name: str, given: Any) -> list[tuple[str, Any]]:
+    """Return what is given for each optimizer, or for the only one, with how the user can name it."""
+    if isinstance(given, Mapping):
+        return [(f"{name}[{key!r}]", value) for key, value in given.items()]
+    return [(name, given)]
+
+
+def _check_factories(create_scheduler_fn: Any, optimizer: Any) -> None:
+    parts = parts_of(optimizer)
+    if isinstance(create_scheduler_fn, Mapping):
+        if not parts:
+            raise TypeError(
+                "create_scheduler_fn is a dict, for several optimizers by name, but the trainer has one. Pass the "
+                "function alone, or give Trainer a dict of optimizers."
+            )
+        unknown = [name for name in create_scheduler_fn if name not in parts]
+        if unknown:
+            known = ", ".join(map(repr, parts))
+            raise ValueError(f"create_scheduler_fn[{unknown[0]!r}]: no optimizer has that name, only {known}.")
+    for name, create in _by_name("create_scheduler_fn", create_scheduler_fn):
+        if create is not None and not callable(create):
+            raise TypeError(
+                f"{name}={create!r} must be a function that makes a scheduler from an optimizer, not a scheduler: for "
+                "example functools.partial(StepLR, step_size=10)."
+            )
+
+
 def warn_if_optimizers_miss_parameters(trainer: Trainer) -> None:
     """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function."""
     modules = [trainer.model, *attributes.modules(trainer).values()]
     known = {parameter for module in modules for parameter in module.parameters()}
     optimized = list(optimized_parameters(trainer.optimizer))
+    _check_all_are_optimized(trainer)
     if not known.isdisjoint(optimized):
         _warn_of_an_untrained_loss(trainer)
     elif optimized:
@@ -77,18 +101,32 @@ def warn_if_optimizers_miss_parameters(trainer: Trainer) -> None:
         )
 
 
-def check_scheduler_factory(create_scheduler_fn: Callable[..., Any], optimizer: Any) -> None:
+def _check_all_are_optimized(trainer: Trainer) -> None:
+    """Check that of several optimizers one has each parameter that is to be trained: a part is easily forgotten."""
+    parts = parts_of(trainer.optimizer)
+    known = set(attributes.all_optimized_parameters(trainer)) if parts else set()
+    missed = [name for name, p in trainer.model.named_parameters() if parts and p.requires_grad and p not in known]
+    if missed:
+        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+        raise ValueError(
+            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {', '.join(missed[:3])}{more}. Give "
+            "them to one of the optimizers, or call requires_grad_(False) on what is not to be trained."
+        )
+
+
+def check_scheduler_factory(create_scheduler_fn: Any, optimizer: Any) -> None:
     """Check that a class of schedulers needs nothing but the optimizer.
 
     :raises TypeError: when it needs more
     """
-    if isinstance(create_scheduler_fn, type) and not accepts(create_scheduler_fn, optimizer):
-        name = create_scheduler_fn.__name__
-        parameters = list(inspect.signature(create_scheduler_fn).parameters.values())[1:]
-        needed = ", ".join(f"{parameter.name}=..." for parameter in parameters if parameter.default is parameter.empty)
-        raise TypeError(
-            f"create_scheduler_fn={name} is called with the optimizer alone. Pass functools.partial({name}, {needed})."
-        )
+    for name, create in _by_name("create_scheduler_fn", create_scheduler_fn):
+        if isinstance(create, type) and not accepts(create, optimizer):
+            kind = create.__name__
+            parameters = list(inspect.signature(create).parameters.values())[1:]
+            needed = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty)
+            raise TypeError(
+                f"{name}={kind} is called with the optimizer alone. Pass functools.partial({kind}, {needed})."
+            )
 
 
 def check_resume(resume_from: Any) -> None:
@@ -138,22 +176,38 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
     """
     interval = request.scheduler_interval
     metric = request.scheduler_metric
+    parts = schedulers_in(scheduler)
     must_have_step = create_scheduler_fn is not None or (scheduler is not None and not steps_itself)
-    if must_have_step and not hasattr(scheduler, "step"):
-        source = "create_scheduler()" if create_scheduler_fn is None else f"create_scheduler_fn={create_scheduler_fn!r}"
-        raise TypeError(
-            f"{source} returned {scheduler!r}, which is no scheduler: it has no step(). Return one made from the "
-            "optimizer."
-        )
+    for name, part in parts.items() if must_have_step else ():
+        if not hasattr(part, "step"):
+            create = create_scheduler_fn[name] if name else create_scheduler_fn
+            given = "create_scheduler_fn" + (f"[{name!r}]" if name else "")
+            source = "create_scheduler()" if create is None else f"{given}={create!r}"
+            raise TypeError(
+                f"{source} returned {part!r}, which is no scheduler: it has no step(). Return one made from the "
+                "optimizer."
+            )
     if scheduler is None:
         if (interval, metric) != ("update", None):
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or leave it out.")
         return
-    kind = type(scheduler).__name__
-    _check_rates(kind, getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
+    _check_rates(type(scheduler).__name__, getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
     if steps_itself:
         return
+    if metric is not None and not any(map(follows_metric, parts.values())):
+        kinds = " and ".join(f"{type(part).__name__}.step" for part in parts.values())
+        raise ValueError(
+            f"scheduler_metric={metric!r}: {kinds} takes no metric, as ReduceLROnPlateau's does. Leave it out."
+        )
+    for part in parts.values():
+        _check_stepped(part, request)
+
+
+def _check_stepped(scheduler: Any, request: RunRequest) -> None:
+    """Check that a scheduler can be stepped as a run will step it."""
+    metric = request.scheduler_metric
+    kind = type(scheduler).__name__
     if metric is None and hasattr(scheduler, "step_update") and not accepts(scheduler.step):
         raise TypeError(
             f"create_scheduler_fn returned {kind}, which is stepped as timm's schedulers are, with the number of the "
@@ -163,10 +217,6 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         raise ValueError(
             f"{kind} follows a metric. Say which: scheduler_interval='epoch', scheduler_metric='eval_loss_epoch' "
             "for example; or override scheduler_step."
-        )
-    if metric is not None and next(iter(inspect.signature(scheduler.step).parameters), "epoch") == "epoch":
-        raise ValueError(
-            f"scheduler_metric={metric!r}: {kind}.step takes no metric, as ReduceLROnPlateau's does. Leave it out."
         )
     better = request.metrics.directions.get(metric or "")
     if better is not None and getattr(scheduler, "mode", None) == ("min" if better else "max"):
@@ -271,7 +321,8 @@ def check_constructor(
         )
     if loss_func is not None and not callable(loss_func):
         raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+    several = isinstance(optimizer, (Mapping, list, tuple))  # which are checked when they are combined
+    if optimizer is not None and not several and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
     if run_history is not None and not isinstance(run_history, RunHistory):
         raise TypeError(f"run_history={run_history!r} must be an instance of RunHistory, or None.")

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.devices import accumulation_dtype, module_of, to_float
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.gradients import total_norm
+from pytorch_accel_lite.optimizers import group_names
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -29,25 +30,25 @@ _MIB = 2**20
 
 
 class LearningRateMonitorCallback(TrainerCallback):
-    """Records the learning rate of each parameter group: ``lr``, or ``lr_0``, ``lr_1`` ... of several.
+    """Records the learning rate of each parameter group in the last update of an epoch.
 
-    Of an epoch, that of its last update.
+    As ``lr``, as ``lr_0``, ``lr_1`` ... where there are several groups, and as ``lr_<name>`` where there are several
+    optimizers.
     """
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {}
+        self._names: list[str] | None = None
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
-            count = len(trainer.optimizer.param_groups)
-            request.metrics.record(self, ["lr"] if count == 1 else [f"lr_{number}" for number in range(count)])
+            request.metrics.record(self, _rate_names(trainer))
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         groups = trainer.optimizer.param_groups
-        if len(groups) == 1:
-            self._latest = {"lr": groups[0]["lr"]}
-        else:
-            self._latest = {f"lr_{number}": group["lr"] for number, group in enumerate(groups)}
+        if self._names is None or len(self._names) != len(groups):
+            self._names = _rate_names(trainer)
+        self._latest = {name: group["lr"] for name, group in zip(self._names, groups, strict=True)}
         trainer.step_metrics.update(self._latest)
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -61,6 +62,10 @@ class LearningRateMonitorCallback(TrainerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self._latest = dict(state["latest"])
+
+
+def _rate_names(trainer: Trainer) -> list[str]:
+    return ["_".join(filter(None, ("lr", name))) for name in group_names(trainer.optimizer)]
 
 
 class GradientNormCallback(TrainerCallback):

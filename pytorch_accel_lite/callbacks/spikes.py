@@ -9,7 +9,8 @@ import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.gradients import optimized_parameters, total_norm
+from pytorch_accel_lite.gradients import total_norm
+from pytorch_accel_lite.optimizers import optimized_parameters
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_range
 
 if TYPE_CHECKING:

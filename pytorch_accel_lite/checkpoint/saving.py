@@ -48,19 +48,20 @@ def save_checkpoint(
     :param save_scheduler: include the scheduler's state, if there is a scheduler; so those that are attributes
     :param save_per_node: save once on every machine; ``False``: once in the whole job
     """
-    here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
-    checkpoint = {"model_state_dict": model_state(self.get_model(keep_torch_compile=False), here)}
-    if save_optimizer and self.optimizer is not None:
-        checkpoint["optimizer_state_dict"] = full_state_dict(self.optimizer.state_dict(), here)
-    if save_scheduler and self.scheduler is not None:
-        checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
-    if learned := loss_state(self):
-        checkpoint["loss_func_state_dict"] = learned
-    if held := attribute_states(self, here, save_optimizer, save_scheduler):
-        checkpoint["attribute_state_dicts"] = held
-    checkpoint.update(checkpoint_kwargs or {})
-    self.ranks.barrier()  # where others may still read the file that is replaced
-    self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if here else None)
+    with attributes.evaluating_optimizers(self):
+        here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
+        checkpoint = {"model_state_dict": model_state(self.get_model(keep_torch_compile=False), here)}
+        if save_optimizer and self.optimizer is not None:
+            checkpoint["optimizer_state_dict"] = full_state_dict(self.optimizer.state_dict(), here)
+        if save_scheduler and self.scheduler is not None:
+            checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
+        if learned := loss_state(self):
+            checkpoint["loss_func_state_dict"] = learned
+        if held := attribute_states(self, here, save_optimizer, save_scheduler):
+            checkpoint["attribute_state_dicts"] = held
+        checkpoint.update(checkpoint_kwargs or {})
+        self.ranks.barrier()  # where others may still read the file that is replaced
+        self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if here else None)
 
 
 def load_checkpoint(
@@ -85,23 +86,24 @@ def load_checkpoint(
     checkpoint = read_checkpoint(checkpoint_path)
     model = self.get_model(keep_torch_compile=False)
     weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict)
-    if load_optimizer and "optimizer_state_dict" in checkpoint:
-        if self.optimizer is None:
-            raise ValueError(
-                f"The checkpoint {os.fspath(checkpoint_path)!r} holds an optimizer's state, but the trainer has "
-                "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
-            )
-        load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
-        self.current_run.rates_left = []  # rates that differ from those were loaded, not set by hand
-    if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
-        self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-    load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
-    held = checkpoint.get("attribute_state_dicts", {})
-    for name, owner in attributes.trained(self).items():
-        is_asked_for = load_optimizer if isinstance(owner, torch.optim.Optimizer) else load_scheduler
-        if name in held and (isinstance(owner, nn.Module) or is_asked_for):
-            load_attribute_state(owner, name, held[name], checkpoint_path, strict)
-    model.load_state_dict(weights, strict=strict)
+    with attributes.evaluating_optimizers(self):
+        if load_optimizer and "optimizer_state_dict" in checkpoint:
+            if self.optimizer is None:
+                raise ValueError(
+                    f"The checkpoint {os.fspath(checkpoint_path)!r} holds an optimizer's state, but the trainer has "
+                    "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
+                )
+            load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
+            self.current_run.rates_left = []  # rates that differ from those were loaded, not set by hand
+        if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
+            self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+        load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
+        held = checkpoint.get("attribute_state_dicts", {})
+        for name, owner in attributes.trained(self).items():
+            is_asked_for = load_optimizer if isinstance(owner, torch.optim.Optimizer) else load_scheduler
+            if name in held and (isinstance(owner, nn.Module) or is_asked_for):
+                load_attribute_state(owner, name, held[name], checkpoint_path, strict)
+        model.load_state_dict(weights, strict=strict)
     return checkpoint
 
 
@@ -113,13 +115,14 @@ def save_model(self: Trainer, path: StrPath) -> None:
 
     :param path: usually ends in ``.safetensors``; missing folders are made
     """
-    weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
+    with attributes.evaluating_optimizers(self):
+        weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
 
-    def write() -> None:
-        with replacing(Path(path)) as temporary:
-            write_tensors(weights, temporary)
+        def write() -> None:
+            with replacing(Path(path)) as temporary:
+                write_tensors(weights, temporary)
 
-    self.ranks.run_together(write, only_first=True)
+        self.ranks.run_together(write, only_first=True)
 
 
 def check_weights(self: Trainer) -> None:
@@ -223,4 +226,6 @@ def load_training_state(self: Trainer, input_dir: StrPath) -> dict[str, Any]:
         state = read_state(Path(input_dir), self.ranks)
         restore(self, state)
         finish_restoring(self, state)
+        prepared = self.prepared_model
+        attributes.set_optimizer_modes(self, training=prepared is not None and prepared.trains)
     return {"current_epoch": self.run_history.current_epoch, **state.metadata, **state.shared["extra"]}

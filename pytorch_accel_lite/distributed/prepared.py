@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.optimizers import AcceleratedCombinedOptimizer, parts_of
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -56,11 +57,13 @@ class PreparedModel:
     :ivar is_plain: whether Accelerate adds nothing to backward pass and optimizer
     :ivar is_sharded: whether the weights are spread over the processes, so that no process can compute alone
     :ivar outlives_runs: whether it stays as it is at the end of a run: its weights exist in no other form
+    :ivar trains: whether optimizers that have modes are in that of training
     :ivar has_run: whether the prepared model has been called, and not only the bare one in it
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
         self._given = model, optimizer
+        self.trains = False
         self._forward = vars(model).get("forward")
         # Its lists of what was prepared. free_memory() would empty them of what others prepared too, and collect
         # garbage, which takes longer than many a run.
@@ -76,6 +79,8 @@ class PreparedModel:
             self.model = accelerator.prepare_model(model, evaluation_mode=True)
         if self.is_plain:
             self.optimizer = optimizer
+        elif parts_of(optimizer) and self.optimizer is not optimizer:
+            self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
         self.has_run = not isinstance(self.model, DistributedDataParallel)
         if not self.has_run:
             self._first_call = self.model.register_forward_pre_hook(self._note_first_call)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import complete_output
 from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
@@ -220,7 +221,7 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
-    with unwrapped_model(trainer), torch.no_grad():
+    with evaluating_optimizers(trainer), unwrapped_model(trainer), torch.no_grad():
         for batch in loader.steps(run.progress.epoch):
             run.batch = batch
             trainer.call_event("on_eval_step_start")

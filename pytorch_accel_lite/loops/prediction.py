@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import concatenate, find_batch_size, to_cpu
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, mixed_precision, sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
@@ -78,7 +79,7 @@ def predict_iter(
 
 def _next_parts(trainer: Trainer, run: Run, outputs: Iterator[Any]) -> list[Any]:
     """Return the next outputs of every process that has some."""
-    with preserving_randomness(run), evaluation_mode(trainer.model):
+    with preserving_randomness(run), evaluation_mode(trainer.model), evaluating_optimizers(trainer):
         mine = next(outputs, None)
     return [part for part in trainer.ranks.all_gather_object(mine) if part is not None]
 

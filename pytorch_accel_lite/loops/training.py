@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.checkpoint.beside_model import describe_attributes, preserving_attributes
 from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
@@ -67,6 +68,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
     done = progress.samples_in_epoch, progress.step
     least = smallest_share(trainer, run)
+    set_optimizer_modes(trainer, training=True)
     batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, least)
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.must_warm_up_ddp:
@@ -81,6 +83,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
         trainer.compare_replicas()
     run.control.sync(now=True)
     sync_ddp_buffers(trainer.model, trainer.ranks)
+    set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, trainer.ranks, "train_{}_epoch")
     run.unrecorded = None

@@ -87,6 +87,7 @@ def trial(
         create_train_loader(trainer, run, batch_size, loader_kwargs)
         with prepared_for_trial(trainer):
             begin_training(trainer, run, batch_size)
+            attributes.set_optimizer_modes(trainer, training=True)
             yield run
 
 

@@ -1,0 +1,307 @@
+"""Several optimizers, with schedulers by the same names, that act as one; optimizers with modes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+
+#: What a trainer takes: an optimizer, or several by name or number.
+Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers that step together, each with its own parameters, known by name.
+
+    Made by a trainer of a dict or a list of optimizers, which is numbered then. Parameter groups are those of its
+    parts, in order, so schedulers, clipping and mixed precision treat it as one optimizer; so is its state.
+
+    :param optimizers: optimizers that share no parameter, by name
+    :raises ValueError: when there is none, or two have the same parameter
+    """
+
+    _parts: dict[str, Optimizer]
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        _check_parts(optimizers)
+        parts = dict(optimizers)
+        first, *others = (part.defaults for part in parts.values())
+        common = {name: value for name, value in first.items() if all(name in other for other in others)}
+        # Optimizer.__init__ would make groups of its own; this makes all else that it makes.
+        super().__setstate__({"_parts": parts, "defaults": common})
+
+    def __getitem__(self, name: str) -> Optimizer:
+        if name not in self._parts:
+            raise KeyError(f"There is no optimizer {name!r}, only {_listed(self._parts)}.")
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def parts(self) -> dict[str, Optimizer]:
+        """The optimizers, by name."""
+        return dict(self._parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of all parts. A new list each time: add groups to one of the parts."""
+        return [group for part in self._parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """What the parts keep for each parameter. A new dict each time."""
+        return {parameter: kept for part in self._parts.values() for parameter, kept in part.state.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: only one of the parts can have a new group.
+
+        :raises TypeError: always
+        """
+        raise TypeError(
+            f"Parameter groups are added to one of the optimizers {_listed(self._parts)}: "
+            f"trainer.optimizer[{next(iter(self._parts))!r}].add_param_group(...), for example."
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of all parts.
+
+        :param closure: computes the gradients and returns the loss; called once, before any part steps
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts.values():
+            part.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parts."""
+        for part in self._parts.values():
+            if set_to_none:
+                clear_gradients(part)
+            else:
+                part.zero_grad(set_to_none=False)
+
+    def train(self) -> None:
+        """Set those parts that have modes to that of training."""
+        _set_mode(self._parts.values(), "train")
+
+    def eval(self) -> None:
+        """Set those parts that have modes to that of evaluation."""
+        _set_mode(self._parts.values(), "eval")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as one optimizer has it: parameters are numbered through all parts."""
+        whole: dict[str, Any] = {"state": {}, "param_groups": []}
+        extra = {}
+        for name, part in self._parts.items():
+            own = part.state_dict()
+            first = _count(whole["param_groups"])
+            whole["state"] |= {number + first: kept for number, kept in own.pop("state").items()}
+            groups = own.pop("param_groups")
+            whole["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
+            if own:  # what an optimizer keeps beside, a count of steps say
+                extra[name] = own
+        return whole | ({"parts": extra} if extra else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        :raises ValueError: when groups or parameters have other numbers
+        """
+        saved = list(state_dict["param_groups"])
+        if len(saved) != len(self.param_groups):
+            raise ValueError(f"it has {len(saved)} parameter groups, the optimizers have {len(self.param_groups)}.")
+        shares = {}
+        first = 0
+        for name, part in self._parts.items():
+            groups = saved[: len(part.param_groups)]
+            saved = saved[len(groups) :]
+            end = first + _count(groups)
+            shares[name] = {
+                **state_dict.get("parts", {}).get(name, {}),
+                "state": {n - first: kept for n, kept in state_dict["state"].items() if first <= n < end},
+                "param_groups": [{**g, "params": [n - first for n in g["params"]]} for g in groups],
+            }
+            for number, (own, group) in enumerate(zip(part.param_groups, groups, strict=True)):
+                if len(own["params"]) != len(group["params"]):
+                    raise ValueError(
+                        f"group {number} of the optimizer {name!r} has {len(own['params'])} parameters, and had "
+                        f"{len(group['params'])}."
+                    )
+            first = end
+        for name, share in shares.items():
+            self._parts[name].load_state_dict(share)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_parts": self._parts, "defaults": self.defaults}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={part!r}' for name, part in self._parts.items())})"
+
+
+class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """What Accelerate makes of a :class:`CombinedOptimizer`, with its parts by name."""
+
+    def __getitem__(self, name: str) -> Optimizer:
+        part: Optimizer = self.optimizer[name]
+        return part
+
+
+class CombinedScheduler:
+    """Schedulers of a trainer's several optimizers, by their names, that are stepped together.
+
+    :param optimizer: the trainer's, of which each scheduler has a part
+    :param schedulers: by name
+    """
+
+    def __init__(self, optimizer: Any, schedulers: Mapping[str, Any]) -> None:
+        self.optimizer = optimizer
+        self._parts = dict(schedulers)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The schedulers, by the names of their optimizers."""
+        return dict(self._parts)
+
+    def step(self, metrics: Any = None) -> None:
+        """Step each scheduler.
+
+        :param metrics: given to those that follow a metric, as ``ReduceLROnPlateau``
+        """
+        for part in self._parts.values():
+            if metrics is None or not follows_metric(part):
+                part.step()
+            else:
+                part.step(metrics)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rate of each parameter group of the optimizers."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each scheduler, by name."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        :raises ValueError: when the names differ
+        """
+        if state_dict.keys() != self._parts.keys():
+            raise ValueError(f"it is of schedulers for {_listed(state_dict)}, not for {_listed(self._parts)}.")
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name}={type(part).__name__}" for name, part in self._parts.items())
+        return f"{type(self).__name__}({names})"
+
+
+def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups of an optimizer."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def clear_gradients(optimizer: Any) -> None:
+    """Clear the gradients as ``optimizer.zero_grad()`` does, which takes 20 times as long unless it is overridden."""
+    if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
+        optimizer.zero_grad()
+
+
+def combine(optimizer: Any) -> Any:
+    """Return a dict or a list of optimizers as one; anything else as it is."""
+    if isinstance(optimizer, Mapping):
+        return CombinedOptimizer(optimizer)
+    if isinstance(optimizer, (list, tuple)):
+        return CombinedOptimizer({str(number): part for number, part in enumerate(optimizer)})
+    return optimizer
+
+
+def parts_of(optimizer: Any) -> dict[str, Optimizer]:
+    """Return the optimizers in a combined one by name, as Accelerate has prepared it too; of another, none."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner.parts if isinstance(inner, CombinedOptimizer) else {}
+
+
+def group_names(optimizer: Any) -> list[str]:
+    """Return a name for each parameter group: ``""`` for the only one, else its number; of several, theirs before."""
+    parts = parts_of(optimizer)
+    if not parts:
+        return _numbered(optimizer.param_groups)
+    return [
+        "_".join(filter(None, (name, number)))
+        for name, part in parts.items()
+        for number in _numbered(part.param_groups)
+    ]
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether a scheduler is stepped with the value of a metric, as ``ReduceLROnPlateau`` is."""
+    return next(iter(inspect.signature(scheduler.step).parameters), "epoch") != "epoch"
+
+
+def create_scheduler(create: Callable[..., Any] | Mapping[str, Callable[..., Any]], optimizer: Any) -> Any:
+    """Return what a factory makes of the optimizer, or those in a dict of the optimizers of their names."""
+    if not isinstance(create, Mapping):
+        return create(optimizer)
+    parts = parts_of(optimizer)
+    return CombinedScheduler(optimizer, {name: factory(parts[name]) for name, factory in create.items()})
+
+
+def schedulers_in(scheduler: Any) -> dict[str, Any]:
+    """Return the schedulers of several optimizers by name, ``""`` being the name of one that stands alone."""
+    return scheduler.parts if isinstance(scheduler, CombinedScheduler) else {"": scheduler}
+
+
+def _check_parts(optimizers: Mapping[str, Optimizer]) -> None:
+    if not optimizers:
+        raise ValueError(f"optimizer={optimizers!r} holds no optimizer. Pass at least one, or None.")
+    owners: dict[torch.Tensor, str] = {}
+    for name, part in optimizers.items():
+        if not isinstance(name, str):
+            raise TypeError(f"optimizer={optimizers!r}: the names of optimizers must be strings, not {name!r}.")
+        if not isinstance(part, Optimizer):
+            raise TypeError(f"optimizer[{name!r}]={part!r} must be an instance of torch.optim.Optimizer.")
+        for parameter in optimized_parameters(part):
+            if parameter in owners:
+                raise ValueError(
+                    f"The optimizers {owners[parameter]!r} and {name!r} have the same parameter, of shape "
+                    f"{tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
+                )
+            owners[parameter] = name
+
+
+def _set_mode(optimizers: Iterable[Any], mode: str) -> None:
+    for optimizer in optimizers:
+        set_mode = getattr(optimizer, mode, None)
+        if callable(set_mode):
+            set_mode()
+
+
+def _numbered(groups: list[Any]) -> list[str]:
+    return [""] if len(groups) == 1 else [str(number) for number in range(len(groups))]
+
+
+def _count(groups: Iterable[dict[str, Any]]) -> int:
+    return sum(len(group["params"]) for group in groups)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,323 @@
+"""Several optimizers in a trainer, with schedulers by their names, and optimizers with modes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import LearningRateMonitorCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from tests import cases
+from tests.cases.optimizers import DATA, train_with_two, two_optimizers
+from tests.tasks import equal, largest_difference, listener, quiet_trainer, small_model, weights
+
+# ------------------------------------------------------------------------------------------- as by hand
+
+
+def by_hand(epochs: int = 2, batch_size: int = 4) -> nn.Module:
+    """Windows of two batches weighed by samples, clipped over both optimizers, a schedule for one of them."""
+    model = small_model()
+    optimizers = two_optimizers(model)
+    batches = list(DataLoader(DATA, batch_size))
+    windows = [batches[i : i + 2] for i in range(0, len(batches), 2)]
+    scheduler = LinearLR(optimizers["rest"], end_factor=0.1, total_iters=epochs * len(windows))
+    for window in windows * epochs:
+        size = sum(len(x) for x, _ in window)
+        for x, y in window:
+            (nn.functional.mse_loss(model(x), y) * (len(x) / size)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        scheduler.step()
+        model.zero_grad()
+    return model
+
+
+def test_two_optimizers_train_as_a_loop_that_steps_both():
+    trainer = train_with_two(train_dataloader_kwargs={"shuffle": False})
+    assert largest_difference(weights(trainer.model), weights(by_hand())) < 1e-12
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.05, 0.002, 0.001])
+
+
+def test_without_windows_the_bits_are_those_of_the_loop():
+    model, expected = small_model(), small_model()
+    quiet_trainer(model, optimizer=two_optimizers(model)).train(
+        DATA, 2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False}
+    )
+    optimizers = two_optimizers(expected)
+    for _ in range(2):
+        for x, y in DataLoader(DATA, 4):
+            nn.functional.mse_loss(expected(x), y).backward()
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+    assert equal(weights(model), weights(expected))
+
+
+def test_a_list_of_optimizers_is_numbered():
+    model = small_model()
+    parts = list(two_optimizers(model).values())
+    trainer = quiet_trainer(model, optimizer=parts)
+    assert list(trainer.optimizer) == ["0", "1"]
+    assert trainer.optimizer["1"] is parts[1]
+    with pytest.raises(KeyError, match="no optimizer 'rest', only '0', '1'"):
+        trainer.optimizer["rest"]
+
+
+def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
+    alone = cases.optimizers.trained_and_resumed()
+    for found in (alone, *two_ranks(cases.optimizers.trained_and_resumed)):
+        assert largest_difference(found["whole"], alone["whole"]) < 1e-12
+        assert len(found["resumed"]) >= 8
+        assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
+
+
+# ------------------------------------------------------------------------------------------- one of several
+
+
+def test_its_state_is_numbered_as_that_of_one_optimizer():
+    model = small_model()
+    trainer = quiet_trainer(model, optimizer=two_optimizers(model))
+    trainer.train(DATA, 1)
+    state = copy.deepcopy(trainer.optimizer.state_dict())
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2], [3]]
+    assert sorted(state["state"]) == [0, 1, 2, 3]
+    other = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    other.load_state_dict(state)
+    for name in ("matrix", "rest"):
+        for number, kept in trainer.optimizer[name].state_dict()["state"].items():
+            assert equal(other[name].state_dict()["state"][number], kept)
+    assert other.state.keys() == set(model.parameters())
+
+
+def test_it_can_be_copied_and_pickled():
+    model = small_model()
+    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert [len(group["params"]) for group in copied.param_groups] == [2, 1, 1]
+        copied.step(lambda: torch.tensor(1.0))
+    assert "matrix=SGD" in repr(optimizer)
+
+
+def test_a_state_of_other_groups_is_refused():
+    model = small_model()
+    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    single = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="it has 1 parameter groups, the optimizers have 3"):
+        optimizer.load_state_dict(single.state_dict())
+    state = optimizer.state_dict()
+    state["param_groups"][0]["params"] = [0]
+    with pytest.raises(ValueError, match="group 0 of the optimizer 'matrix' has 2 parameters, and had 1"):
+        optimizer.load_state_dict(state)
+
+
+def test_gradients_are_cleared_by_each():
+    model = small_model()
+    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    model(DATA[0][0]).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------- schedulers
+
+
+def test_one_schedule_may_be_of_all():
+    model = small_model()
+    trainer = quiet_trainer(model, optimizer=two_optimizers(model))
+    trainer.train(DATA, 1, per_device_batch_size=13, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.05 / 4, 0.02 / 4, 0.01 / 4]
+
+
+def test_a_schedule_that_follows_a_metric_stands_beside_one_that_does_not():
+    model = small_model()
+    trainer = quiet_trainer(model, optimizer=two_optimizers(model))
+    trainer.train(
+        DATA,
+        3,
+        DATA,
+        create_scheduler_fn={
+            "matrix": partial(ReduceLROnPlateau, threshold=1e9, patience=0, factor=0.5),
+            "rest": partial(StepLR, step_size=2),
+        },
+        scheduler_interval="epoch",
+        scheduler_metric="eval_loss_epoch",
+    )
+    assert trainer.optimizer["matrix"].param_groups[0]["lr"] == 0.05 / 8
+    assert trainer.optimizer["rest"].param_groups[0]["lr"] == pytest.approx(0.002)
+    assert trainer.scheduler["rest"].last_epoch == 3
+    assert trainer.scheduler.get_last_lr() == pytest.approx([0.05 / 8, 0.002, 0.001])
+
+
+def test_rates_are_recorded_by_the_optimizers_names():
+    model = small_model()
+    trainer = quiet_trainer(model, optimizer=two_optimizers(model), callbacks=[LearningRateMonitorCallback])
+    trainer.train(DATA, 1)
+    names = ["lr_matrix", "lr_rest_0", "lr_rest_1"]
+    assert [trainer.run_history.get_latest_metric(name) for name in names] == [0.05, 0.02, 0.01]
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def trained_by(optimizer: Any, **kwargs: Any) -> None:
+    model = small_model()
+    quiet_trainer(model, optimizer=optimizer(model)).train(DATA, 1, **kwargs)
+
+
+def test_a_parameter_of_two_optimizers_is_refused():
+    with pytest.raises(ValueError, match=r"'a' and 'b' have the same parameter, of shape \(8, 5\)"):
+        trained_by(lambda model: {name: torch.optim.SGD(model.parameters()) for name in "ab"})
+
+
+def test_a_parameter_of_none_of_several_optimizers_is_refused_unless_it_is_frozen():
+    with pytest.raises(ValueError, match=r"None of the optimizers '0' has the model's 2\.weight, 2\.bias\. Give"):
+        trained_by(lambda model: [torch.optim.SGD(model[0].parameters())])
+    trained_by(lambda model: [torch.optim.SGD(model.requires_grad_(False)[0].requires_grad_().parameters())])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        ({}, ValueError, "optimizer={} holds no optimizer"),
+        ([None], TypeError, r"optimizer\['0'\]=None must be an instance of torch.optim.Optimizer"),
+        ({1: torch.optim.SGD([torch.zeros(1)])}, TypeError, "names of optimizers must be strings, not 1"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(optimizer, error, message):
+    with pytest.raises(error, match=message):
+        trained_by(lambda model: optimizer)
+
+
+@pytest.mark.parametrize(
+    ("schedulers", "error", "message"),
+    [
+        (
+            {"other": StepLR},
+            ValueError,
+            r"create_scheduler_fn\['other'\]: no optimizer has that name, only 'matrix', 'r",
+        ),
+        ({"rest": 1}, TypeError, r"create_scheduler_fn\['rest'\]=1 must be a function"),
+        ({"rest": StepLR}, TypeError, r"create_scheduler_fn\['rest'\]=StepLR is called with the optimizer alone"),
+        ({"rest": partial(OneCycleLR, max_lr=1, total_steps=2)}, ValueError, "OneCycleLR has total_steps=2"),
+        ({"rest": ReduceLROnPlateau}, ValueError, "ReduceLROnPlateau follows a metric"),
+        (
+            {"rest": lambda optimizer: None},
+            TypeError,
+            r"create_scheduler_fn\['rest'\].* returned None, which is no sch",
+        ),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused_before_training(schedulers, error, message):
+    with pytest.raises(error, match=message):
+        trained_by(two_optimizers, create_scheduler_fn=schedulers)
+
+
+def test_a_dict_of_schedules_needs_several_optimizers():
+    with pytest.raises(TypeError, match="create_scheduler_fn is a dict, for several optimizers by name, but the trai"):
+        trained_by(lambda model: torch.optim.SGD(model.parameters()), create_scheduler_fn={"a": StepLR})
+
+
+def test_a_group_is_added_to_one_of_them():
+    model = small_model()
+    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    with pytest.raises(TypeError, match=r"trainer.optimizer\['matrix'\].add_param_group"):
+        optimizer.add_param_group({"params": [torch.zeros(1)]})
+
+
+# ------------------------------------------------------------------------------------------- modes
+
+
+def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
+    schedulefree = pytest.importorskip("schedulefree")
+    return schedulefree.AdamWScheduleFree(model.parameters(), lr=0.05, warmup_steps=3)
+
+
+def schedule_free_by_hand(epochs: int) -> tuple[nn.Module, list[float]]:
+    model = small_model()
+    optimizer = schedule_free(model)
+    losses = []
+    for _ in range(epochs):
+        optimizer.train()
+        for x, y in DataLoader(DATA, 13):
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            losses.append(nn.functional.mse_loss(model(DATA.tensors[0]), DATA.tensors[1]).item())
+    return model, losses
+
+
+def train_schedule_free(epochs: int, callbacks: Any = (), several: bool = False, **kwargs: Any) -> Trainer:
+    model = small_model()
+    optimizer = schedule_free(model)
+    trainer = quiet_trainer(model, optimizer=[optimizer] if several else optimizer, callbacks=callbacks, seed=0)
+    order = {"shuffle": False}
+    trainer.train(DATA, epochs, DATA, per_device_batch_size=13, train_dataloader_kwargs=order, **kwargs)
+    return trainer
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_with_modes_trains_evaluates_and_leaves_the_weights_as_by_hand(several):
+    trainer = train_schedule_free(3, several=several)
+    model, losses = schedule_free_by_hand(3)
+    assert equal(weights(trainer.model), weights(model))
+    assert trainer.run_history.get_metric_values("eval_loss_epoch") == pytest.approx(losses)
+    assert trainer.evaluate(DATA)["evaluation_loss"] == pytest.approx(losses[-1])
+
+
+def test_what_is_saved_within_training_are_the_weights_for_evaluation(tmp_path):
+    saved = []
+    best = SaveBestModelCallback(tmp_path / "best.pt", load_saved_checkpoint=False)
+
+    def save(trainer: Trainer, **kwargs: Any) -> None:
+        trainer.save_model(tmp_path / "model.safetensors")
+        saved.append(trainer.predict(DATA, len(DATA)))
+
+    trainer = train_schedule_free(1, [best, listener(on_train_epoch_end=save)])
+    model, _ = schedule_free_by_hand(1)
+    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(model))
+    with torch.no_grad():
+        assert torch.equal(saved[0], model(DATA.tensors[0]))
+    assert equal(weights(trainer.model), weights(model))
+
+
+def test_it_is_resumed_to_the_same_bits(tmp_path):
+    states = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1, max_checkpoints=None)
+    whole = train_schedule_free(2, [states])
+    folders = [state for state in sorted(tmp_path.iterdir()) if state.is_dir()]
+    assert len(folders) >= 4
+    for folder in folders:
+        again = SaveTrainingStateCallback(tmp_path / "again")
+        assert equal(weights(train_schedule_free(2, [again], resume_from=folder).model), weights(whole.model))
+
+
+def test_the_best_weights_that_are_loaded_at_the_end_stay_as_they_were(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt")
+
+    def spoil(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.epoch == 3:
+            trainer.optimizer.param_groups[0]["lr"] = 9.0
+
+    trainer = train_schedule_free(3, [best, listener(on_train_epoch_start=spoil)])
+    assert best.best_metric_epoch == 2
+    assert trainer.evaluate(DATA, per_device_batch_size=13)["evaluation_loss"] == best.best_metric
+
+
+def test_the_learning_rate_finder_leaves_no_trace_of_modes():
+    model = small_model()
+    trainer = quiet_trainer(model, optimizer=schedule_free(model))
+    before = weights(model)
+    trainer.find_lr(DATA, per_device_batch_size=13, num_steps=10)
+    assert equal(weights(model), before)
