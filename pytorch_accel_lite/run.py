@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.attributes import set_optimizer_modes
-from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
@@ -203,6 +204,8 @@ class StepSnapshot:
         self._window = run.window
         self._counted = run.window.sizes, run.window.items_per_batch
         self._generators = capture_generators()
+        self._trackers = run.loss_trackers
+        self._logged = copy.deepcopy(run.loss_trackers.logged())
         of_loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
         self._buffers = [(buffer, buffer.clone()) for buffer in (*model.buffers(), *of_loss)]
         self.gradients = {p: p.grad for p in (*model.parameters(), *optimized_parameters(trainer.optimizer))}
@@ -221,10 +224,45 @@ class StepSnapshot:
         """Undo the step."""
         self._window.sizes, self._window.items_per_batch = self._counted
         restore_generators(self._generators)
+        for name in self._trackers.logged().keys() - self._logged.keys():
+            del self._trackers[name]
+        self._trackers.update(self._logged)
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
+
+
+def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
+    """Add a number of this step to a mean over the epoch or evaluation, over the samples of all processes.
+
+    For step methods, and for callbacks in the events of a step. It is recorded with the losses, as
+    ``train_<name>_epoch``, ``eval_<name>_epoch`` or ``evaluation_<name>``; in training the latest value is in
+    ``step_metrics`` too. Nothing is read from the device before the epoch ends.
+
+    :param value: a number, or a tensor, whose elements are averaged
+    :param weight: what the value is a mean over; by default the samples of this process in the batch
+    :raises RuntimeError: outside of a step
+    """
+    run = self.current_run
+    trackers = run.loss_trackers
+    if not self.is_running or run.batch is None or trackers.is_recorded:
+        raise RuntimeError(
+            f"log({name!r}) adds to the mean of an epoch, so it is called in a step, or in the events of one. Record a "
+            "number of a whole epoch by trainer.run_history.update_metric(name, value)."
+        )
+    if name == "loss" or name in trackers.parts:
+        raise ValueError(f"{name!r} is a loss of the step already. Log the number under another name.")
+    if run.batch.num_samples == 0:  # it only keeps this process in step with the others
+        return
+    if weight is None:
+        weight = run.batch.num_samples or find_batch_size(run.batch.data)
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        value = value.mean() if value.ndim else value
+    trackers.of(name).update(value, weight)
+    if self.model.training:
+        run.step_metrics[name] = value
 
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:

@@ -286,18 +286,31 @@ class LossTracker:
 
 
 class LossTrackers(dict[str, LossTracker]):
-    """The running losses of an epoch or evaluation: ``loss``, and its parts by name where a step returned several."""
+    """The running losses of an epoch or evaluation: ``loss``, its parts by name where a step returned several.
+
+    And the numbers that steps and callbacks have logged.
+
+    :ivar parts: the names of the parts of the loss
+    :ivar is_recorded: whether the means have been taken, and nothing can be added
+    """
 
     def __init__(self) -> None:
         super().__init__(loss=LossTracker())
+        self.parts: set[str] = set()
+        self.is_recorded = False
 
     def add(self, output: dict[str, Any]) -> None:
         """Add the losses of a step, each a mean over its samples, or over its ``num_items_in_batch``."""
         weight = output["num_items_in_batch"] if "num_items_in_batch" in output else output["batch_size"]
         self["loss"].update(output["loss"], weight)
         if "losses" in output:
+            self.parts.update(output["losses"])
             for name, loss in output["losses"].items():
                 self.of(name).update(loss, weight)
+
+    def logged(self) -> dict[str, LossTracker]:
+        """Return what is no loss."""
+        return {name: tracker for name, tracker in self.items() if name != "loss" and name not in self.parts}
 
     def of(self, name: str) -> LossTracker:
         """Return the tracker of a name, which may be new."""
@@ -320,7 +333,10 @@ class LossTrackers(dict[str, LossTracker]):
         :raises ValueError: when nothing has been added on any rank
         """
         means = {}
+        self.is_recorded = True
         for key, (total, count) in self.summed(ranks).items():
+            if not count and key != "loss":
+                continue
             if not count and name.startswith("train"):
                 raise ValueError("Every batch of the epoch was skipped.")
             if not count:

@@ -37,7 +37,7 @@ from pytorch_accel_lite.placeholders import (
     TrainerPlaceholderValues,
     replace_trainer_placeholder_values,
 )
-from pytorch_accel_lite.run import Run, entering
+from pytorch_accel_lite.run import Run, entering, log
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.subclasses import Offered, of_the_run, offered, settable
@@ -480,6 +480,7 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
+    log = log
     gather = collectives.gather
     barrier = collectives.barrier
     broadcast_object = collectives.broadcast_object

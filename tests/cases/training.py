@@ -392,3 +392,35 @@ def losses_of_what_has_no_gradients() -> Any:
     gathers = GathersOutputs()
     quiet_trainer(small_model(), callbacks=[gathers]).train(regression_data(12), 1, per_device_batch_size=2)
     return {"said": said, "lengths": gathers.lengths}
+
+
+class LogsNumbers(Trainer):
+    """Logs in its steps."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        self.log("index", batch[0])
+        self.log("weighted", torch.tensor(2.0), weight=3)
+        return super().calculate_train_batch_loss(batch)
+
+    def calculate_eval_batch_loss(self, batch: Any) -> Any:
+        self.log("index", batch[0])
+        return super().calculate_eval_batch_loss(batch)
+
+
+class LogsTheLoss(TrainerCallback):
+    """Logs in the events of a step."""
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        trainer.log("from_callback", batch_output["loss"])
+
+
+def logged_numbers() -> dict[str, Any]:
+    """What is recorded of 11 samples, in batches of 4."""
+    x = torch.arange(11.0, dtype=torch.float64)[:, None]
+    data = TensorDataset(x, x)
+    model = small_model(features=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss])
+    trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
+    trainer.evaluate(data)
+    return {name: list(values) for name, values in trainer.run_history.to_dict().items()}

@@ -1,0 +1,91 @@
+"""Numbers that steps and callbacks log: means over an epoch, recorded with the losses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback
+from tests import cases
+from tests.tasks import listener, make_trainer, train
+
+
+def test_logged_numbers_are_means_over_samples(two_ranks):
+    alone = cases.training.logged_numbers()
+    assert alone["train_index_epoch"] == [sum(range(11)) / 11] * 2
+    assert alone["eval_index_epoch"] == [sum(range(11)) / 11] * 2
+    assert alone["evaluation_index"] == [5.0]
+    assert alone["train_weighted_epoch"] == [2.0, 2.0]
+    assert alone["train_from_callback_epoch"] == pytest.approx(alone["train_loss_epoch"])
+    for found in two_ranks(cases.training.logged_numbers):
+        assert found.keys() == alone.keys()
+        for name, values in found.items():
+            assert values == pytest.approx(alone[name]), name
+
+
+def test_what_a_failed_step_has_logged_is_forgotten():
+    class FailsOnce(Trainer):
+        attempts = 0
+
+        def calculate_train_batch_loss(self, batch):
+            self.log("ones", 1.0)
+            self.log("index", batch[0].mean())
+            self.attempts += 1
+            if self.attempts in (1, 4):
+                raise torch.OutOfMemoryError("out of memory")
+            return super().calculate_train_batch_loss(batch)
+
+    x = torch.arange(8.0)[:, None]
+    model = nn.Linear(1, 1)
+    trainer = FailsOnce(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=1e-3), callbacks=[])
+    trainer.train(TensorDataset(x, x), 1, per_device_batch_size=4, auto_microbatch=True)
+    assert trainer.num_microbatches == 4
+    assert trainer.run_history.get_latest_metric("train_index_epoch") == 3.5
+    assert trainer.run_history.get_latest_metric("train_ones_epoch") == 1.0
+
+
+def test_logging_outside_of_a_step_is_refused():
+    trainer = make_trainer()
+    with pytest.raises(RuntimeError, match=r"log\('mae'\) adds to the mean of an epoch"):
+        trainer.log("mae", 1.0)
+    late = listener(on_train_epoch_end=lambda trainer: trainer.log("mae", 1.0))
+    with pytest.raises(RuntimeError, match="update_metric"):
+        train(make_trainer([late]))
+
+
+@pytest.mark.parametrize("name", ["loss", "kl"])
+def test_the_name_of_a_loss_is_refused(name):
+    class Parts(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            loss = super().calculate_train_batch_loss(batch)["loss"]
+            if self.progress.step:
+                self.log(name, 1.0)
+            return {"loss": {"kl": loss, "rest": loss}}
+
+    with pytest.raises(ValueError, match=f"'{name}' is a loss of the step already"):
+        train(make_trainer(trainer_class=Parts))
+
+
+def test_logged_numbers_are_resumed_with_their_epoch(tmp_path):
+    def run(folder, **kwargs):
+        logs = listener(on_train_step_end=lambda t, batch, **_: t.log("index", batch[0].mean()))
+        states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1, max_checkpoints=None)
+        trainer = train(make_trainer([logs, states], seed=1), epochs=2, **kwargs)
+        return trainer.run_history.get_metric_values("train_index_epoch")
+
+    whole = run("whole")
+    for state in [path for path in (tmp_path / "whole").iterdir() if path.is_dir()]:
+        assert run("again", resume_from=state) == whole
+
+
+def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
+    logs = listener(on_backward_start=lambda t, step, **_: t.log("noise", float(step)))
+    files = MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
+    train(make_trainer([logs, files]))
+    rows = [json.loads(line) for line in (tmp_path / "metrics_updates.jsonl").read_text().splitlines()]
+    assert [row["noise"] for row in rows] == [0.0, 1.0, 2.0]
