@@ -262,13 +262,16 @@ def _targets_of(rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
 def _check_loss(output: Any, method: str, training: bool) -> None:
     """Check that a step returned a loss of one element, or several by name, which in training requires gradients.
 
-    In an evaluation a loss may have an element for each sample.
+    In an evaluation a loss may have an element for each sample, or be ``None``.
     """
     if not isinstance(output, Mapping):
         raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
     if "loss" not in output:
-        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.")
+        none = "" if training else " Return 'loss': None to evaluate without a loss."
+        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{none}")
     losses = output["loss"]
+    if losses is None and not training:
+        return
     named = losses if isinstance(losses, Mapping) else {"loss": losses}
     if not named:
         raise ValueError(f"{method} returned an empty dict of losses.")
@@ -307,7 +310,7 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
         raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
     if num_samples == 0:  # the batch only keeps this process in step with the others
         output["batch_size"] = 0
-    if not isinstance(losses, torch.Tensor):
+    if not isinstance(losses, torch.Tensor) and losses is not None:
         output["loss"] = total_loss(losses)
         if losses.keys() != {"loss"}:
             output["losses"] = losses

@@ -40,6 +40,7 @@ class Run:
     :ivar before: the run that is restored when it ends; ``outer`` the one within which it was begun, if any
     :ivar request: what it was asked to do; ``config`` is what that comes to with its data
     :ivar eval_loader: the one of ``eval_loaders`` that is read; these are empty when there is but one, without a name
+    :ivar eval_dataset_name: which of several is being evaluated
     :ivar made_loaders: those that were made for this run, whose workers end with it
     :ivar batch: the batch that is being worked on
     :ivar loss_trackers: the running losses of the epoch or evaluation; ``recorded_losses`` the means of the last
@@ -71,6 +72,7 @@ class Run:
     train_loader: Any = None
     train_loader_kwargs: dict[str, Any] | None = None
     eval_loader: Any = None
+    eval_dataset_name: str | None = None
     eval_loaders: dict[str, Any] = field(default_factory=dict)
     eval_loader_kwargs: dict[str, Any] | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)

@@ -32,7 +32,7 @@ class TrainerWithTimmScheduler(Trainer):
     def training_run_epoch_end(self) -> None:
         """Tell the scheduler of the end of an epoch."""
         if self.scheduler is not None:
-            self.scheduler.step(self.progress.epoch, next(iter(self.current_run.recorded_losses.values())))
+            self.scheduler.step(self.progress.epoch, next(iter(self.current_run.recorded_losses.values()), None))
 
     def _check_scheduler(self, request: RunRequest) -> None:
         super()._check_scheduler(request)

@@ -285,6 +285,9 @@ class LossTracker:
         return float(self.total_loss) / count if count else 0.0
 
 
+_WITHOUT_LOSS = ""  # counts the samples of evaluations that compute no loss
+
+
 class LossTrackers(dict[str, LossTracker]):
     """The running losses of an epoch or evaluation: ``loss``, its parts by name where a step returned several.
 
@@ -302,6 +305,9 @@ class LossTrackers(dict[str, LossTracker]):
     def add(self, output: dict[str, Any]) -> None:
         """Add the losses of a step, each a mean over its samples, or over its ``num_items_in_batch``."""
         weight = output["num_items_in_batch"] if "num_items_in_batch" in output else output["batch_size"]
+        if output["loss"] is None:
+            self.of(_WITHOUT_LOSS).update(0.0, weight)
+            return
         self["loss"].update(output["loss"], weight)
         if "losses" in output:
             self.parts.update(output["losses"])
@@ -334,8 +340,10 @@ class LossTrackers(dict[str, LossTracker]):
         """
         means = {}
         self.is_recorded = True
-        for key, (total, count) in self.summed(ranks).items():
-            if not count and key != "loss":
+        summed = self.summed(ranks)
+        without_loss = summed.pop(_WITHOUT_LOSS, None)
+        for key, (total, count) in summed.items():
+            if not count and (key != "loss" or without_loss):
                 continue
             if not count and name.startswith("train"):
                 raise ValueError("Every batch of the epoch was skipped.")

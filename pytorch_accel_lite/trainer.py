@@ -97,6 +97,7 @@ class Trainer:
     :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: this process's training batches; so ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+    :ivar eval_dataset_name: which of several datasets is being evaluated; ``None`` when there is one
     :ivar is_sanity_evaluation: whether this is the evaluation before training (``train(sanity_eval_batches=)``)
     :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
     :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
@@ -131,6 +132,7 @@ class Trainer:
     num_microbatches: int = offered("num_microbatches")
     is_finished: bool = offered("is_finished")
     evaluation_is_due: bool = offered("evaluation_is_due")
+    eval_dataset_name: str | None = offered("eval_dataset_name")
     is_sanity_evaluation: bool = offered("is_sanity_evaluation")
     batch_indices: list[Any] | None = offered("batch_indices")
     clock: float = offered("clock")
@@ -446,7 +448,10 @@ class Trainer:
         self.model.eval()
 
     def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
-        """Return of an evaluation batch what :meth:`calculate_train_batch_loss` does, without gradients."""
+        """Return of an evaluation batch what :meth:`calculate_train_batch_loss` does, without gradients.
+
+        An override may return ``None`` as ``loss``, for an evaluation by metrics alone.
+        """
         with torch.no_grad():
             return self.__calculate_loss(batch)
 

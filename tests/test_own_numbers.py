@@ -1,4 +1,4 @@
-"""Numbers that steps and callbacks log: means over an epoch, recorded with the losses."""
+"""Numbers that steps and callbacks log: means over an epoch, recorded with the losses; evaluations without a loss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, MetricsFileCallback, SaveTrainingStateCallback
 from tests import cases
-from tests.tasks import listener, make_trainer, train
+from tests.tasks import listener, make_data, make_trainer, train
 
 
 def test_logged_numbers_are_means_over_samples(two_ranks):
@@ -89,3 +89,49 @@ def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
     train(make_trainer([logs, files]))
     rows = [json.loads(line) for line in (tmp_path / "metrics_updates.jsonl").read_text().splitlines()]
     assert [row["noise"] for row in rows] == [0.0, 1.0, 2.0]
+
+
+# --------------------------------------------------------------------------------------- evaluations without a loss
+
+
+def test_an_evaluation_without_a_loss_records_what_it_logs_on_any_number_of_processes(two_ranks):
+    for found in (cases.training.evaluations_without_loss(), *two_ranks(cases.training.evaluations_without_loss)):
+        assert found["history"] == {
+            "train_loss_epoch": [found["history"]["train_loss_epoch"][0]],
+            "eval_error_epoch": [5.0],
+        }
+        assert found["evaluated"] == {"evaluation_error": 5.0}
+        assert found["nothing"] == {}
+
+
+def test_what_watches_the_loss_of_an_evaluation_that_has_none_is_told():
+    class Without(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"loss": None}
+
+    trainer = make_trainer([EarlyStoppingCallback()], trainer_class=Without)
+    with pytest.raises(ValueError, match=r"EarlyStoppingCallback.*eval_loss_epoch"):
+        train(trainer, epochs=3, eval_dataset=True)
+    assert trainer.progress.epoch == 1
+
+
+def test_a_forgotten_loss_is_an_error_that_says_how_to_have_none():
+    class Forgets(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"outputs": 1}
+
+    with pytest.raises(ValueError, match="Return 'loss': None to evaluate without a loss"):
+        make_trainer(trainer_class=Forgets).evaluate(make_data())
+    with pytest.raises(TypeError, match="'loss' must be a tensor, not NoneType"):
+        train(
+            make_trainer(trainer_class=type("T", (Trainer,), {"calculate_train_batch_loss": lambda *_: {"loss": None}}))
+        )
+
+
+def test_the_dataset_that_is_evaluated_is_known_by_name():
+    names = []
+    trainer = make_trainer([listener(on_eval_step_end=lambda t, **_: names.append(t.eval_dataset_name))])
+    train(trainer, eval_dataset={"clean": make_data(2), "noisy": make_data(2)})
+    trainer.evaluate(make_data(2))
+    assert names == ["clean", "noisy", None]
+    assert trainer.eval_dataset_name is None

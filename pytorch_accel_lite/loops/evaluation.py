@@ -196,11 +196,15 @@ def evaluate_all(
             trainer._run_eval_epoch(run.eval_loader, is_training, is_intermediate)
         return run.recorded_losses
     losses: dict[str, float] = {}
-    for name, loader in run.eval_loaders.items():
-        run.eval_loader = loader
-        with _prefixed(trainer, f"{name}_"), _loss_in_evaluation_mode(trainer):
-            trainer._run_eval_epoch(loader, is_training, is_intermediate)
-        losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
+    try:
+        for name, loader in run.eval_loaders.items():
+            run.eval_loader = loader
+            run.eval_dataset_name = name
+            with _prefixed(trainer, f"{name}_"), _loss_in_evaluation_mode(trainer):
+                trainer._run_eval_epoch(loader, is_training, is_intermediate)
+            losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
+    finally:
+        run.eval_dataset_name = None
     return losses
 
 

@@ -424,3 +424,24 @@ def logged_numbers() -> dict[str, Any]:
     trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
     trainer.evaluate(data)
     return {name: list(values) for name, values in trainer.run_history.to_dict().items()}
+
+
+class EvaluatesByError(Trainer):
+    """Has no loss in evaluations."""
+
+    def calculate_eval_batch_loss(self, batch: Any) -> Any:
+        self.log("error", batch[0])
+        return {"loss": None}
+
+
+def evaluations_without_loss() -> dict[str, Any]:
+    """What is recorded, and what ``evaluate`` returns, with and without numbers that are logged."""
+    x = torch.arange(11.0, dtype=torch.float64)[:, None]
+    data = TensorDataset(x, x)
+    model = small_model(features=1)
+    trainer = EvaluatesByError(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
+    trainer.train(data, 1, data, per_device_batch_size=global_batch(4))
+    history = {name: list(values) for name, values in trainer.run_history.to_dict().items()}
+    evaluated = trainer.evaluate(data)
+    trainer.log = lambda name, value: None
+    return {"history": history, "evaluated": evaluated, "nothing": trainer.evaluate(data)}
