@@ -134,11 +134,13 @@ def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torc
     return [parameter for parameter in optimized_parameters(optimizer) if parameter not in own]
 
 
-def updated_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+def updated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
     """Return what an update changes: the optimizer's parameters; the model's too, where it works on copies of them."""
-    optimized = list(optimized_parameters(optimizer))
-    works_on_copies = len(parameters_not_in_model(model, optimizer)) == len(optimized)
-    return [*model.parameters(), *optimized] if works_on_copies else optimized
+    optimized = list(optimized_parameters(trainer.optimizer))
+    has_model = len(parameters_not_in_model(trainer.model, trainer.optimizer)) < len(optimized)
+    if has_model or trainer.current_run.own_step is not None:  # in which it may be that of another module
+        return optimized
+    return [*trainer.model.parameters(), *optimized]
 
 
 def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], norm: float) -> Any:

@@ -83,6 +83,10 @@ class CombinedOptimizer(Optimizer):
             part.step()
         return loss
 
+    def note_step(self) -> None:
+        """Say that a part was stepped by itself: torch warns of schedulers whose optimizer was not stepped before."""
+        self._opt_called = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parts."""
         for part in self._parts.values():

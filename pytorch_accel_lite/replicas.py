@@ -54,7 +54,7 @@ def _trained_parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
     for prefix, module in {"": unwrap(trainer.model), **attributes.modules(trainer)}.items():
         for name, parameter in module.named_parameters(prefix):
             names.setdefault(id(parameter), name)
-    trained = [*updated_parameters(trainer.model, trainer.optimizer), *attributes.all_optimized_parameters(trainer)]
+    trained = [*updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
     return {names.get(key, f"parameter {place}"): value for place, (key, value) in enumerate(by_id.items())}
 

@@ -27,9 +27,11 @@ from pytorch_accel_lite.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.rates import Options, learning_rates, note_initial_options
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
+from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
+    from pytorch_accel_lite.loops.own_step import OwnStep
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -45,6 +47,7 @@ class Run:
     :ivar batch: the batch that is being worked on
     :ivar loss_trackers: the running losses of the epoch or evaluation; ``recorded_losses`` the means of the last
     :ivar guarded_step: makes the steps when they may fail
+    :ivar own_step: makes the steps when the trainer's ``train_step`` is overridden
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
     :ivar synced_buffers: buffers that it does not synchronise: those of the loss function and of attributes
@@ -77,6 +80,7 @@ class Run:
     eval_loader_kwargs: dict[str, Any] | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     progress: Progress = field(default_factory=Progress)
+    own_step: OwnStep | None = None
     guarded_step: Callable[[Trainer, Run, Batch], BatchOutput | None] | None = None
     num_microbatches: int = 1
     must_warm_up_ddp: bool = False
@@ -348,7 +352,8 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
         trainer.loss_func.to(trainer.device)
         watch_first_call(trainer.loss_func)
     apply_model_options(trainer)
-    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training)
+    wraps = training and not is_overridden(trainer, "train_step")  # which averages gradients by itself
+    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, wraps)
     trainer.prepared_model = prepared
     trainer.model = prepared.model
     trainer.optimizer = prepared.optimizer

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import gradients, optimizers, replicas, subclasses, validation
-from pytorch_accel_lite.batches import BatchAdapter, BatchOutput
+from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -31,7 +31,7 @@ from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.hints import KnownElsewhere, answering
-from pytorch_accel_lite.loops import evaluation, prediction, scheduling, setup, training
+from pytorch_accel_lite.loops import evaluation, own_step, prediction, scheduling, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -398,6 +398,20 @@ class Trainer:
         """
         return self.__calculate_loss(batch)
 
+    def train_step(self, batch: Any) -> BatchOutput | None:
+        """Make a training step of your own: override it where one loss and one update are not enough, as in a GAN.
+
+        Compute losses and call :meth:`update` for each, as often as needed. A step counts as one update, however many
+        there are in it. The model is not wrapped in ``DistributedDataParallel`` then. Unless it is overridden, the
+        trainer makes its own step, in which ``update`` cannot be called.
+
+        :return: what callbacks want to see; optionally ``loss``, a tensor or a dict of such by name, to be recorded
+            instead of the losses that were given to :meth:`update`
+        """
+        output = self.calculate_train_batch_loss(batch)
+        self.update(total_loss(output["loss"]), num_items=output.get("num_items_in_batch"))
+        return output
+
     def backward_step(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss, which has been weighted by its share of the accumulation window."""
         if self.prepared_model is not None and self.prepared_model.is_plain:
@@ -410,11 +424,7 @@ class Trainer:
         config = self.current_run.required_config
         if config.gradient_clip_value is None and config.gradient_clip_norm is None:
             return
-        clipped = (
-            list(self.model.parameters())
-            if self.is_sharded
-            else gradients.updated_parameters(self.model, self.optimizer)
-        )
+        clipped = list(self.model.parameters()) if self.is_sharded else gradients.updated_parameters(self)
         if config.gradient_clip_value is not None:
             self.accelerator.clip_grad_value_(clipped, config.gradient_clip_value)
         if config.gradient_clip_norm is not None:
@@ -486,6 +496,7 @@ class Trainer:
     # --------------------------------------------------------------------- for steps and callbacks to use
 
     log = log
+    update = own_step.update
     gather = collectives.gather
     barrier = collectives.barrier
     broadcast_object = collectives.broadcast_object

@@ -13,6 +13,7 @@ from pytorch_accel_lite.checkpoint.snapshot import find_state
 from pytorch_accel_lite.gradients import GradientWindow, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
+from pytorch_accel_lite.loops.own_step import begin_own_step
 from pytorch_accel_lite.loops.scheduling import align_windows, check_length, resume_schedule, schedule_was_for_others
 from pytorch_accel_lite.optimizers import clear_gradients
 from pytorch_accel_lite.randomness import seed_run
@@ -99,6 +100,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
             )
         run.window.is_guarded = ranks.world_size > 1
         run.guarded_step = guarded_step
+    begin_own_step(trainer, run)
 
 
 def _check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:

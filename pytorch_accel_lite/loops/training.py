@@ -104,7 +104,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
             output = (run.guarded_step or forward_and_backward)(trainer, run, batch)
         updates = ends_window and window.sizes is not None  # they are None when all its batches were skipped
         if updates:
-            update(trainer, run)
+            (update if run.own_step is None else run.own_step.finish)(trainer, run)
     except Exception as error:
         from pytorch_accel_lite.explanations import explain
 

@@ -18,6 +18,7 @@ from pytorch_accel_lite.loops.setup import begin_training, create_train_loader
 from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, entering, prepare_model, release_model
 from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.utils import is_overridden
 from pytorch_accel_lite.validation import check_data, check_training
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ def trial(
     """
     if trainer.is_running:
         raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
+    if is_overridden(trainer, "train_step"):
+        raise TypeError(
+            f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Try "
+            "it with a trainer without that method."
+        )
     check_training(trainer.optimizer, trainer.accelerator, request, None)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
     run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)

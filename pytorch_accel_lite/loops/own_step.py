@@ -1,0 +1,206 @@
+"""Training steps of the user's own, in which each optimizer is updated when the step says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.attributes import all_optimized_parameters
+from pytorch_accel_lite.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.distributed.prepared import mixed_precision
+from pytorch_accel_lite.gradients import GradientWindow, average_gradients
+from pytorch_accel_lite.optimizers import CombinedOptimizer, optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.run import Run
+from pytorch_accel_lite.utils import is_overridden
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class OwnStep:
+    """What steps of the user's own need in a run: a window for each optimizer, and what they have updated.
+
+    :ivar losses: those of the current step, by the name of the optimizer
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        _check(trainer, run)
+        self._run = run
+        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": trainer.optimizer}
+        window = run.window
+        batch_size = run.required_config.train_per_device_batch_size
+        self.windows = {
+            name: GradientWindow(trainer.ranks, trainer.device, window.steps, batch_size) for name in self.optimizers
+        }
+        self.losses: dict[str, torch.Tensor] = {}
+        self.ends_window = True
+        self._has_gradients: set[str] = set()
+        if trainer.ranks.world_size > 1:
+            shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
+            trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+            run.synced_buffers += trainer.model.buffers()
+        run.averaged_here = []
+
+    def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
+        """Make the user's step with a batch, and track its losses."""
+        self.losses = {}
+        self.ends_window = batch.is_last or (run.progress.step + 1) % run.window.steps == 0
+        with mixed_precision(trainer.accelerator):
+            output = trainer.train_step(batch.data)
+        output = self._complete(output)
+        complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
+        run.track_step(output, batch)
+        run.window.sizes = 1, 1  # something was updated, or waits for the end of the window
+        return output
+
+    def _complete(self, output: Any) -> BatchOutput:
+        if output is not None and not isinstance(output, dict):
+            raise TypeError(f"train_step must return a dict or None, not {type(output).__name__}.")
+        output = {} if output is None else output
+        if output.get("loss") is None:
+            if not self.losses:
+                raise ValueError("train_step made no update: call self.update(loss, optimizer=...), or return a loss.")
+            output["loss"] = dict(self.losses)
+        return output
+
+    def update(self, trainer: Trainer, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
+        """Add the gradients of a loss for an optimizer's parameters; at the end of a window, update these."""
+        run = self._run
+        batch = run.batch
+        assert batch is not None
+        if name in self.losses and run.window.steps > 1:
+            raise RuntimeError(
+                f"update(optimizer={name!r}) was called twice in a step, with gradient_accumulation_steps="
+                f"{run.window.steps}: which of the two its gradients would be added up for is not known. Add the "
+                "losses, or train without accumulation."
+            )
+        samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
+        total = samples if batch.total_samples is None else batch.total_samples
+        weighed = self.windows[name].scale(loss, samples, total, items)
+        self.losses[name] = loss.detach()
+        self._backward(trainer, name, weighed, retain_graph)
+        if self.ends_window:
+            self._step(trainer, name)
+
+    def _backward(self, trainer: Trainer, name: str, loss: torch.Tensor, retain_graph: bool) -> None:
+        run = self._run
+        parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
+        event = {"batch": run.batch and run.batch.data, "batch_output": {"loss": loss}, "step": run.progress.step}
+        trainer.call_event("on_backward_start", **event)
+        with torch.autocast(loss.device.type, enabled=False) if trainer.accelerator.native_amp else nullcontext():
+            loss.backward(inputs=parameters, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        trainer.call_event("on_backward_end", **event)
+        if name not in self._has_gradients:
+            if all(parameter.grad is None for parameter in parameters):
+                raise ValueError(
+                    f"update(loss, optimizer={name!r}): the loss does not depend on any parameter of that optimizer. "
+                    "Was it computed from a detached output, or is it the loss of another optimizer?"
+                )
+            self._has_gradients.add(name)
+
+    def _step(self, trainer: Trainer, name: str) -> None:
+        run = self._run
+        optimizer = self.optimizers[name]
+        if trainer.ranks.world_size > 1:
+            average_gradients(optimized_parameters(optimizer), trainer.ranks)
+        self.windows[name].finish(optimizer)
+        run.gradient_norm = None
+        run.skips_update = False
+        with _alone(trainer, optimizer):
+            trainer.clip_gradients()
+        trainer.call_event("on_optimizer_step_start")
+        scheduler = schedulers_in(trainer.scheduler).get(name)
+        with _alone(trainer, optimizer):
+            if run.skips_update:
+                run.skipped_updates += 1
+            else:
+                trainer.optimizer_step()
+                if scheduler is not None and run.request.scheduler_interval == "update":
+                    scheduler.step()
+            trainer.optimizer_zero_grad()
+
+    def finish(self, trainer: Trainer, run: Run) -> None:
+        """Count the update of a step, and step a schedule that is of all optimizers."""
+        run.window.sizes = None
+        if run.synced_buffers:
+            trainer.ranks.copy_from_first(run.synced_buffers)
+        run.progress.update += 1
+        is_of_all = trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler)
+        if is_of_all and run.request.scheduler_interval == "update":
+            if isinstance(trainer.optimizer, CombinedOptimizer):
+                trainer.optimizer.note_step()
+            trainer.scheduler_step()
+        trainer.call_event("on_optimizer_step_end")
+
+
+@contextmanager
+def _alone(trainer: Trainer, optimizer: Any) -> Iterator[None]:
+    """Let the trainer's own methods, which may be overridden, work with one of its optimizers."""
+    whole = trainer.optimizer
+    trainer.optimizer = optimizer
+    try:
+        yield
+    finally:
+        trainer.optimizer = whole
+
+
+def update(
+    self: Trainer,
+    loss: torch.Tensor,
+    optimizer: str | None = None,
+    *,
+    num_items: Any = None,
+    retain_graph: bool = False,
+) -> None:
+    """Update the parameters of an optimizer by the gradients of a loss. To be called in an overridden ``train_step``.
+
+    Goes backward for the parameters of that optimizer alone; then clips, steps the optimizer and its schedule, and
+    clears. With ``gradient_accumulation_steps`` the gradients are added up, and all but the first happens in the last
+    step of the window. On several processes gradients are averaged here, without ``DistributedDataParallel``: any part
+    of the model may be called, any number of times. To be called on every process.
+
+    :param loss: a scalar, a mean over the samples of the batch
+    :param optimizer: the name of one of several optimizers; to be left out where there is one
+    :param num_items: what the loss is a mean over, when these are not samples: tokens, say
+    :param retain_graph: keep what the backward pass needs, for another loss over the same outputs
+    :raises ValueError: for an unknown optimizer, or a loss that does not depend on its parameters
+    """
+    own = self.current_run.own_step
+    if own is None:
+        raise RuntimeError("update() is for an overridden train_step: the trainer's own step updates by itself.")
+    if optimizer is None and len(own.optimizers) > 1:
+        raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, own.optimizers))}.")
+    name = next(iter(own.optimizers)) if optimizer is None else optimizer
+    if name not in own.optimizers:
+        known = ", ".join(map(repr, own.optimizers)) if parts_of(self.optimizer) else "one, without a name"
+        raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {known}.")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
+    own.update(self, name, loss.reshape(()), num_items, retain_graph)
+
+
+def begin_own_step(trainer: Trainer, run: Run) -> None:
+    """Let a run make the steps of a trainer that overrides ``train_step``."""
+    if is_overridden(trainer, "train_step"):
+        run.own_step = OwnStep(trainer, run)
+        run.guarded_step = run.own_step.forward_and_backward
+
+
+def _check(trainer: Trainer, run: Run) -> None:
+    """Refuse what does not go together with an overridden step."""
+    request = run.request
+    has_scaler = trainer.accelerator.scaler is not None
+    reasons = {
+        "auto_microbatch=True": request.auto_microbatch,
+        "SkipFailedBatchesCallback": request.skips_failed_batches,
+        "mixed_precision='fp16', whose scaler knows one update a step (bf16 works)": has_scaler,
+        "a sharded model": trainer.is_sharded,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{type(trainer).__name__}.train_step is overridden, which does not go with {what}.")

@@ -1,0 +1,196 @@
+"""An overridden ``train_step`` that updates its optimizers itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SkipFailedBatchesCallback
+from tests import cases
+from tests.cases.own_steps import FULL, GAN, by_hand, train_gan
+from tests.tasks import equal, largest_difference, listener, make_data, make_trainer, quiet_trainer, small_model, train
+
+# -------------------------------------------------------------------------------------------- exact
+
+
+def test_a_gan_has_the_bits_of_the_loop_by_hand():
+    trainer = train_gan()
+    assert equal(trainer.networks(), by_hand())
+    assert trainer.progress.update == 14
+
+
+@pytest.mark.parametrize(("accumulation", "clip"), [(3, None), (2, 0.1)])
+def test_windows_are_weighed_and_clipped_for_each_optimizer(accumulation, clip):
+    trainer = train_gan(gradient_accumulation_steps=accumulation, gradient_clip_norm=clip)
+    assert largest_difference(trainer.networks(), by_hand(accumulation, clip)) < 1e-12
+
+
+def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
+    alone = cases.own_steps.trained_and_resumed()
+    first, second = two_ranks(cases.own_steps.trained_and_resumed)
+    assert equal(first["whole"], second["whole"])
+    for found in (alone, first):
+        assert largest_difference(found["whole"], alone["whole"]) < 1e-12
+        assert len(found["resumed"]) >= 14
+        assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
+        assert found["history"].keys() == {"train_loss_epoch", "train_generator_epoch", "train_critic_epoch"}
+        for name, values in found["history"].items():
+            assert values == pytest.approx(alone["history"][name])
+
+
+def test_ranks_accumulate_as_one(two_ranks):
+    alone = cases.own_steps.train_gan(gradient_accumulation_steps=3)
+    for found in two_ranks(cases.own_steps.accumulated):
+        assert largest_difference(found, alone.networks()) < 1e-12
+
+
+def test_the_default_step_can_be_extended():
+    class Extended(Trainer):
+        def train_step(self, batch):
+            return super().train_step(batch)
+
+    expected = train(make_trainer(), epochs=2)
+    trainer = train(make_trainer(trainer_class=Extended), epochs=2)
+    assert equal(trainer.model.state_dict(), expected.model.state_dict())
+    assert trainer.run_history.to_dict() == expected.run_history.to_dict()
+
+
+# -------------------------------------------------------------------------------------------- what goes with it
+
+
+def test_each_optimizer_has_its_schedule_and_a_step_is_one_update():
+    events: list[str] = []
+    names = ["on_train_step_end", "on_update_end", "on_optimizer_step_start", "on_optimizer_step_end"]
+    note = listener(**{name: lambda trainer, name=name, **_: events.append(name) for name in names})
+    trainer = GAN(callbacks=[note])
+    schedules = {"critic": partial(ExponentialLR, gamma=0.5)}
+    trainer.train(FULL, 1, per_device_batch_size=13, create_scheduler_fn=schedules)
+    assert trainer.progress.update == 2
+    assert trainer.optimizer["critic"].param_groups[0]["lr"] == 0.05 / 4
+    assert trainer.optimizer["generator"].param_groups[0]["lr"] == 0.02
+    one = ["on_optimizer_step_start"] * 2 + ["on_optimizer_step_end", "on_train_step_end", "on_update_end"]
+    assert events == one * 2
+
+
+def test_a_schedule_of_all_is_stepped_once_a_step():
+    trainer = GAN()
+    trainer.train(FULL, 1, per_device_batch_size=13, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.02 / 4, 0.05 / 4]
+
+
+def test_an_optimizer_may_be_updated_several_times_in_a_step():
+    class Twice(GAN):
+        def train_step(self, batch):
+            for _ in range(2):
+                super().train_step(batch)
+
+    trainer = Twice()
+    trainer.train(FULL, 1, per_device_batch_size=13)
+    assert trainer.optimizer["generator"].state_dict()["state"][0]["step"] == 4
+    assert trainer.progress.update == 2
+    with pytest.raises(RuntimeError, match=r"update\(optimizer='critic'\) was called twice in a step"):
+        trainer.train(FULL, 1, gradient_accumulation_steps=2)
+
+
+def test_what_a_step_returns_is_recorded_and_seen():
+    seen: list[Any] = []
+
+    class Returns(GAN):
+        def train_step(self, batch):
+            super().train_step(batch)
+            return {"loss": torch.tensor(3.0), "images": "some"}
+
+    see = listener(on_train_step_end=lambda t, batch_output, **_: seen.append(batch_output["images"]))
+    trainer = Returns(callbacks=[see])
+    trainer.train(FULL, 1, per_device_batch_size=13)
+    assert seen == ["some", "some"]
+    assert trainer.run_history.get_metric_values("train_loss_epoch") == [3.0]
+
+
+def test_an_average_follows_the_model_once_a_step():
+    trainer = GAN(callbacks=[average := ModelEmaCallback(decay=0.5, evaluate_during_training=False)])
+    trainer.train(FULL, 1, per_device_batch_size=13)
+    assert average.ema.num_updates == 2
+
+
+def test_it_trains_in_bfloat16():
+    types = set()
+
+    class Half(Trainer):
+        def train_step(self, batch):
+            outputs = self.model[0](batch[0])
+            types.add(outputs.dtype)
+            self.update(self.model[2](outputs).mean())
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        train(make_trainer(trainer_class=Half, accelerator=accelerator))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert types == {torch.bfloat16}
+
+
+# -------------------------------------------------------------------------------------------- bad input
+
+
+def step_of(step: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    model = small_model(features=4, dtype=torch.float32)
+    trainer_class = type("OneStep", (Trainer,), {"train_step": step})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer(model)
+    trainer_class(model, nn.MSELoss(), optimizer, callbacks=kwargs.pop("callbacks", [])).train(make_data(), 1, **kwargs)
+
+
+def both(model: nn.Module) -> dict[str, Any]:
+    return {"a": torch.optim.SGD(model[0].parameters()), "b": torch.optim.SGD(model[2].parameters())}
+
+
+@pytest.mark.parametrize(
+    ("step", "optimizer", "error", "message"),
+    [
+        (lambda t, b: t.update(t.model(b[0]).mean()), both, ValueError, r"update\(\) needs optimizer=, one of 'a'"),
+        (lambda t, b: t.update(t.model(b[0]).mean(), "c"), both, ValueError, "no such optimizer, only 'a', 'b'"),
+        (lambda t, b: t.update(t.model(b[0]).mean(), "c"), None, ValueError, "no such optimizer, only one, without"),
+        (lambda t, b: t.update(t.model[0](b[0]).mean(), "b"), both, ValueError, "does not depend on any parameter of"),
+        (lambda t, b: t.update(t.model(b[0])), None, ValueError, r"must be a scalar tensor that req.* not \(6, 1\)"),
+        (lambda t, b: t.update(3.0), None, ValueError, "must be a scalar tensor that requires gradients, not float"),
+        (lambda t, b: None, None, ValueError, "train_step made no update: call self.update"),
+        (lambda t, b: 1, None, TypeError, "train_step must return a dict or None, not int"),
+    ],
+)
+def test_a_wrong_step_is_told(step, optimizer, error, message):
+    with pytest.raises(error, match=message):
+        step_of(step, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"auto_microbatch": True}, "train_step is overridden, which does not go with auto_microbatch=True"),
+        ({"callbacks": [SkipFailedBatchesCallback()]}, "does not go with SkipFailedBatchesCallback"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        step_of(lambda t, b: None, **kwargs)
+
+
+def test_update_is_refused_in_the_trainers_own_step():
+    model = small_model()
+    trainer = quiet_trainer(model)
+    with pytest.raises(RuntimeError, match=r"update\(\) is for an overridden train_step"):
+        trainer.update(torch.ones(1, requires_grad=True))
+
+
+def test_tools_that_make_steps_of_their_own_refuse():
+    for method in ("find_lr", "find_batch_size", "diagnose"):
+        with pytest.raises(TypeError, match=f"{method}.. makes steps with one loss .* GAN.train_step"):
+            getattr(GAN(), method)(FULL)
