@@ -132,13 +132,14 @@ def trained_with(
     trainer_class: type[Trainer] = Trainer,
     resume: Path | None = None,
     *,
+    save_every: int = 1000,
     epochs: int | None = EPOCHS,
     **kwargs: Any,
 ) -> Trained:
-    """Train with a schedule, from a state if one is given, and save a state at every update."""
+    """Train with a schedule, from a state if one is given, and save a state every so many updates."""
     torch.manual_seed(0)
     model, rates = nn.Linear(5, 1).double(), Rates()
-    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_at_end=False)
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=save_every, save_at_end=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving], seed=3)
     trainer.train(
@@ -157,7 +158,7 @@ def save_with_schedule(folder: Path, name: str) -> None:
     from tests.test_elastic_schedules import factory_of
 
     create, trainer_class = factory_of(name)
-    trained_with(create, 4, 1, folder / "first", trainer_class)
+    trained_with(create, 4, 1, folder / "first", trainer_class, save_every=11)
 
 
 def resume_with_schedule(folder: Path, name: str, state: Path) -> Any:
