@@ -14,7 +14,7 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     StepBasedEvaluationCallback,
 )
-from tests.launching import torchrun
+from tests.launching import run_elastic_script
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
@@ -120,7 +120,7 @@ def test_bad_input():
 def test_all_callbacks_together_are_resumed_to_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
-    killed = torchrun(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")
+    killed = run_elastic_script(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")
     assert killed.returncode != 0
     assert (tmp_path / "killed" / "killed").exists()
     whole = job(2).run(run_with_all, tmp_path / "whole")

@@ -13,16 +13,19 @@ from torch import nn
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import world_size
+from tests.launching import SOAK
 from tests.scripts.resumable import CopyStates, OrderCallback, run
 from tests.tasks import Rows, regression_data
 
 
 def every_save_point(folder: Path, accumulation: int) -> Any:
-    """A whole run, and one resumed from every state that it saved."""
+    """A whole run, and one resumed from every third state that it saved; from every one with SOAK."""
     # On 3 processes no share has one sample: batch norm takes none of them.
     kwargs = {"accumulation": accumulation, "save_every_n_epochs": 1, "size": 24 if world_size() == 3 else 22}
     results = [run(folder, resume_from=None, extra=(CopyStates(folder),), **kwargs)]
-    for copy in sorted((folder / "copies").glob("*/update-*")):
+    copies = sorted((folder / "copies").glob("*/update-*"))
+    assert len(copies) == results[0]["progress"]["update"] + 3
+    for copy in copies[:: 1 if SOAK else 3]:  # within epochs and at their ends
         torch.manual_seed(99)
         results.append(run(folder / f"again-{copy.parent.name}", resume_from=copy, **kwargs))
     return results
