@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.tasks import Task, make_task
 from pytorch_accel_lite import Trainer, get_default_callbacks
@@ -119,7 +119,8 @@ def main() -> None:
     torch.set_num_threads(1)
     task = make_task("loop")
     if arguments.quick:
-        task = Task(task.make_model, task.make_optimizer, task.dataset, task.batch_size, 20, task.ready)
+        few = TensorDataset(*task.dataset[: 20 * task.batch_size])
+        task = Task(task.make_model, task.make_optimizer, few, task.batch_size, 20, task.ready)
     with tempfile.TemporaryDirectory() as folder:
         chosen = {name: pair for name, pair in paths(task, folder).items() if arguments.only in name}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}

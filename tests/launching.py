@@ -126,6 +126,14 @@ def run_code(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+def forget(*packages: str, installed: bool = True) -> None:
+    """In a fork, let packages be imported as if for the first time, or fail as if they were not installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+    if not installed:
+        sys.modules |= dict.fromkeys(packages)  # type: ignore[arg-type]
+
+
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module as ``python -m name arguments`` does, in a fork."""
 

@@ -76,7 +76,7 @@ def test_no_step_waits_for_the_device_and_the_results_are_the_same(case):
 
 @pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
 def test_a_shipped_callback_does_not_wait_for_the_device_in_a_step(name):
-    assert on_device("shipped_callbacks")[name] == 30 * READS_NUMBERS.get(name, 0)
+    assert on_device("shipped_callbacks")[name] == 15 * READS_NUMBERS.get(name, 0)
 
 
 def test_rows_of_numbers_that_were_copied_late_are_right():

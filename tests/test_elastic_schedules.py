@@ -152,9 +152,7 @@ def refuse(folder: Path, create: Any, update: int, message: str, trainer_class: 
     first = trained_with(create, 4, 1, folder / "first", trainer_class, save_every=update)
     before = sorted(folder.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        trained_with(
-            create, 2, 1, folder / "again", trainer_class, first.states / f"update-{update:09d}", save_every=1
-        )
+        trained_with(create, 2, 1, folder / "again", trainer_class, first.states / f"update-{update:09d}", save_every=1)
     made = set(folder.rglob("*")) - set(before)
     assert not [path for path in made if path.name.startswith("update-")]  # it made no update
 

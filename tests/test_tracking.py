@@ -12,7 +12,7 @@ import torch
 
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, TrainerRunConfig
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
-from tests.launching import run_python
+from tests.launching import run_code
 from tests.tasks import make_data, make_trainer, train
 
 
@@ -247,8 +247,8 @@ def test_there_is_no_plot_of_nothing():
 @pytest.mark.programs
 def test_without_the_extras_table_and_plot_say_what_to_install():
     script = """
-import sys
-sys.modules["pandas"] = sys.modules["matplotlib"] = None  # as if they were not installed
+from tests.launching import forget
+forget("pandas", "matplotlib", installed=False)
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 history = InMemoryRunHistory()
 history.update_metric("loss", 1)
@@ -258,7 +258,7 @@ for method in (history.to_dataframe, history.plot):
     except ImportError as error:
         print(error)
 """
-    table, plot = run_python(script).splitlines()
+    table, plot = run_code(script).splitlines()
     assert re.search("to_dataframe.. needs pandas. Install it with: pip install '?pandas", table)
     assert re.search("plot.. needs matplotlib. Install it with: pip install '?matplotlib", plot)
 

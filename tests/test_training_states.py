@@ -707,11 +707,11 @@ def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
 def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_path, asynchronous):
     """Half-written files, syncs, renames, removals: from the first file to the end of the second rotation.
 
-    At every fifth; ``make soak`` kills at each.
+    At every ninth; ``make soak`` kills at each.
     """
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "asynchronous": asynchronous}
     whole = run(tmp_path / "whole", **kwargs)
-    for number in range(1, 200, 1 if SOAK else 5):
+    for number in range(1, 200, 1 if SOAK else 9):
         folder = tmp_path / f"killed{number}"
 
         def killed(rank, folder=folder, number=number):
@@ -729,7 +729,7 @@ def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_pat
 @pytest.mark.processes
 @pytest.mark.timeout(1800)
 def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tmp_path):
-    """At every fifteenth; ``make soak`` kills at each."""
+    """At every nineteenth; ``make soak`` kills at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
 
     def complete(folder: Path) -> dict[str, Any]:
@@ -743,7 +743,7 @@ def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tm
     whole = complete(tmp_path / "whole")
     assert whole["processes"] == 2
     kills = 0
-    for number in range(1, 300, 1 if SOAK else 15):
+    for number in range(1, 300, 1 if SOAK else 19):
         folder = tmp_path / f"killed{number}"
 
         def killed(rank, folder=folder, number=number):
