@@ -30,7 +30,7 @@ from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.hints import KnownElsewhere, answering
+from pytorch_accel_lite.hints import KnownElsewhere, answering, answering_method
 from pytorch_accel_lite.loops import evaluation, prediction, scheduling, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
@@ -251,9 +251,9 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End that "
                 "first: raise StopTrainingError, or close the iterator."
             )
+        self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
         validation.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
         validation.warn_if_optimizers_miss_parameters(self)
-        self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
         batch_size = int(per_device_batch_size)  # of numpy's integers, too
@@ -279,10 +279,13 @@ class Trainer:
         find_batch_size = tuning.find_batch_size
         diagnose = diagnosis.diagnose
     else:  # loaded when they are needed
-        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning")
-        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning")
-        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis")
+        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning", answering_method)
+        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning", answering_method)
+        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis", answering_method)
         fit = KnownElsewhere("Call train(train_dataset, num_epochs, eval_dataset).")
+        test = KnownElsewhere("Call evaluate(dataset).")
+        validate = KnownElsewhere("Call evaluate(dataset).")
+        add_callback = KnownElsewhere("Pass callbacks to Trainer(), or to its callback_handler.add_callbacks().")
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint

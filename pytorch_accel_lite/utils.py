@@ -246,13 +246,17 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class LazyMethod:
-    """A method that is a module's function of the same name; the module is loaded when the method is named."""
+    """A method that is a module's function of the same name; the module is loaded when the method is named.
 
-    def __init__(self, module: str) -> None:
+    :param wrap: what makes the method of the function
+    """
+
+    def __init__(self, module: str, wrap: Callable[[Any], Any]) -> None:
         self._module = module
+        self._wrap = wrap
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        return getattr(importlib.import_module(self._module), self._name).__get__(instance, owner)
+        return self._wrap(getattr(importlib.import_module(self._module), self._name)).__get__(instance, owner)

@@ -151,7 +151,8 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or leave it out.")
         return
     kind = type(scheduler).__name__
-    _check_rates(kind, getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    _refuse_placeholders(kind, [*groups, getattr(scheduler, "__dict__", {})])
     if steps_itself:
         return
     if metric is None and hasattr(scheduler, "step_update") and not accepts(scheduler.step):
@@ -176,12 +177,12 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         )
 
 
-def _check_rates(kind: str, groups: Iterable[dict[str, Any]]) -> None:
-    for group in groups:
-        for name, value in group.items():
+def _refuse_placeholders(kind: str, values: Iterable[dict[str, Any]]) -> None:
+    for held in values:
+        for name, value in held.items():
             if isinstance(value, Placeholder):
                 raise TypeError(
-                    f"{kind} made {name}={value!r}, a placeholder without a value. It is replaced among the arguments "
+                    f"{kind} has {name}={value!r}, a placeholder without a value. It is replaced among the arguments "
                     "of a functools.partial, not within a function: pass it to the function as an argument, as in "
                     "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
                 )
@@ -241,6 +242,8 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool, needs_targets: 
                 f"{name}={dataset!r} is a DataLoader. Pass its dataset, with its arguments as dataloader kwargs, or "
                 "return it from create_train_dataloader / create_eval_dataloader."
             )
+        if isinstance(dataset, (str, bytes, os.PathLike)):
+            raise TypeError(f"{name}={dataset!r} is no dataset: read what is there into one first.")
         if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
             raise TypeError(
                 f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, as a list has; what can only be "
@@ -271,6 +274,11 @@ def check_constructor(
         )
     if loss_func is not None and not callable(loss_func):
         raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
+    if isinstance(optimizer, (list, tuple, dict)):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}: a trainer takes one optimizer. Make it from all parameters, "
+            "in groups if need be; or let a subclass hold others as attributes, and step them in its own methods."
+        )
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
     if run_history is not None and not isinstance(run_history, RunHistory):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
@@ -35,6 +36,25 @@ def test_the_trained_weights_are_the_same_with_and_without_it(accumulation):
     plain, stepped = histories
     assert len(stepped.pop("intermediate_eval_loss")) == 24 // accumulation // 2
     assert stepped == plain
+
+
+def test_a_trainer_that_makes_its_own_loader_evaluates_without_a_dataset():
+    data = regression_data(9)
+
+    class Own(Trainer):
+        def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
+            return DataLoader(data, batch_size=batch_size)
+
+    model = small_model()
+    within = listener(on_train_epoch_end=lambda t: losses.append(t.evaluate()))
+    losses: list[dict[str, float]] = []
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[within])
+    trainer.train(regression_data(8), 1)
+    losses.append(trainer.evaluate())
+    assert losses == 2 * [trainer.evaluate(data)]
+    assert losses[0]["evaluation_loss"] > 0
+    assert "eval_loss_epoch" not in trainer.run_history.get_metric_names()
+    assert len(trainer.predict(None)) == 9
 
 
 def test_modes_losses_and_generators_are_put_back():

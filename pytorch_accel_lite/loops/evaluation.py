@@ -36,7 +36,8 @@ def evaluate(
     May be called within a training run, which then goes on as if it had not been. Other arguments are those of
     :meth:`train`.
 
-    :param dataset: by default the ``eval_dataset`` of the last training run; a dict of datasets is evaluated
+    :param dataset: by default the ``eval_dataset`` of the last training run; need not be given where
+        ``create_eval_dataloader`` is overridden; a dict of datasets is evaluated
         one by one, with their names as prefixes of the metrics
     :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
     :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
@@ -114,14 +115,12 @@ def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
 
 
 def create_eval_loaders(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
-    """Make the loaders of what is to be evaluated: a dataset, several by name, or nothing."""
+    """Make the loaders of what is to be evaluated: a dataset, or several by name."""
     run.eval_loader = None
     run.eval_loaders = {}
     dataset = run.eval_dataset
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
         run.eval_dataset = part  # for who overrides create_eval_dataloader
-        if part is None:
-            return
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.eval_loader = create_loader(trainer, run, source, training=False)
         if find_length(run.eval_loader) == 0:

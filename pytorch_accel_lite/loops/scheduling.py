@@ -75,7 +75,7 @@ def _create_from(trainer: Trainer, options: Options) -> Any:
         warnings.warn(
             f"{type(trainer).__name__}.create_scheduler() calls create_scheduler_fn, which train() was not given: this "
             "run has no scheduler.",
-            stacklevel=4,
+            stacklevel=6,  # where train() is called
         )
     finally:
         for group, values, trace in zip(groups, options, traces, strict=True):

@@ -50,7 +50,8 @@ def find_data(
     elif trainer.seed is None and request.saves_training_states:
         run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
-    create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
+    if run.eval_dataset is not None:
+        create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # now, so that a callback's copy of the model has them too
     trainer.call_event("on_dataloaders_created")
 
