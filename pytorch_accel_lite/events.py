@@ -15,6 +15,7 @@ from pytorch_accel_lite.callback_checks import (
     check_methods,
     warn_about_misspelt_events,
 )
+from pytorch_accel_lite.reprs import constructor_call, remember_arguments
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -102,6 +103,12 @@ class TrainerCallback:
     ``configure_run`` is called first, so that a callback can declare what it needs of a run. A callback with
     ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        remember_arguments(cls)
+
+    __repr__ = constructor_call
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         """Declare what this callback needs of a run. Called once for each run, before its dataloaders are made.

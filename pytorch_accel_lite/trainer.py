@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, replicas, subclasses, validation
+from pytorch_accel_lite import gradients, replicas, reprs, subclasses, validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -560,6 +560,13 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @Offered
+    def callbacks(self) -> tuple[TrainerCallback, ...]:
+        """The callbacks, in the order in which they are called; ``callback_handler.add_callback`` adds one."""
+        return tuple(self.callback_handler)
+
+    __repr__ = reprs.of_trainer
 
     @property
     def can_rewrap_model(self) -> bool:
