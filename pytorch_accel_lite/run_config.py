@@ -10,7 +10,7 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from pytorch_accel_lite.reprs import call
-from pytorch_accel_lite.utils import find_length
+from pytorch_accel_lite.utils import LazyMethod, find_length
 from pytorch_accel_lite.watching import ExpectedMetrics
 
 
@@ -121,6 +121,8 @@ class TrainerRunConfig:
 
     def __repr__(self) -> str:
         return call(type(self).__name__, self.notable())
+
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_run_config")
 
     def notable(self) -> dict[str, Any]:
         """Return what is worth reading: what is not as by default and, on several processes, which of them this is."""

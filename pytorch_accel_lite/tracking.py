@@ -12,7 +12,7 @@ import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.reprs import call, wrapped
-from pytorch_accel_lite.utils import did_you_mean, format_metric, import_extra
+from pytorch_accel_lite.utils import LazyMethod, did_you_mean, format_metric, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,6 +150,7 @@ class InMemoryRunHistory(RunHistory):
 
     metric_name_prefix: str = ""
     current_epoch: int = 1
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_history")
 
     def __init__(self) -> None:
         self.reset()

@@ -567,6 +567,7 @@ class Trainer:
         return tuple(self.callback_handler)
 
     __repr__ = reprs.of_trainer
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_trainer")
 
     @property
     def can_rewrap_model(self) -> bool:

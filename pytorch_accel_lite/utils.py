@@ -246,13 +246,17 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class LazyMethod:
-    """A method that is a module's function of the same name; the module is loaded when the method is named."""
+    """A method that is a function of a module, which is loaded when the method is named.
 
-    def __init__(self, module: str) -> None:
+    :param function: its name; by default that of the method
+    """
+
+    def __init__(self, module: str, function: str = "") -> None:
         self._module = module
+        self._name = function
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name = self._name or name
 
     def __get__(self, instance: object, owner: type) -> Any:
         return getattr(importlib.import_module(self._module), self._name).__get__(instance, owner)

@@ -6,7 +6,9 @@ import ast
 import copy
 import inspect
 import pickle
+import sys
 from functools import partial
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
     KeepBest,
+    LimitBatchesCallback,
     MetricsCallback,
     SaveTrainingStateCallback,
     TrackerCallback,
+    WorstSamplesCallback,
     get_default_callbacks,
 )
+from pytorch_accel_lite.utils import format_metric
 from tests.shipped import NEEDED, SHIPPED
 from tests.tasks import make_data, make_trainer, train
 
@@ -259,3 +264,108 @@ def test_losses_are_shown_where_that_reads_no_device():
 
 def test_metrics_are_shown_by_name():
     assert repr(MetricsCallback({"mse": MeanSquaredError()})) == "MetricsCallback(metrics={'mse': MeanSquaredError()})"
+
+
+# ------------------------------------------------------------------------------------------------ notebooks
+
+
+class Read(HTMLParser):
+    """The rows of a table, as a browser reads them, and what else there is."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.open: list[str] = []
+        self.rest: dict[str, str] = {}
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("th", "td"):
+            self.rows[-1][-1] += data
+        elif self.open and data.strip():
+            self.rest[self.open[-1]] = data
+
+
+def test_a_notebook_shows_trainers_and_settings_as_tables():
+    class Own(TrainerCallback):
+        def __init__(self, text: str) -> None:
+            pass
+
+    trainer = make_trainer([Own("<script>alert(1)</script>"), LimitBatchesCallback(2)], seed=1)
+    shown = dict(Read(trainer._repr_html_()).rows)
+    assert shown["model"] == "Sequential"
+    assert shown["parameters"] == "49"
+    assert shown["loss_func"] == "MSELoss()"
+    assert shown["seed"] == "1"
+    assert shown["callbacks"] == "Own(text='<script>alert(1)</script>')\nLimitBatchesCallback(num_batches=2)"
+    assert "<script>" not in trainer._repr_html_()
+    train(trainer, gradient_clip_norm=0.5)
+    settings = dict(Read(trainer.run_config._repr_html_()).rows)
+    assert settings["gradient_clip_norm"] == "0.5"
+    assert settings["num_epochs"] == "1"
+    assert "seed" in settings
+    assert Trainer.__new__(Trainer)._repr_html_() is None
+
+
+def test_a_notebook_shows_a_row_for_each_epoch_of_a_history():
+    history = InMemoryRunHistory()
+    assert "nothing has been recorded yet" in Read(history._repr_html_()).rest["caption"]
+    train(make_trainer(run_history=history), 4, eval_dataset=True, eval_every_n_epochs=2)
+    history.update_metric("table", torch.zeros(2, 3))  # of an epoch that is not over
+    head, *rows = Read(history._repr_html_()).rows
+    assert head == ["epoch", "train_loss_epoch", "eval_loss_epoch", "table"]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert [bool(row[2]) for row in rows] == [False, True, False, True, False]
+    assert rows[3][1] == format_metric(history.get_latest_metric("train_loss_epoch"))
+    assert rows[4][3] == "Tensor(shape=(2, 3))"
+    assert rows[4][1] == ""
+
+
+def test_of_a_long_history_the_last_epochs_are_shown():
+    history = InMemoryRunHistory()
+    for _ in range(200):
+        history.update_metric("loss", 1)
+        history._increment_epoch()
+    shown = Read(history._repr_html_())
+    assert shown.rows[-1] == ["200", "1"]
+    assert len(shown.rows) == 51
+    assert "50 epochs of 200" in shown.rest["p"]
+
+
+def test_a_notebook_shows_the_worst_samples():
+    worst = WorstSamplesCallback(2)
+    train(make_trainer([worst]), eval_dataset=True)
+    shown = Read(worst._repr_html_())
+    assert shown.rest["caption"] == "WorstSamplesCallback(k=2)"
+    assert shown.rows[0] == ["index", "loss", "prediction", "target"]
+    assert [row[0] for row in shown.rows[1:]] == [str(sample.index) for sample in worst.samples]
+
+
+@pytest.mark.parametrize("is_console", [False, True], ids=["script", "console"])
+def test_what_is_found_is_shown_once(is_console, capsys, monkeypatch):
+    """A console and a notebook show what is returned; where neither does it is printed."""
+    if is_console:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as Python and IPython set it
+    trainer = make_trainer()
+    rates = trainer.find_lr(make_data(20), num_steps=10)
+    diagnosis = trainer.diagnose(make_data(20), num_steps=3)
+    assert capsys.readouterr().out == ("" if is_console else f"{rates}\n{diagnosis}\n")
+    assert repr(rates) == str(rates)
+    assert repr(rates).startswith("Tried 10 learning rates")
+    shown = Read(diagnosis._repr_html_())
+    assert shown.rest["caption"] in repr(diagnosis)
+    assert dict(shown.rows)["waiting for data"].endswith("%")
+    for row in shown.rows[1:]:
+        for cell in row:
+            assert cell in repr(diagnosis)
