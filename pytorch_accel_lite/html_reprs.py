@@ -53,8 +53,7 @@ def of_run_config(config: TrainerRunConfig) -> str:
 
 def of_diagnosis(found: Diagnosis) -> str:
     """Show where the time of a step goes, and what to change."""
-    title, rows = found.summary(), found.parts()
-    return _table(title, rows, ["", "time"], found.advice or ["Nothing stands out."])
+    return _table(found.summary(), found.parts(), notes=found.advice or ["Nothing stands out."])
 
 
 def of_worst_samples(worst: WorstSamplesCallback) -> str:
