@@ -130,7 +130,7 @@ class TrainerRunConfig:
         hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else of_processes)
         defaults = {item.name: item.default for item in fields(self)}
         settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
-        return {name: value for name, value in settings.items() if value != defaults[name]}
+        return {name: value for name, value in settings.items() if value != defaults.get(name)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
