@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """What belongs to one run. A trainer always has one: the active run, the last one, or an idle one.
 
@@ -102,6 +102,9 @@ class Run:
         data = NamedDatasets(train_data) if isinstance(train_data, dict) else train_data
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
         return cls(StopCoordinator(ranks), window, request, data, eval_data, collate_fn)
+
+    def __repr__(self) -> str:
+        return f"Run({self.request.kind}, {self.progress})"
 
     def derive(self) -> Run:
         """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""

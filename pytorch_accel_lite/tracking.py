@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.utils import did_you_mean, import_extra
+from pytorch_accel_lite.reprs import call, wrapped
+from pytorch_accel_lite.utils import LazyMethod, did_you_mean, format_metric, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +70,11 @@ class Progress:
 
 
 class RunHistory(ABC):
-    """The metrics of a run, in the order in which they were recorded, and the number of the current epoch."""
+    """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
+
+    ``history["accuracy"]`` are all values of a metric, oldest first; iterating gives the names, and ``in`` and ``len``
+    ask about them, as with a dict. Unlike a dict, an empty history is true. Its ``repr`` shows the latest values.
+    """
 
     @abstractmethod
     def get_metric_names(self) -> Iterable[str]:
@@ -118,12 +123,34 @@ class RunHistory(ABC):
     def reset(self) -> None:
         """Forget all metrics and return to epoch 1."""
 
+    def __getitem__(self, metric_name: str) -> Sequence[Any]:
+        if metric_name not in self:
+            raise KeyError(_no_values_of(metric_name, self))
+        return self.get_metric_values(metric_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.get_metric_names())
+
+    def __contains__(self, metric_name: object) -> bool:
+        return metric_name in list(self.get_metric_names())
+
+    def __len__(self) -> int:
+        return len(set(self.get_metric_names()))
+
+    def __bool__(self) -> bool:
+        return True  # so that `history or default` keeps one in which nothing has been recorded yet
+
+    def __repr__(self) -> str:
+        latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
+        return wrapped(f"{type(self).__name__}(", latest, ")")
+
 
 class InMemoryRunHistory(RunHistory):
     """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
 
     metric_name_prefix: str = ""
     current_epoch: int = 1
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_history")
 
     def __init__(self) -> None:
         self.reset()
@@ -143,10 +170,7 @@ class InMemoryRunHistory(RunHistory):
     def get_latest_metric(self, metric_name: str) -> Any:
         values = self._metrics.get(metric_name)
         if not values:
-            raise ValueError(
-                f"No values have been recorded for the metric {metric_name!r}."
-                f"{did_you_mean(metric_name, self._metrics)} Recorded: {', '.join(self._metrics) or 'nothing yet'}."
-            )
+            raise ValueError(_no_values_of(metric_name, self))
         return values[-1]
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
@@ -220,6 +244,14 @@ class InMemoryRunHistory(RunHistory):
         return plot_curves({name: (self._epochs[name], self._metrics[name]) for name in chosen}, path)
 
 
+def _no_values_of(metric_name: str, history: Iterable[str]) -> str:
+    known = list(history)
+    return (
+        f"No values have been recorded for the metric {metric_name!r}.{did_you_mean(metric_name, known)} "
+        f"Recorded: {', '.join(known) or 'nothing yet'}."
+    )
+
+
 class LossTracker:
     """A running mean, weighted by batch size, whose sums stay on the device until they are read.
 
@@ -277,6 +309,10 @@ class LossTracker:
         for name in ("loss_value", "total_loss", "running_count"):
             value = state[name]
             setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def __repr__(self) -> str:
+        average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # reads no device
+        return call("LossTracker", {**average, "running_count": self.running_count})
 
     @property
     def average(self) -> float:

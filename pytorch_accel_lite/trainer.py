@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, replicas, subclasses, validation
+from pytorch_accel_lite import gradients, replicas, reprs, subclasses, validation
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -279,9 +279,9 @@ class Trainer:
         find_batch_size = tuning.find_batch_size
         diagnose = diagnosis.diagnose
     else:  # loaded when they are needed
-        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning", answering_method)
-        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning", answering_method)
-        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis", answering_method)
+        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
+        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
+        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis", wrap=answering_method)
         fit = KnownElsewhere("Call train(train_dataset, num_epochs, eval_dataset).")
         test = KnownElsewhere("Call evaluate(dataset).")
         validate = KnownElsewhere("Call evaluate(dataset).")
@@ -563,6 +563,14 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @Offered
+    def callbacks(self) -> tuple[TrainerCallback, ...]:
+        """The callbacks, in the order in which they are called; ``callback_handler.add_callback`` adds one."""
+        return tuple(self.callback_handler)
+
+    __repr__ = reprs.of_trainer
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_trainer")
 
     @property
     def can_rewrap_model(self) -> bool:

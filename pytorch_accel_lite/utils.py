@@ -246,17 +246,19 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class LazyMethod:
-    """A method that is a module's function of the same name; the module is loaded when the method is named.
+    """A method that is a function of a module, which is loaded when the method is named.
 
+    :param function: its name; by default that of the method
     :param wrap: what makes the method of the function
     """
 
-    def __init__(self, module: str, wrap: Callable[[Any], Any]) -> None:
+    def __init__(self, module: str, function: str = "", wrap: Callable[[Any], Any] = lambda found: found) -> None:
         self._module = module
+        self._name = function
         self._wrap = wrap
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name = self._name or name
 
     def __get__(self, instance: object, owner: type) -> Any:
         return self._wrap(getattr(importlib.import_module(self._module), self._name)).__get__(instance, owner)

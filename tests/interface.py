@@ -62,10 +62,7 @@ def _signature(value: Any) -> str:
         return ""
     plain = []
     for parameter in signature.parameters.values():
-        default = parameter.default
-        if isinstance(default, tuple):  # of callbacks
-            default = tuple(getattr(value, "__name__", value) for value in default)
-        plain.append(parameter.replace(annotation=inspect.Parameter.empty, default=default))
+        plain.append(parameter.replace(annotation=inspect.Parameter.empty))
     return str(inspect.Signature(plain))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -106,3 +107,9 @@ def prepared_for_trial(trainer: Trainer) -> Iterator[None]:
         trainer.scheduler = scheduler
         if not trainer.is_running:
             release_model(trainer)
+
+
+def report(trainer: Trainer, found: object) -> None:
+    """Print what a tool has found, unless it is shown anyway: a console or a notebook shows what is returned."""
+    if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
+        trainer.print(found)
