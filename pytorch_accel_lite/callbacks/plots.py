@@ -42,7 +42,7 @@ class PlotMetricsCallback(TrainerCallback):
     def _restart(self) -> None:
         self._display = None
         self._is_behind = False
-        self._pace = TimeBudget(1 / 10 if in_notebook() else 1 / 50, expected=0.3)
+        self._pace = TimeBudget(1 / 10, expected=0.2) if in_notebook() else TimeBudget(1 / 50, expected=0.5)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._restart()

@@ -70,7 +70,7 @@ class RunLogCallback(TrainerCallback):
         self._drawn = 0
         self._start = time.monotonic()
         self._writing = TimeBudget(1 / 50, expected=0.02)
-        self._drawing = TimeBudget(1 / 50, expected=0.3)
+        self._drawing = TimeBudget(1 / 50, expected=0.5)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
