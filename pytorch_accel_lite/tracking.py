@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,6 +152,8 @@ class InMemoryRunHistory(RunHistory):
     metric_name_prefix: str = ""
     current_epoch: int = 1
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_history")
+    #: Whether greater values are better, by the name of a metric, as far as a run knows it.
+    directions: Mapping[str, bool | None] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.reset()
@@ -230,7 +233,7 @@ class InMemoryRunHistory(RunHistory):
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
         """Draw the curve of every metric over the epochs; train and eval of one metric share a panel.
 
-        Needs the extra ``plot``.
+        The best value of an evaluation is marked where it is known which values are better. Needs the extra ``plot``.
 
         :param path: where to save the picture, by suffix (``.png``, ``.pdf``, ``.svg``); ``None``: not saved
         :param metrics: the names of those to draw; ``None``: all
@@ -238,10 +241,18 @@ class InMemoryRunHistory(RunHistory):
         """
         from pytorch_accel_lite.plotting import plot_curves
 
+        return plot_curves(self.curves(metrics), path, self.directions)
+
+    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
+        """Return the epochs and the values of metrics, by name, oldest first, as copies.
+
+        :param metrics: their names; ``None``: all
+        :raises ValueError: for a name that was never recorded
+        """
         chosen = list(self._metrics if metrics is None else metrics)
         for name in chosen:
             self.get_latest_metric(name)  # raises an error that lists those that there are
-        return plot_curves({name: (self._epochs[name], self._metrics[name]) for name in chosen}, path)
+        return {name: (list(self._epochs[name]), list(self._metrics[name])) for name in chosen}
 
 
 def _no_values_of(metric_name: str, history: Iterable[str]) -> str:

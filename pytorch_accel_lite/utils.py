@@ -58,11 +58,15 @@ class LimitBatches:
 
 
 class TimeBudget:
-    """Keeps to a share (0 to 1) of the time what is done again and again, drawing a plot after each epoch say."""
+    """Keeps to a share of the time what is done again and again: drawing a plot after each epoch, for example.
 
-    def __init__(self, share: float) -> None:
+    :param share: of the time, from 0 to 1
+    :param expected: seconds that it takes the first time, about
+    """
+
+    def __init__(self, share: float, expected: float) -> None:
         self._share = share
-        self._next = 0.0
+        self._next = time.monotonic() + expected / share
 
     @property
     def is_due(self) -> bool:

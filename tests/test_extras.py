@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sysconfig
 from pathlib import Path
 
@@ -89,4 +90,4 @@ def test_errors_name_what_to_install(tmp_path, metadata, plot, tensorboard):
     expected = f"tracker='tensorboard' needs the package tensorboard. Install it with: pip install {tensorboard}"
     assert tracking == expected
     assert snapshots == f"SnapshotCallback needs pillow. Install it with: pip install {plot if metadata else 'pillow'}"
-    assert f"<p>For curves: <code>pip install {plot.replace('>', '&gt;')}</code></p>" in log
+    assert f"<p>For curves: <code>pip install {html.escape(plot).replace('&#x27;', '&#39;')}</code></p>" in log

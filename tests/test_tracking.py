@@ -199,7 +199,7 @@ def test_the_plot_has_a_panel_for_each_metric_with_train_and_eval_together(tmp_p
     figure = filled().plot(path)
     assert isinstance(figure, Figure)
     assert path.read_bytes().startswith(b"\x89PNG")
-    panels = {axis.get_title(): axis.get_lines() for axis in figure.axes if axis.get_visible()}
+    panels = {axis.get_title(loc="left"): axis.get_lines() for axis in figure.axes}
     assert panels.keys() == {"loss", "accuracy"}
     curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panels["loss"]}
     assert curves == {"train": ([1, 2, 3], [1, 1 / 2, 1 / 3]), "eval": ([1, 2, 3], [2, 1, 2 / 3])}
@@ -218,7 +218,7 @@ def test_a_plot_leaves_out_what_is_no_number_and_shows_tensors():
     history.update_metric("confusion", [[1, 2], [3, 4]])
     history.update_metric("comment", "good")
     history.update_metric("f1", torch.tensor(0.5))
-    titles = {axis.get_title() for axis in history.plot().axes if axis.get_visible()}
+    titles = {axis.get_title(loc="left") for axis in history.plot().axes}
     assert titles == {"loss", "accuracy", "f1"}
 
 
@@ -236,7 +236,7 @@ def test_a_plot_changes_nothing_of_pyplot_and_needs_no_display(monkeypatch):
 
 def test_metrics_to_plot_may_come_from_a_generator():
     figure = filled().plot(metrics=(name for name in ["accuracy"]))
-    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == ["accuracy"]
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["accuracy"]
 
 
 def test_there_is_no_plot_of_nothing():

@@ -156,7 +156,10 @@ class WorstSamplesCallback(TrainerCallback):
         def name(value: Any) -> str:
             return classes[value] if classes is not None and isinstance(value, int) else _short(value)
 
-        titles = [f"{name(s.prediction)}, not {name(s.target)}\nloss {s.loss:.3g}, #{s.index}" for s in self.samples]
+        titles = [
+            f"predicted {name(s.prediction)}, true {name(s.target)}\nloss {s.loss:.3g}, #{s.index}"
+            for s in self.samples
+        ]
         images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
         return plot_sheet(images, titles, path)
 

@@ -16,6 +16,7 @@ from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.loops.scheduling import align_windows, check_length, resume_schedule, schedule_was_for_others
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
+from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.validation import check_resume, check_training
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def _check_metrics(trainer: Trainer, run: Run) -> None:
     if request.scheduler_metric is not None:
         request.metrics.require(f"scheduler_metric={request.scheduler_metric!r}", request.scheduler_metric)
     request.metrics.settle(trainer)
+    if isinstance(trainer.run_history, InMemoryRunHistory):
+        trainer.run_history.directions = request.metrics.directions
     if request.sanity_eval_batches and run.eval_dataset is None:
         raise ValueError(
             f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
