@@ -40,7 +40,7 @@ def ratios(results: Rounds, reference: str, quantity: str) -> dict[str, list[flo
 
 def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "wall")) -> str:
     """Return a Markdown table: the median of the ratios, and their smallest and largest."""
-    head = " | ".join(f"{quantity} time" for quantity in quantities)
+    head = " | ".join(f"{quantity} time".replace("cpu", "CPU") for quantity in quantities)
     lines = [f"| | {head} |", "|---|" + "---|" * len(quantities)]
     by_quantity = [ratios(results, reference, quantity) for quantity in quantities]
     for name in results:
