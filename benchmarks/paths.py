@@ -127,7 +127,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for name, (hand, own) in chosen.items():
                 found[name].append((hand(), own()))
-    print("| path | by hand, microseconds a step | over it |\n|---|---|---|")
+    print("| path | by hand, microseconds per step | added by the trainer |\n|---|---|---|")
     for name, times in found.items():
         steps = (len(task.dataset) if "Loader" in name else task.batch_size * task.steps) / task.batch_size  # type: ignore[arg-type]
         by_hand_, over = (statistics.median(column) for column in zip(*((h, o - h) for h, o in times), strict=True))
