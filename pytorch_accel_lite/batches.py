@@ -17,7 +17,7 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 from torch import nn
 
-from pytorch_accel_lite.first_loss import shapes_are_known
+from pytorch_accel_lite.checks.loss_shapes import shapes_are_known
 
 BatchOutput = dict[str, Any]
 _IGNORED_LABEL = -100  # of torch's cross entropy

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.checks.loss_shapes import watch_first_call
 from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.first_loss import watch_first_call
 from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
 from pytorch_accel_lite.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.rates import Options, learning_rates, note_initial_options
@@ -395,3 +395,14 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
         text = "".join(traceback.format_exception(problem))
         with suppress(OSError):  # where nobody reads the output any more, the error itself still goes on
             trainer.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")
+
+
+def add_note(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
+    """Let an error of a step say where it happened, with what, and what to do.
+
+    :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
+    """
+    if not isinstance(error, (StopTrainingError, NonFiniteLossError)):
+        from pytorch_accel_lite.checks.explanations import explain  # which nobody else needs
+
+        explain(error, trainer, run, phase)

@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, create_config, create_loader, ending, entering, prepare_model
+from pytorch_accel_lite.run import Run, add_note, create_config, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import find_length
@@ -229,9 +229,7 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
                     output = trainer.calculate_eval_batch_loss(batch.data)
                 complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
             except Exception as error:
-                from pytorch_accel_lite.explanations import explain
-
-                explain(error, trainer, run, "evaluation")
+                add_note(error, trainer, run, "evaluation")
                 raise
             if batch.num_samples != 0:
                 run.loss_trackers.add(output)

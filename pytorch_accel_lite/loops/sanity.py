@@ -13,7 +13,7 @@ from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.loops.evaluation import run_evaluation
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.tracking import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.watching import is_foreign
+from pytorch_accel_lite.utils import is_ours
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -29,7 +29,7 @@ def sanity_evaluation(trainer: Trainer, run: Run) -> None:
     expected = run.request.metrics
     history = _copied(trainer.run_history)
     handler = CallbackHandler()
-    handler.callbacks = [c for c in trainer.callback_handler if c in expected.evaluators or is_foreign(c)]
+    handler.callbacks = [c for c in trainer.callback_handler if c in expected.evaluators or not is_ours(type(c))]
     before = _counts(history)
     with _unchanged([trainer, *handler.callbacks]), _limited(run.all_eval_loaders, run.request.sanity_eval_batches):
         trainer.run_history = history

@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.checkpoint.snapshot import find_state
+from pytorch_accel_lite.checks.arguments import check_resume, check_training
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.loops.scheduling import align_windows, check_length, resume_schedule, schedule_was_for_others
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
-from pytorch_accel_lite.validation import check_resume, check_training
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.distributed import Ranks

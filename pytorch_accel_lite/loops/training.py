@@ -16,7 +16,7 @@ from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sy
 from pytorch_accel_lite.loops.batch_norm import smallest_share
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.loops.sanity import sanity_evaluation
-from pytorch_accel_lite.run import Run, StepSnapshot, create_loader, ending
+from pytorch_accel_lite.run import Run, StepSnapshot, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import LossTrackers
 
 if TYPE_CHECKING:
@@ -103,9 +103,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         if updates:
             update(trainer, run)
     except Exception as error:
-        from pytorch_accel_lite.explanations import explain
-
-        explain(error, trainer, run, "training")
+        add_note(error, trainer, run, "training")
         raise
     run.progress.step += 1
     if output is not None and hears["on_train_step_end"]:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite import attributes
+from pytorch_accel_lite.checks.arguments import check_data, check_training
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.loops.setup import begin_training, create_train_loader
 from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, entering, prepare_model, release_model
 from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.validation import check_data, check_training
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer

@@ -19,15 +19,12 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite import attributes
-from pytorch_accel_lite.gradients import optimized_parameters
 from pytorch_accel_lite.placeholders import Placeholder
-from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.run_config import RunRequest
 
 _SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
 
@@ -61,20 +58,35 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         )
 
 
-def warn_if_optimizers_miss_parameters(trainer: Trainer) -> None:
-    """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function."""
-    modules = [trainer.model, *attributes.modules(trainer).values()]
-    known = {parameter for module in modules for parameter in module.parameters()}
-    optimized = list(optimized_parameters(trainer.optimizer))
-    if not known.isdisjoint(optimized):
-        _warn_of_an_untrained_loss(trainer)
-    elif optimized:
+def warn_of_what_is_not_trained(
+    modules: Iterable[nn.Module], loss_func: Any, own: Iterable[nn.Parameter], optimized: Iterable[nn.Parameter]
+) -> None:
+    """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function.
+
+    :param modules: the model, and the trainer's other modules
+    :param own: what the trainer's own optimizer updates, and ``optimized`` what any of its optimizers does
+    """
+    model, *others = modules
+    own = list(own)
+    if own and {p for module in (model, *others) for p in module.parameters()}.isdisjoint(own):
         warnings.warn(
-            f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
+            f"None of the {len(own)} parameters of the optimizer belongs to the model, which training will leave "
             "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
             "that the trainer is given: again, whenever you make the model again.",
             stacklevel=4,
         )
+    elif own and isinstance(loss_func, nn.Module):
+        known = {*model.parameters(), *optimized}
+        missed = [name for name, p in loss_func.named_parameters() if p.requires_grad and p not in known]
+        if missed:
+            more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+            warnings.warn(
+                f"{type(loss_func).__name__}, the loss function, has parameters that are to be trained, but that no "
+                f"optimizer has: {', '.join(missed[:3])}{more}. Make the optimizer from [*model.parameters(), "
+                "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they are meant to stay as they "
+                "are.",
+                stacklevel=4,
+            )
 
 
 def check_scheduler_factory(create_scheduler_fn: Callable[..., Any], optimizer: Any) -> None:
@@ -101,22 +113,6 @@ def check_resume(resume_from: Any) -> None:
         raise TypeError(f"resume_from={resume_from!r} is no path. {hint}; leave it out to start afresh.")
     if resume_from in ("last", "auto", "newest", "best", "") and not os.path.exists(resume_from):
         raise ValueError(f"resume_from={resume_from!r}: there is no such directory. {hint}.")
-
-
-def _warn_of_an_untrained_loss(trainer: Trainer) -> None:
-    loss_func = trainer.loss_func
-    if not isinstance(loss_func, nn.Module):
-        return
-    known = {*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)}
-    missed = [name for name, p in loss_func.named_parameters() if p.requires_grad and p not in known]
-    if missed:
-        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
-        warnings.warn(
-            f"{type(loss_func).__name__}, the loss function, has parameters that are to be trained, but that no "
-            f"optimizer has: {', '.join(missed[:3])}{more}. Make the optimizer from [*model.parameters(), "
-            "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they are meant to stay as they are.",
-            stacklevel=5,
-        )
 
 
 def _check_stepping(interval: Any, metric: Any) -> None:

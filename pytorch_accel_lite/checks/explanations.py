@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
-
 if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run
     from pytorch_accel_lite.trainer import Trainer
@@ -33,7 +31,7 @@ def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
     :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
     """
     notes: list[str] = list(getattr(error, "__notes__", []))
-    if isinstance(error, (StopTrainingError, NonFiniteLossError)) or any(map(_is_ours, notes)):
+    if any(map(_is_ours, notes)):
         return
     lines = list[str]()
     with suppress(Exception):  # an error of which little can be said is still the one to show
