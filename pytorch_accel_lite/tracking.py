@@ -119,6 +119,11 @@ class RunHistory(ABC):
         """Forget all metrics and return to epoch 1."""
 
 
+def count_values(history: RunHistory) -> dict[str, int]:
+    """Return how many values a history has of each metric, by name."""
+    return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+
+
 class InMemoryRunHistory(RunHistory):
     """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
 
