@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput
-from pytorch_accel_lite.checks.loss_shapes import watch_first_call
+from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel

@@ -16,16 +16,28 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.placeholders import Placeholder
 from pytorch_accel_lite.tracking import RunHistory
-from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
+from pytorch_accel_lite.utils import (
+    check_choice,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+    find_length,
+    is_overridden,
+)
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
+    from pytorch_accel_lite.distributed import Ranks
+    from pytorch_accel_lite.run import Run
+    from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
+    from pytorch_accel_lite.trainer import Trainer
 
+# What is a rank's own of a run's settings.
+_OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
 _SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
 
 
@@ -87,6 +99,19 @@ def warn_of_what_is_not_trained(
                 "are.",
                 stacklevel=4,
             )
+
+
+def check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
+    """Ranks with other settings would wait for each other, or read each other's samples."""
+    given = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
+    first, *others = ranks.all_gather_object(given)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Give the Trainer and "
+                    "train() the same arguments on every process: each works out its share of the run from them."
+                )
 
 
 def check_scheduler_factory(create_scheduler_fn: Callable[..., Any], optimizer: Any) -> None:
@@ -169,6 +194,21 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         raise ValueError(
             f"scheduler_metric={metric!r}: of this metric {'greater' if better else 'smaller'} values are better, but "
             f"{kind} has mode={scheduler.mode!r}. Make it with mode={'max' if better else 'min'!r}."
+        )
+
+
+def check_length(trainer: Trainer, run: Run) -> None:
+    """Check that a schedule that cannot be stepped beyond its end is as long as the run."""
+    config = run.required_config
+    asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
+    scheduler = trainer.scheduler
+    if not isinstance(scheduler, OneCycleLR) or is_overridden(trainer, "scheduler_step") or asked is None:
+        return
+    if scheduler.total_steps < asked:
+        raise ValueError(
+            f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {asked} times, and it refuses "
+            "steps after its last. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with "
+            "scheduler_interval='epoch'); a run that resumes a shorter one keeps the shorter one's schedule."
         )
 
 

@@ -87,7 +87,7 @@ class ExpectedMetrics:
         :raises ValueError: for a watched metric that certainly is not recorded, or whose direction is another
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
-        known: dict[tuple[str, ...], bool | None] = {("train_loss_epoch",): False} | self._known
+        known: dict[tuple[str, ...], bool | None] = {("train_loss_epoch",): False, **self._known}
         if others or self.within_epochs:
             known |= {("", f"intermediate_{parts[1]}"): known[parts] for parts in self._known if parts[0] == ""}
             known["", "intermediate_eval_loss"] = False
