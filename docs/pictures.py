@@ -109,7 +109,9 @@ def draw_the_resumed_schedule() -> None:
     shutil.copy("resumed_schedule.png", DOCS)
 
 
-def photograph(page: Path, picture: Path, width: int = 1200, height: int = 1500) -> None:
+def photograph(
+    page: Path, picture: Path, width: int = 1200, height: int = 1500
+) -> None:
     """Take a picture of the upper part of a page."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -122,7 +124,9 @@ def photograph(page: Path, picture: Path, width: int = 1200, height: int = 1500)
 
 if __name__ == "__main__":
     os.chdir(tempfile.mkdtemp())
-    new_trainer().train(train_set, 2, test_set)  # so that what is loaded once is no epoch's
+    new_trainer().train(
+        train_set, 2, test_set
+    )  # so that what is loaded once is no epoch's
     draw_a_run()
     draw_a_range_test()
     draw_the_resumed_schedule()

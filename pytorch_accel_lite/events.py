@@ -9,7 +9,7 @@ from functools import wraps
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from pytorch_accel_lite.callback_checks import (
+from pytorch_accel_lite.checks.callback_methods import (
     call_skipped_constructors,
     check_call,
     check_methods,

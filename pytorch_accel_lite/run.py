@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.first_loss import watch_first_call
-from pytorch_accel_lite.gradients import GradientWindow, optimized_parameters
-from pytorch_accel_lite.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.rates import Options, learning_rates, note_initial_options
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
@@ -193,41 +192,6 @@ class Run:
                 history.update_metric(metric, value)
 
 
-class StepSnapshot:
-    """What a step changes besides what it returns: gradients, buffers, generators, the sizes of the window.
-
-    :ivar gradients: those of before, by parameter of the model or the optimizer; a step begins without any
-    """
-
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        model = trainer.get_model()
-        self._window = run.window
-        self._counted = run.window.sizes, run.window.items_per_batch
-        self._generators = capture_generators()
-        of_loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
-        self._buffers = [(buffer, buffer.clone()) for buffer in (*model.buffers(), *of_loss)]
-        self.gradients = {p: p.grad for p in (*model.parameters(), *optimized_parameters(trainer.optimizer))}
-        for parameter in self.gradients:
-            parameter.grad = None
-
-    def add_gradients(self) -> None:
-        """Add the gradients of the step to those that the window had before."""
-        for parameter, gradient in self.gradients.items():
-            if gradient is not None:
-                if parameter.grad is not None:
-                    gradient.add_(parameter.grad)
-                parameter.grad = gradient
-
-    def restore(self) -> None:
-        """Undo the step."""
-        self._window.sizes, self._window.items_per_batch = self._counted
-        restore_generators(self._generators)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
-
-
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
     """Return the loader that gives this process its share of a source of batches, as the run needs it."""
     request = run.request
@@ -398,3 +362,14 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
         text = "".join(traceback.format_exception(problem))
         with suppress(OSError):  # where nobody reads the output any more, the error itself still goes on
             trainer.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")
+
+
+def add_note(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
+    """Let an error of a step say where it happened, with what, and what to do.
+
+    :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
+    """
+    if not isinstance(error, (StopTrainingError, NonFiniteLossError)):
+        from pytorch_accel_lite.checks.explanations import explain  # which nobody else needs
+
+        explain(error, trainer, run, phase)

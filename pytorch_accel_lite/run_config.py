@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from accelerate import Accelerator
 
+from pytorch_accel_lite.checks.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.reprs import call
 from pytorch_accel_lite.utils import LazyMethod, find_length
-from pytorch_accel_lite.watching import ExpectedMetrics
 
 
 @dataclass

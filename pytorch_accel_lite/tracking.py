@@ -146,6 +146,11 @@ class RunHistory(ABC):
         return wrapped(f"{type(self).__name__}(", latest, ")")
 
 
+def count_values(history: RunHistory) -> dict[str, int]:
+    """Return how many values a history has of each metric, by name."""
+    return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+
+
 class InMemoryRunHistory(RunHistory):
     """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
 

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, replicas, reprs, subclasses, validation
+from pytorch_accel_lite import attributes, gradients, replicas, reprs
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -26,11 +26,12 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.checkpoint import saving
+from pytorch_accel_lite.checks import arguments, overrides
+from pytorch_accel_lite.checks.known_elsewhere import KnownElsewhere, answering, answering_method
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.hints import KnownElsewhere, answering, answering_method
 from pytorch_accel_lite.loops import evaluation, prediction, scheduling, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
@@ -38,9 +39,9 @@ from pytorch_accel_lite.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.run import Run, entering
+from pytorch_accel_lite.run_attributes import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
-from pytorch_accel_lite.subclasses import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod, is_overridden
 from pytorch_accel_lite.watching import latest_metric
@@ -69,7 +70,7 @@ __all__ = [
 
 
 @answering
-@subclasses.explain_names
+@overrides.explain_names
 class Trainer:
     """Trains, evaluates and applies a model on whatever hardware there is.
 
@@ -149,8 +150,8 @@ class Trainer:
         check_replicas: bool = True,
     ) -> None:
         launch.heed_launcher()
-        validation.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
-        validation.check_model_options(compile_model, channels_last)
+        arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
+        arguments.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizer
@@ -252,8 +253,11 @@ class Trainer:
                 "first: raise StopTrainingError, or close the iterator."
             )
         self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
-        validation.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        validation.warn_if_optimizers_miss_parameters(self)
+        arguments.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        modules = [self.model, *attributes.modules(self).values()]
+        own = gradients.optimized_parameters(self.optimizer)
+        optimized = attributes.all_optimized_parameters(self)
+        arguments.warn_of_what_is_not_trained(modules, self.loss_func, own, optimized)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
         batch_size = int(per_device_batch_size)  # of numpy's integers, too
@@ -297,7 +301,7 @@ class Trainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        subclasses.check_subclass(cls, Trainer)
+        overrides.check_subclass(cls, Trainer)
 
     def _run_training(self) -> None:
         training.train(self, self.current_run)
@@ -356,20 +360,20 @@ class Trainer:
         """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""
         if self.create_scheduler_fn is None:
             return None
-        validation.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
+        arguments.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
         given = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
-        validation.check_scheduler(self.scheduler, request, given, steps_itself)
+        arguments.check_scheduler(self.scheduler, request, given, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         phase = "train" if name == "train_dataset" else "eval"
         methods = f"create_{phase}_dataloader", f"calculate_{phase}_batch_loss"
         own_loader, own_step = (getattr(type(self), method) is not getattr(Trainer, method) for method in methods)
         needs_targets = not (own_step or name == "dataset" or self.loss_func is None)
-        validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
+        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
 
     # -------------------------------------------------------------------------------- steps to override
 

@@ -32,10 +32,14 @@ R = TypeVar("R")
 LIMIT_BATCHES_VARIABLE = LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"  # the second name is the ancestor's
 
 
+def is_ours(thing: object) -> bool:
+    """Whether a class or a function is of this package, and not of its user."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] == __package__
+
+
 def is_overridden(instance: object, method: str) -> bool:
     """Whether an instance has a method of the user's own class in place of ours."""
-    module = getattr(getattr(type(instance), method), "__module__", None) or ""
-    return module.split(".")[0] != __name__.split(".")[0]
+    return not is_ours(getattr(type(instance), method))
 
 
 class LimitBatches:

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import OneCycleLR
-
 from pytorch_accel_lite.rates import Options, initial_options, learning_rates, scheduled_options, set_options
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.utils import is_overridden
@@ -209,18 +207,3 @@ def advance_scheduler(self: Trainer, num_updates: int) -> None:
         raise TypeError(f"{type(self).__name__}.scheduler_step steps the scheduler in a way of its own.")
     for _ in range(num_updates):
         self.scheduler.step()
-
-
-def check_length(trainer: Trainer, run: Run) -> None:
-    """Check that a schedule that cannot be stepped beyond its end is as long as the run."""
-    config = run.required_config
-    asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
-    scheduler = trainer.scheduler
-    if not isinstance(scheduler, OneCycleLR) or is_overridden(trainer, "scheduler_step") or asked is None:
-        return
-    if scheduler.total_steps < asked:
-        raise ValueError(
-            f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {asked} times, and it refuses "
-            "steps after its last. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with "
-            "scheduler_interval='epoch'); a run that resumes a shorter one keeps the shorter one's schedule."
-        )

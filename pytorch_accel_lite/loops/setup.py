@@ -10,22 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.checkpoint.snapshot import find_state
+from pytorch_accel_lite.checks.arguments import check_length, check_resume, check_same_on_all_ranks, check_training
 from pytorch_accel_lite.gradients import GradientWindow, clear_gradients, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
-from pytorch_accel_lite.loops.scheduling import align_windows, check_length, resume_schedule, schedule_was_for_others
+from pytorch_accel_lite.loops.scheduling import align_windows, resume_schedule, schedule_was_for_others
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
 from pytorch_accel_lite.tracking import InMemoryRunHistory
-from pytorch_accel_lite.validation import check_resume, check_training
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.distributed import Ranks
-    from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
-
-# What is a rank's own of a run's settings.
-_OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
 
 
 def find_data(
@@ -83,7 +78,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     ranks = trainer.ranks
     prepare_model(trainer, training=True)
     run.config = create_config(trainer, run, batch_size)
-    _check_same_on_all_ranks(run.config, ranks)
+    check_same_on_all_ranks(run.config, ranks)
     run.window = GradientWindow(
         ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )
@@ -102,19 +97,6 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
             )
         run.window.is_guarded = ranks.world_size > 1
         run.guarded_step = guarded_step
-
-
-def _check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
-    """Ranks with other settings would wait for each other, or read each other's samples."""
-    given = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
-    first, *others = ranks.all_gather_object(given)
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other[name] != value:
-                raise ValueError(
-                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Give the Trainer and "
-                    "train() the same arguments on every process: each works out its share of the run from them."
-                )
 
 
 def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:

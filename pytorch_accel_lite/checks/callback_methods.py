@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from pytorch_accel_lite.utils import did_you_mean
+from pytorch_accel_lite.utils import did_you_mean, is_ours
 
 
 def check_methods(callback: Any, base: type) -> None:
@@ -72,7 +72,7 @@ def call_skipped_constructors(callback: Any) -> None:
     own, *inherited = [cls for cls in type(callback).__mro__ if "__init__" in vars(cls)]
     for cls in inherited:
         constructor: Any = inspect.unwrap(vars(cls)["__init__"])
-        if cls.__module__.partition(".")[0] != __package__ or _attributes_set_by(constructor) <= vars(callback).keys():
+        if not is_ours(cls) or _attributes_set_by(constructor) <= vars(callback).keys():
             continue
         signature = inspect.signature(constructor)
         mine = dict(vars(callback))
