@@ -19,6 +19,7 @@ help:
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
 	@echo "make docs    build the documentation, warnings are errors"
+	@echo "make pictures   redraw the pictures of the documentation"
 	@echo "make release-check    build, install and try the package as users get it (see RELEASING.md)"
 
 $(BIN)/python:
@@ -44,7 +45,7 @@ quick: $(EXTRAS)-test
 	$(PYTEST) -m "not processes and not programs and not slow" $(ARGS)
 
 soak: $(EXTRAS)-test
-	SOAK=1 $(PYTEST) -k "kill or launched or ranks or trainers" $(ARGS)
+	SOAK=1 $(PYTEST) -k "kill or launched or ranks or trainers or same_bits" $(ARGS)
 
 coverage: $(EXTRAS)-test
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(ARGS)
@@ -75,6 +76,10 @@ bench: $(EXTRAS)-bench
 docs: $(EXTRAS)-test
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "The documentation is in docs/_build/html/index.html"
+
+.PHONY: pictures
+pictures: $(EXTRAS)-test
+	$(BIN)/python docs/pictures.py
 
 .PHONY: release-check
 # Tools alone are in its environment; the check makes others for the package, with and without each extra.

@@ -26,11 +26,11 @@ from benchmarks.others import OTHERS
 
 REFERENCE = "by hand"
 TITLES = {
-    "loop": "The cost of the loop: a tiny MLP, ready batches of 32, 2,000 updates",
-    "tensors": "The same from a TensorDataset, shuffled",
-    "first": "From the start of the process to the end of the first update: imports, set-up, one step",
-    "convnet": "A small convolutional network, ready batches of 32 images of 16 x 16",
-    "transformer": "A transformer of 10 million parameters on text, batches of 8 x 64 bytes",
+    "loop": "Cost of the loop: a tiny MLP, ready batches of 32, 2,000 updates",
+    "tensors": "The same MLP on a shuffled TensorDataset",
+    "first": "Time to the first update: imports, set-up and one step",
+    "convnet": "A small convolutional network: ready batches of 32 images of 16 x 16",
+    "transformer": "A transformer of 10 million parameters: batches of 8 x 64 bytes of text",
 }
 
 

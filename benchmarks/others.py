@@ -326,7 +326,7 @@ def time_in_callbacks(name: str, quick: bool) -> dict[str, float]:
             train()
     taken = sum(seconds for part, seconds in timing.totals.items() if part.endswith("Callback"))
     taken -= timing.totals["TimingCallback"]
-    return {"microseconds a step": 1e6 * taken / task.steps, "percent of the run": 100 * taken / timing.totals["run"]}
+    return {"microseconds per step": 1e6 * taken / task.steps, "percent of the run": 100 * taken / timing.totals["run"]}
 
 
 # -------------------------------------------------------------------------------------------------- GPU
@@ -402,34 +402,34 @@ ON_GPU = ["by hand", "by hand again (control)", "ours", "by hand, compiled", "ou
 
 OTHERS = {
     "evaluation": Other(
-        "Evaluation of the MLP on a TensorDataset",
+        "Evaluating the MLP on a TensorDataset",
         "by hand",
         lambda quick, run: in_process("evaluation", list(EVALUATIONS), quick, run),
     ),
     "settings": Other(
-        "The MLP with AdamW from a TensorDataset, with one setting changed",
+        "The MLP with AdamW on a TensorDataset, one setting changed at a time",
         "as it is",
         lambda quick, run: in_process("setting", SETTINGS, quick, run),
     ),
     "processes": Other(
-        "Training of the MLP on 2 processes, from a TensorDataset, to DistributedDataParallel by hand",
+        "The MLP on 2 processes, relative to hand-written DistributedDataParallel",
         "DDP by hand",
         lambda quick, run: {name: partial(two_processes, name, quick, run) for name in DDP},
     ),
     "startup": Other(
-        "The time of importing",
+        "Import time",
         "accelerate",
         lambda quick, run: {name: partial(time_import, statement) for name, statement in IMPORTS.items()},
     ),
     "saving": Other("Saving and loading 10 million parameters with AdamW", "torch.save, synced to the disk", saving),
     "memory": Other(
-        "Growth of resident memory between update 10,000 and update 100,000 of the MLP",
+        "Memory growth from update 10,000 to update 100,000 of the MLP",
         "by hand",
         lambda quick, run: in_process("memory", ["by hand", "ours"], quick, run),
         unit="MiB",
     ),
     "callbacks": Other(
-        "What callbacks that watch a run take of the steps of the small convolutional network",
+        "Cost of monitoring callbacks in a step of the small convolutional network",
         "all together",
         lambda quick, run: in_process("callbacks", WATCHING, quick, run),
         unit="medians",

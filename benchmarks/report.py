@@ -40,7 +40,7 @@ def ratios(results: Rounds, reference: str, quantity: str) -> dict[str, list[flo
 
 def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "wall")) -> str:
     """Return a Markdown table: the median of the ratios, and their smallest and largest."""
-    head = " | ".join(f"{quantity} time" for quantity in quantities)
+    head = " | ".join(f"{quantity} time".replace("cpu", "CPU") for quantity in quantities)
     lines = [f"| | {head} |", "|---|" + "---|" * len(quantities)]
     by_quantity = [ratios(results, reference, quantity) for quantity in quantities]
     for name in results:
@@ -63,7 +63,7 @@ def plain_table(results: Rounds, unit: str) -> str:
     for contender, rounds in results.items():
         cells = [f"{statistics.median(values[name] for values in rounds):.1f}" for name in names]
         lines.append(f"| {contender} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n\n"
+    return "\n".join(lines)
 
 
 def machine() -> dict[str, str]:
@@ -75,6 +75,12 @@ def machine() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return {"python": platform.python_version(), "machine": platform.machine(), "cpu": _cpu_name(), **versions}
+
+
+def _describe(on: Mapping[str, str]) -> str:
+    """Return the machine and the versions in a line."""
+    versions = ", ".join(f"{name} {on[name]}" for name in PACKAGES if name in on)
+    return f"Python {on['python']}, {on['machine']}, {on['cpu']}, {versions}"
 
 
 def _cpu_name() -> str:
@@ -93,8 +99,7 @@ def write(folder: Path, workload: str, title: str, results: Rounds, reference: s
     folder.mkdir(parents=True, exist_ok=True)
     rounds = max(map(len, results.values()))
     body = plain_table(results, unit) if unit else table(results, reference)
-    versions = ", ".join(f"{name} {version}" for name, version in machine().items())
-    text = f"### {title}\n\n{body} {rounds} round{'s' * (rounds > 1)}. {versions}.\n"
+    text = f"### {title}\n\n{body}\n\n{rounds} round{'s' * (rounds > 1)}. {_describe(machine())}.\n"
     (folder / f"{workload}.md").write_text(text)
     content = {"machine": machine(), "reference": reference, "rounds": results}
     (folder / f"{workload}.json").write_text(json.dumps(content, indent=1))

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node 2 examples/gan.py
 
 The architecture follows Radford et al., "Unsupervised Representation Learning with Deep Convolutional Generative
-Adversarial Networks" (2016), scaled down to 8 x 8 pixels. A classifier trained on the real digits judges the result: how
-sure it is of each drawn digit, and how many different digits there are.
+Adversarial Networks" (2016), scaled down to 8 x 8 pixels. A classifier trained on the real digits judges the result:
+how sure is it of each drawn digit, and how many different digits are there?
 """
 
 from __future__ import annotations
@@ -92,14 +92,9 @@ class PictureCallback(TrainerCallback):
         epoch = trainer.progress.epoch
         if epoch % self.every_n_epochs == 0 and trainer.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            images = trainer.draw(self.noise).reshape(5, 16, 8, 8)
-            plt.imsave(
-                self.folder / f"epoch_{epoch:03d}.png",
-                images.transpose(1, 2).reshape(40, 128).repeat_interleave(5, 0).repeat_interleave(5, 1).numpy(),
-                cmap="gray_r",
-                vmin=0,
-                vmax=1,
-            )
+            tiles = nn.functional.pad(trainer.draw(self.noise), (1, 1, 1, 1)).reshape(5, 16, 10, 10)
+            sheet = tiles.transpose(1, 2).reshape(50, 160).repeat_interleave(5, 0).repeat_interleave(5, 1)
+            plt.imsave(self.folder / f"epoch_{epoch:03d}.png", sheet.numpy(), cmap="gray_r", vmin=0, vmax=1)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
 from pytorch_accel_lite.trainer import Trainer, TrainerPlaceholderValues
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CallbackHandler",

@@ -17,7 +17,7 @@ from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 from torch import nn
 
-from pytorch_accel_lite.first_loss import shapes_are_known
+from pytorch_accel_lite.checks.losses import check_loss, shapes_are_known
 
 BatchOutput = dict[str, Any]
 _IGNORED_LABEL = -100  # of torch's cross entropy
@@ -259,38 +259,6 @@ def _targets_of(rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
     return next((batch[key] for key in TARGET_KEYS if key in batch), None)
 
 
-def _check_loss(output: Any, method: str, training: bool) -> None:
-    """Check that a step returned a loss of one element, or several by name, which in training requires gradients.
-
-    In an evaluation a loss may have an element for each sample, or be ``None``.
-    """
-    if not isinstance(output, Mapping):
-        raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
-    if "loss" not in output:
-        none = "" if training else " Return 'loss': None to evaluate without a loss."
-        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{none}")
-    losses = output["loss"]
-    if losses is None and not training:
-        return
-    named = losses if isinstance(losses, Mapping) else {"loss": losses}
-    if not named:
-        raise ValueError(f"{method} returned an empty dict of losses.")
-    if "loss" in named and len(named) > 1:
-        raise ValueError(f"{method} returned a dict of losses with one called 'loss', as their sum is. Rename it.")
-    for name, loss in named.items():
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
-        if loss.numel() != 1 and (training or not loss.numel()):
-            raise ValueError(
-                f"{method}: {name!r} must have one element, but has shape {tuple(loss.shape)}. Reduce it with .mean()."
-            )
-    if training and not total_loss(losses).requires_grad:
-        raise ValueError(
-            f"{method}: the loss does not require gradients. Is the model frozen, or was the loss detached, "
-            "or computed under torch.no_grad()?"
-        )
-
-
 def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:
     """Check what a step returned, and add what it left out.
 
@@ -299,7 +267,7 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
     """
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
-        _check_loss(output, method, training)  # the usual case is done without a look at abstract types
+        check_loss(output, method, training)  # the usual case is done without a look at abstract types
         losses = output["loss"] = _as_scalars(output["loss"]) if training else output["loss"]
     if "batch_size" not in output:
         output["batch_size"] = find_batch_size(data, num_samples or None)

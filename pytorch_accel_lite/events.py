@@ -9,12 +9,13 @@ from functools import wraps
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from pytorch_accel_lite.callback_checks import (
+from pytorch_accel_lite.checks.callback_methods import (
     call_skipped_constructors,
     check_call,
     check_methods,
     warn_about_misspelt_events,
 )
+from pytorch_accel_lite.reprs import constructor_call, remember_arguments
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -95,12 +96,19 @@ class TrainerCallback:
         on_init_end fires once, when a trainer has been made; on_exception when an error ends a run.
 
     Where both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
-    batches from 0 within an epoch; ``trainer.progress`` holds all counts. Accept ``**kwargs`` in every event:
-    arguments may be added. A method that could not be called as its event is refused when the callback is added.
+    batches from 0 within an epoch; ``trainer.progress`` holds all counts. An event passes the trainer, and all else by
+    keyword: name what you need and accept ``**kwargs`` for the rest, as arguments may be added. A method that could not
+    be called as its event is refused when the callback is added.
 
     ``configure_run`` is called first, so that a callback can declare what it needs of a run. A callback with
     ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        remember_arguments(cls)
+
+    __repr__ = constructor_call
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         """Declare what this callback needs of a run. Called once for each run, before its dataloaders are made.
@@ -131,11 +139,15 @@ class TrainerCallback:
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """A training batch has been read and placed on the device."""
 
-    def on_backward_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """The loss of a batch is known. Keywords: ``batch``, ``batch_output``, ``step``."""
+    def on_backward_start(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """The loss of a batch is known."""
 
-    def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """The gradients of a batch have been added. Keywords: ``batch``, ``batch_output``, ``step``."""
+    def on_backward_end(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """The gradients of a batch have been added."""
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
@@ -143,36 +155,43 @@ class TrainerCallback:
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """An update has happened: new weights, scheduler stepped, gradients cleared."""
 
-    def on_train_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """A training step is complete, its update included. Keywords: ``batch``, ``batch_output``, ``step``."""
+    def on_train_step_end(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """A training step is complete, its update included."""
 
-    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        """A step that made an update is complete, also when its own batch was skipped. Keyword: ``step``."""
+    def on_update_end(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+        """A step that made an update is complete, also when its own batch was skipped."""
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Every callback has seen a step that made an update: the place to save. Keyword: ``step``."""
+    def on_train_step_checkpoint(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+        """Every callback has seen a step that made an update: the place to save."""
 
-    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: BaseException | None, step: int, **kwargs: Any
+    ) -> None:
         """A batch has failed and is left out by all ranks.
 
-        Keywords: ``failures``, for each rank that failed its ``rank``, the ``indices`` of its samples and the ``error``
-        as a text; ``error``, the exception itself where it was raised, else ``None``; ``step``.
+        :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
+        :param error: the exception itself on the rank that raised it, elsewhere ``None``
         """
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """The training part of an epoch is complete; its losses are in the run history."""
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        """An evaluation begins. Keyword: ``is_intermediate``, true in the middle of a training epoch."""
+    def on_eval_epoch_start(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+        """An evaluation begins.
+
+        :param is_intermediate: whether it interrupts a training epoch
+        """
 
     def on_eval_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """An evaluation batch has been read and placed on the device."""
 
-    def on_eval_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """An evaluation batch is complete. Keywords: ``batch``, ``batch_output``."""
+    def on_eval_step_end(self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        """An evaluation batch is complete."""
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        """An evaluation is complete; its losses are in the run history. Keyword: ``is_intermediate``."""
+    def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+        """An evaluation is complete; its losses are in the run history."""
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """An epoch is complete, its evaluation included."""
@@ -192,8 +211,8 @@ class TrainerCallback:
     def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """``predict`` begins."""
 
-    def on_predict_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """A batch has been predicted. Keywords: ``batch``, ``batch_output`` (the outputs of the model)."""
+    def on_predict_step_end(self, trainer: Trainer, *, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """A batch has been predicted; ``batch_output`` is what the model returned for it."""
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """``predict`` has ended."""
@@ -201,14 +220,28 @@ class TrainerCallback:
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         """The run was stopped early; ``trainer.stop_reason`` says why."""
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
-        """An error ends the run: close what is open. Keyword: ``exception``.
+    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
+        """An error ends the run: close what is open.
 
         Other ranks may not be here, so do not communicate with them.
         """
 
 
 EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+def _doing_nothing(event: Callable[..., None]) -> Callable[..., None]:
+    """Let ``super().on_train_step_end(trainer)`` pass less than the event does, which is declared for editors."""
+
+    @wraps(event)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing
+
+
+for _event in EVENTS:
+    setattr(TrainerCallback, _event, _doing_nothing(vars(TrainerCallback)[_event]))
 
 Listener = Callable[..., object]
 _P = ParamSpec("_P")

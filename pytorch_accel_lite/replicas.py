@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -35,17 +36,44 @@ def compare_replicas(self: Trainer) -> None:
     differing = _first_difference(self.ranks, list(parameters), sums)
     if differing is None:
         return
+    raise RuntimeError(f"{differing} {_likely_cause(self)}")
+
+
+def _likely_cause(trainer: Trainer) -> str:
+    prepared = trainer.prepared_model
+    bypasses = "bypasses the averaging of gradients. Call self.model(...) in your step methods."
+    on_purpose = "Pass check_replicas=False to the Trainer if the weights are meant to differ."
     if prepared is not None and not prepared.has_run:
-        cause = "trainer.model was never called in this run: a step that calls the bare module"
-    else:
-        cause = (
-            "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
-            "the run without rewrap_model(), or a module that is trained beside the model: each of them"
+        return f"trainer.model was never called in this run: a step that calls the bare module {bypasses} {on_purpose}"
+    unused = _without_gradient(trainer.model)
+    if unused:
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        return (
+            f"The loss does not depend on {', '.join(unused[:3])}{more}, and torch averages no gradients until it has "
+            "those of every parameter. Call requires_grad_(False) on parameters that are not used; where they are used "
+            "in some steps only, pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+            "find_unused_parameters=True)]) to the Trainer."
         )
-    raise RuntimeError(
-        f"{differing} {cause} bypasses the averaging of gradients. Call self.model(...) in your step methods. Pass "
-        "check_replicas=False to the Trainer if the weights are meant to differ."
+    return (
+        "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
+        f"the run without rewrap_model(), or a module that is trained beside the model: each of them {bypasses} "
+        "Average the gradients of a module beside it by self.accelerator.prepare(module). Other causes: optimizers "
+        f"that were made with other settings, or modules with other weights, on each process. {on_purpose}"
     )
+
+
+def _without_gradient(model: nn.Module) -> list[str]:
+    """Return the parameters for whose gradients ``DistributedDataParallel`` still waits after a backward pass."""
+    check = getattr(getattr(model, "reducer", None), "_check_reducer_finalized", None)
+    try:
+        if check is not None:
+            check()
+    except RuntimeError as error:  # what the next forward pass would say
+        waiting = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = [name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad]
+        places = map(int, waiting[1].split()) if waiting else []
+        return [repr(names[place]) for place in places if place < len(names)]
+    return []
 
 
 def _trained_parameters(trainer: Trainer) -> dict[str, nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,15 +14,13 @@ from torch import nn
 
 from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
-from pytorch_accel_lite.first_loss import watch_first_call
 from pytorch_accel_lite.gradients import GradientWindow
-from pytorch_accel_lite.optimizers import optimized_parameters
-from pytorch_accel_lite.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.rates import Options, learning_rates, note_initial_options
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """What belongs to one run. A trainer always has one: the active run, the last one, or an idle one.
 
@@ -111,6 +108,9 @@ class Run:
         data = NamedDatasets(train_data) if isinstance(train_data, dict) else train_data
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
         return cls(StopCoordinator(ranks), window, request, data, eval_data, collate_fn)
+
+    def __repr__(self) -> str:
+        return f"Run({self.request.kind}, {self.progress})"
 
     def derive(self) -> Run:
         """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""
@@ -197,46 +197,6 @@ class Run:
         if any(weight for _, weight in losses.summed(ranks).values()):
             for metric, value in losses.means(ranks, "train_{}_epoch").items():
                 history.update_metric(metric, value)
-
-
-class StepSnapshot:
-    """What a step changes besides what it returns: gradients, buffers, generators, the sizes of the window.
-
-    :ivar gradients: those of before, by parameter of the model or the optimizer; a step begins without any
-    """
-
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        model = trainer.get_model()
-        self._window = run.window
-        self._counted = run.window.sizes, run.window.items_per_batch
-        self._generators = capture_generators()
-        self._trackers = run.loss_trackers
-        self._logged = copy.deepcopy(run.loss_trackers.logged())
-        of_loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
-        self._buffers = [(buffer, buffer.clone()) for buffer in (*model.buffers(), *of_loss)]
-        self.gradients = {p: p.grad for p in (*model.parameters(), *optimized_parameters(trainer.optimizer))}
-        for parameter in self.gradients:
-            parameter.grad = None
-
-    def add_gradients(self) -> None:
-        """Add the gradients of the step to those that the window had before."""
-        for parameter, gradient in self.gradients.items():
-            if gradient is not None:
-                if parameter.grad is not None:
-                    gradient.add_(parameter.grad)
-                parameter.grad = gradient
-
-    def restore(self) -> None:
-        """Undo the step."""
-        self._window.sizes, self._window.items_per_batch = self._counted
-        restore_generators(self._generators)
-        for name in self._trackers.logged().keys() - self._logged.keys():
-            del self._trackers[name]
-        self._trackers.update(self._logged)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
 
 
 def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
@@ -445,3 +405,14 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
         text = "".join(traceback.format_exception(problem))
         with suppress(OSError):  # where nobody reads the output any more, the error itself still goes on
             trainer.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")
+
+
+def add_note(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
+    """Let an error of a step say where it happened, with what, and what to do.
+
+    :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
+    """
+    if not isinstance(error, (StopTrainingError, NonFiniteLossError)):
+        from pytorch_accel_lite.checks.explanations import explain  # which nobody else needs
+
+        explain(error, trainer, run, phase)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from accelerate import Accelerator
 
-from pytorch_accel_lite.utils import find_length
-from pytorch_accel_lite.watching import ExpectedMetrics
+from pytorch_accel_lite.checks.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.reprs import call
+from pytorch_accel_lite.utils import LazyMethod, find_length
 
 
 @dataclass
@@ -117,6 +118,19 @@ class TrainerRunConfig:
     eval_every_n_epochs: int = 1
     auto_microbatch: bool = False
     sanity_eval_batches: int = 0
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self.notable())
+
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_run_config")
+
+    def notable(self) -> dict[str, Any]:
+        """Return what is worth reading: what is not as by default and, on several processes, which of them this is."""
+        of_processes = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
+        hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else of_processes)
+        defaults = {item.name: item.default for item in fields(self)}
+        settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
+        return {name: value for name, value in settings.items() if value != defaults.get(name)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""

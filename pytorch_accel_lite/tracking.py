@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.utils import did_you_mean, import_extra
+from pytorch_accel_lite.reprs import call, wrapped
+from pytorch_accel_lite.utils import LazyMethod, did_you_mean, format_metric, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +71,11 @@ class Progress:
 
 
 class RunHistory(ABC):
-    """The metrics of a run, in the order in which they were recorded, and the number of the current epoch."""
+    """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
+
+    ``history["accuracy"]`` are all values of a metric, oldest first; iterating gives the names, and ``in`` and ``len``
+    ask about them, as with a dict. Unlike a dict, an empty history is true. Its ``repr`` shows the latest values.
+    """
 
     @abstractmethod
     def get_metric_names(self) -> Iterable[str]:
@@ -118,12 +124,41 @@ class RunHistory(ABC):
     def reset(self) -> None:
         """Forget all metrics and return to epoch 1."""
 
+    def __getitem__(self, metric_name: str) -> Sequence[Any]:
+        if metric_name not in self:
+            raise KeyError(_no_values_of(metric_name, self))
+        return self.get_metric_values(metric_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.get_metric_names())
+
+    def __contains__(self, metric_name: object) -> bool:
+        return metric_name in list(self.get_metric_names())
+
+    def __len__(self) -> int:
+        return len(set(self.get_metric_names()))
+
+    def __bool__(self) -> bool:
+        return True  # so that `history or default` keeps one in which nothing has been recorded yet
+
+    def __repr__(self) -> str:
+        latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
+        return wrapped(f"{type(self).__name__}(", latest, ")")
+
+
+def count_values(history: RunHistory) -> dict[str, int]:
+    """Return how many values a history has of each metric, by name."""
+    return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+
 
 class InMemoryRunHistory(RunHistory):
     """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
 
     metric_name_prefix: str = ""
     current_epoch: int = 1
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_history")
+    #: Whether greater values are better, by the name of a metric, as far as a run knows it.
+    directions: Mapping[str, bool | None] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.reset()
@@ -143,10 +178,7 @@ class InMemoryRunHistory(RunHistory):
     def get_latest_metric(self, metric_name: str) -> Any:
         values = self._metrics.get(metric_name)
         if not values:
-            raise ValueError(
-                f"No values have been recorded for the metric {metric_name!r}."
-                f"{did_you_mean(metric_name, self._metrics)} Recorded: {', '.join(self._metrics) or 'nothing yet'}."
-            )
+            raise ValueError(_no_values_of(metric_name, self))
         return values[-1]
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
@@ -206,7 +238,7 @@ class InMemoryRunHistory(RunHistory):
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
         """Draw the curve of every metric over the epochs; train and eval of one metric share a panel.
 
-        Needs the extra ``plot``.
+        The best value of an evaluation is marked where it is known which values are better. Needs the extra ``plot``.
 
         :param path: where to save the picture, by suffix (``.png``, ``.pdf``, ``.svg``); ``None``: not saved
         :param metrics: the names of those to draw; ``None``: all
@@ -214,10 +246,26 @@ class InMemoryRunHistory(RunHistory):
         """
         from pytorch_accel_lite.plotting import plot_curves
 
+        return plot_curves(self.curves(metrics), path, self.directions)
+
+    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
+        """Return the epochs and the values of metrics, by name, oldest first, as copies.
+
+        :param metrics: their names; ``None``: all
+        :raises ValueError: for a name that was never recorded
+        """
         chosen = list(self._metrics if metrics is None else metrics)
         for name in chosen:
             self.get_latest_metric(name)  # raises an error that lists those that there are
-        return plot_curves({name: (self._epochs[name], self._metrics[name]) for name in chosen}, path)
+        return {name: (list(self._epochs[name]), list(self._metrics[name])) for name in chosen}
+
+
+def _no_values_of(metric_name: str, history: Iterable[str]) -> str:
+    known = list(history)
+    return (
+        f"No values have been recorded for the metric {metric_name!r}.{did_you_mean(metric_name, known)} "
+        f"Recorded: {', '.join(known) or 'nothing yet'}."
+    )
 
 
 class LossTracker:
@@ -278,6 +326,10 @@ class LossTracker:
             value = state[name]
             setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
 
+    def __repr__(self) -> str:
+        average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # reads no device
+        return call("LossTracker", {**average, "running_count": self.running_count})
+
     @property
     def average(self) -> float:
         """The weighted mean so far, 0 before the first batch. Reads the device."""
@@ -314,9 +366,16 @@ class LossTrackers(dict[str, LossTracker]):
             for name, loss in output["losses"].items():
                 self.of(name).update(loss, weight)
 
-    def logged(self) -> dict[str, LossTracker]:
-        """Return what is no loss."""
-        return {name: tracker for name, tracker in self.items() if name != "loss" and name not in self.parts}
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the sums of what is no loss, and so may be logged by a step that fails."""
+        return {name: t.state_dict() for name, t in self.items() if name != "loss" and name not in self.parts}
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Restore what :meth:`state_dict` returned, and forget what has been logged since."""
+        for name in self.state_dict().keys() - state.keys():
+            del self[name]
+        for name, sums in state.items():
+            self.of(name).load_state_dict(sums)
 
     def of(self, name: str) -> LossTracker:
         """Return the tracker of a name, which may be new."""

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, optimizers, replicas, subclasses, validation
+from pytorch_accel_lite import gradients, optimizers, replicas, reprs
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -26,11 +26,12 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.checkpoint import saving
+from pytorch_accel_lite.checks import arguments, overrides
+from pytorch_accel_lite.checks.known_elsewhere import METHODS, answering, answering_method
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.hints import KnownElsewhere, answering
 from pytorch_accel_lite.loops import evaluation, own_step, prediction, scheduling, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
@@ -38,9 +39,9 @@ from pytorch_accel_lite.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.run import Run, entering, log
+from pytorch_accel_lite.run_attributes import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
-from pytorch_accel_lite.subclasses import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod, is_overridden
 from pytorch_accel_lite.watching import latest_metric
@@ -69,7 +70,7 @@ __all__ = [
 
 
 @answering
-@subclasses.explain_names
+@overrides.explain_names
 class Trainer:
     """Trains, evaluates and applies a model on whatever hardware there is.
 
@@ -152,8 +153,8 @@ class Trainer:
         check_replicas: bool = True,
     ) -> None:
         launch.heed_launcher()
-        validation.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
-        validation.check_model_options(compile_model, channels_last)
+        arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
+        arguments.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optimizers.combine(optimizer)
@@ -255,9 +256,9 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End that "
                 "first: raise StopTrainingError, or close the iterator."
             )
-        validation.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        validation.warn_if_optimizers_miss_parameters(self)
         self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
+        arguments.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
+        setup.check_optimizers(self)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
         batch_size = int(per_device_batch_size)  # of numpy's integers, too
@@ -283,10 +284,10 @@ class Trainer:
         find_batch_size = tuning.find_batch_size
         diagnose = diagnosis.diagnose
     else:  # loaded when they are needed
-        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning")
-        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning")
-        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis")
-        fit = KnownElsewhere("Call train(train_dataset, num_epochs, eval_dataset).")
+        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
+        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
+        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis", wrap=answering_method)
+        fit, test, validate, add_callback = METHODS
 
     save_checkpoint = saving.save_checkpoint
     load_checkpoint = saving.load_checkpoint
@@ -298,7 +299,7 @@ class Trainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        subclasses.check_subclass(cls, Trainer)
+        overrides.check_subclass(cls, Trainer)
 
     def _run_training(self) -> None:
         training.train(self, self.current_run)
@@ -357,22 +358,21 @@ class Trainer:
         """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""
         if self.create_scheduler_fn is None:
             return None
-        validation.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
-        return optimizers.create_scheduler(
-            replace_trainer_placeholder_values(self, self.create_scheduler_fn), self.optimizer
-        )
+        arguments.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
+        create = replace_trainer_placeholder_values(self, self.create_scheduler_fn)
+        return optimizers.create_scheduler(create, self.optimizer)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
         given = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
-        validation.check_scheduler(self.scheduler, request, given, steps_itself)
+        arguments.check_scheduler(self.scheduler, request, given, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         phase = "train" if name == "train_dataset" else "eval"
         methods = f"create_{phase}_dataloader", f"calculate_{phase}_batch_loss"
         own_loader, own_step = (getattr(type(self), method) is not getattr(Trainer, method) for method in methods)
         needs_targets = not (own_step or name == "dataset" or self.loss_func is None)
-        validation.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
+        arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
 
     # -------------------------------------------------------------------------------- steps to override
 
@@ -401,12 +401,10 @@ class Trainer:
     def train_step(self, batch: Any) -> BatchOutput | None:
         """Make a training step of your own: override it where one loss and one update are not enough, as in a GAN.
 
-        Compute losses and call :meth:`update` for each, as often as needed. A step counts as one update, however many
-        there are in it. The model is not wrapped in ``DistributedDataParallel`` then. Unless it is overridden, the
-        trainer makes its own step, in which ``update`` cannot be called.
+        Compute losses and call :meth:`update` for each, as often as needed; a step counts as one update, however many
+        there are in it. The model is not wrapped in ``DistributedDataParallel`` then.
 
-        :return: what callbacks want to see; optionally ``loss``, a tensor or a dict of such by name, to be recorded
-            instead of the losses that were given to :meth:`update`
+        :return: what callbacks want to see; optionally ``loss``, to be recorded instead of those given to ``update``
         """
         output = self.calculate_train_batch_loss(batch)
         self.update(total_loss(output["loss"]), num_items=output.get("num_items_in_batch"))
@@ -581,6 +579,14 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @Offered
+    def callbacks(self) -> tuple[TrainerCallback, ...]:
+        """The callbacks, in the order in which they are called; ``callback_handler.add_callback`` adds one."""
+        return tuple(self.callback_handler)
+
+    __repr__ = reprs.of_trainer
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_trainer")
 
     @property
     def can_rewrap_model(self) -> bool:

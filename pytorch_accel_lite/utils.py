@@ -32,10 +32,14 @@ R = TypeVar("R")
 LIMIT_BATCHES_VARIABLE = LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"  # the second name is the ancestor's
 
 
+def is_ours(thing: object) -> bool:
+    """Whether a class or a function is of this package, and not of its user."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] == __package__
+
+
 def is_overridden(instance: object, method: str) -> bool:
     """Whether an instance has a method of the user's own class in place of ours."""
-    module = getattr(getattr(type(instance), method), "__module__", None) or ""
-    return module.split(".")[0] != __name__.split(".")[0]
+    return not is_ours(getattr(type(instance), method))
 
 
 class LimitBatches:
@@ -58,11 +62,15 @@ class LimitBatches:
 
 
 class TimeBudget:
-    """Keeps to a share (0 to 1) of the time what is done again and again, drawing a plot after each epoch say."""
+    """Keeps to a share of the time what is done again and again: drawing a plot after each epoch, for example.
 
-    def __init__(self, share: float) -> None:
+    :param share: of the time, from 0 to 1
+    :param expected: seconds that it takes the first time, about
+    """
+
+    def __init__(self, share: float, expected: float) -> None:
         self._share = share
-        self._next = 0.0
+        self._next = time.monotonic() + expected / share
 
     @property
     def is_due(self) -> bool:
@@ -246,13 +254,19 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class LazyMethod:
-    """A method that is a module's function of the same name; the module is loaded when the method is named."""
+    """A method that is a function of a module, which is loaded when the method is named.
 
-    def __init__(self, module: str) -> None:
+    :param function: its name; by default that of the method
+    :param wrap: what makes the method of the function
+    """
+
+    def __init__(self, module: str, function: str = "", wrap: Callable[[Any], Any] = lambda found: found) -> None:
         self._module = module
+        self._name = function
+        self._wrap = wrap
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name = self._name or name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        return getattr(importlib.import_module(self._module), self._name).__get__(instance, owner)
+        return self._wrap(getattr(importlib.import_module(self._module), self._name)).__get__(instance, owner)

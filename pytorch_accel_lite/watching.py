@@ -1,137 +1,15 @@
-"""What a run records, as far as that is known before it begins; and following one of its metrics."""
+"""Following a metric of a run: its newest value, which values are better, and whether it came."""
 
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.utils import did_you_mean
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
-
-Directions = dict[str, bool | None]  # whether greater values are better, by name; None: not known
-
-_NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a metric of the training."
-
-
-@dataclass
-class ExpectedMetrics:
-    """What a run records and what is watched in it. Callbacks say so in ``configure_run``, by ``request.metrics``.
-
-    A watched metric that cannot come is then an error before the first batch, and which of its values are better need
-    not be said. Your own callbacks and trainers may record metrics without saying so.
-
-    :ivar directions: whether greater values are better, of each metric that the run is known to record
-    :ivar evaluators: the callbacks that record metrics in evaluations
-    :ivar within_epochs: a callback evaluates within epochs, too
-    """
-
-    directions: Directions = field(default_factory=dict)
-    evaluators: list[object] = field(default_factory=list)
-    within_epochs: bool = False
-    _in_epochs: Directions = field(default_factory=dict)
-    _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # by prefix and name
-    _required: list[tuple[object, str]] = field(default_factory=list)  # by whom, under which name
-    _recorders: list[object] = field(default_factory=list)
-    _open: list[str] = field(default_factory=list)  # classes that may record what they do not say
-
-    def record(
-        self,
-        owner: object,
-        metrics: Mapping[str, bool | None] | Iterable[str],
-        *,
-        in_evaluation: bool = False,
-        and_others: bool = False,
-    ) -> None:
-        """Say that a callback records metrics.
-
-        :param owner: the callback
-        :param metrics: their names; or, by name, whether greater values are better, ``None`` where that is not known
-        :param in_evaluation: they are recorded in every evaluation, of several datasets once for each; in evaluations
-            within an epoch with the prefix ``intermediate_``
-        :param and_others: it may record others too
-        """
-        known = dict(metrics) if isinstance(metrics, Mapping) else dict.fromkeys(metrics)
-        self._recorders.append(owner)
-        if in_evaluation:
-            self._in_evaluations |= {("", name): better for name, better in known.items()}
-            self.evaluators.append(owner)
-        else:
-            self._in_epochs |= known
-        if and_others:
-            self._open.append(type(owner).__name__)
-
-    def include(self, nested: ExpectedMetrics, prefix: str, callbacks: Iterable[object]) -> None:
-        """Add what callbacks record in evaluations of their own, under a prefix."""
-        self._in_evaluations |= {(prefix, name): better for (_, name), better in nested._in_evaluations.items()}
-        self._open += [*nested._open, *nested._silent(callbacks)]
-
-    def watch(self, watched: WatchedMetric) -> None:
-        """Say that a callback watches a metric: it must be recorded, and its direction is settled."""
-        self.require(watched, watched.name)
-
-    def require(self, where: object, name: str) -> None:
-        """Say that a metric must be recorded.
-
-        :param where: the callback and its argument, or the argument of ``train``, that names the metric
-        """
-        self._required.append((where, name))
-
-    def settle(self, trainer: Trainer) -> None:
-        """Work out what the run will record, and settle the direction of each watched metric.
-
-        :raises ValueError: for a watched metric that certainly is not recorded, or whose direction is another
-        """
-        prefix = trainer.run_history.metric_name_prefix
-        of_datasets = _dataset_prefixes(trainer.eval_dataset)
-        others = [*self._silent([trainer, trainer.run_history, *trainer.callback_handler]), *self._open]
-        evaluated = self._in_evaluations
-        if others or self.within_epochs:
-            own = {name: better for (of, name), better in evaluated.items() if not of}
-            evaluated |= {("", f"intermediate_{name}"): better for name, better in own.items()}
-            evaluated["", "intermediate_eval_loss"] = False
-        evaluated["", "eval_loss_epoch"] = False
-        in_epochs = {"train_loss_epoch": False} | self._in_epochs
-        self.directions = {f"{prefix}{name}": better for name, better in in_epochs.items()}
-        self.directions |= self._of_evaluations(prefix, of_datasets)
-        without_data = {} if of_datasets else self._of_evaluations(prefix, [""])
-        for where, name in self._required:
-            if name not in self.directions and not (_is_part_of_a_loss(name, of_datasets) and _has_parts(trainer)):
-                _refuse(where, name, _NEEDS_EVALUATION if name in without_data else "", self.directions, others)
-            if isinstance(where, WatchedMetric):
-                where.settle((without_data | self.directions).get(name))
-
-    def check_evaluated(self, recorded: Iterable[str], prefix: str) -> None:
-        """Check that an evaluation has recorded what was to be recorded in it.
-
-        :raises ValueError: for the first watched metric that is missing, and that comes from nowhere else
-        """
-        recorded = list(recorded)
-        for where, name in self._required:
-            is_elsewhere = name in self.directions or "intermediate_" in name or name.startswith(f"{prefix}train_")
-            if name not in recorded and not is_elsewhere:
-                raise ValueError(
-                    f"{where}: the evaluation before training did not record it.{did_you_mean(name, recorded)} "
-                    f"It recorded: {', '.join(recorded)}. If one of your callbacks records it elsewhere, let its "
-                    f"configure_run say so: request.metrics.record(self, [{name!r}])."
-                )
-
-    def _silent(self, parts: Iterable[object]) -> list[str]:
-        """Return the classes of those that are not of this package, and do not say themselves what they record."""
-        return [
-            type(part).__name__
-            for part in parts
-            if is_foreign(part) and not (part in self._recorders and "configure_run" in vars(type(part)))
-        ]
-
-    def _of_evaluations(self, prefix: str, of_datasets: Iterable[str]) -> Directions:
-        known = self._in_evaluations.items()
-        return {f"{prefix}{own}{of}{name}": better for of in of_datasets for (own, name), better in known}
 
 
 class WatchedMetric:
@@ -260,41 +138,6 @@ def _missing(where: object, name: str, trainer: Trainer) -> ValueError:
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "
         f"Recorded: {', '.join(recorded) or 'nothing yet'}."
     )
-
-
-def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str]) -> None:
-    """Refuse a metric that nothing records; warn where something that does not say what it records may do so."""
-    hint = reason or did_you_mean(name, directions, cutoff=0.85 if others else 0.6)
-    if not others:
-        known = "" if reason else f" It records: {', '.join(directions)}."
-        raise ValueError(f"{where}: the run will not record it.{hint}{known}")
-    if hint:
-        warnings.warn(
-            f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(others))} does.{hint}",
-            stacklevel=7,  # where train() is called
-        )
-
-
-def is_foreign(part: object) -> bool:
-    """Whether a trainer, its history or a callback is not of this package, and may record anything."""
-    return type(part).__module__.partition(".")[0] != __package__
-
-
-def _dataset_prefixes(dataset: Any) -> list[str]:
-    """Return what is put before the names of an evaluation's metrics, for each dataset that is evaluated."""
-    if isinstance(dataset, dict):
-        return [f"{name}_" for name in dataset]
-    return [] if dataset is None else [""]
-
-
-def _has_parts(trainer: Trainer) -> bool:
-    """Whether the loss may consist of several by name. Those of torch do not."""
-    return not str(getattr(trainer.loss_func, "__module__", "")).startswith("torch.nn")
-
-
-def _is_part_of_a_loss(name: str, of_datasets: list[str]) -> bool:
-    kinds = "train_.+_epoch|eval_.+_epoch|intermediate_eval_.+" if of_datasets else "train_.+_epoch"
-    return re.search(rf"({kinds})$", name) is not None
 
 
 def _in_words(greater_is_better: bool | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.hints import KnownElsewhere
+from pytorch_accel_lite.checks.known_elsewhere import KnownElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
 MODULES = ("", ".callbacks", ".data", ".schedulers", ".finetuning")
@@ -62,10 +62,7 @@ def _signature(value: Any) -> str:
         return ""
     plain = []
     for parameter in signature.parameters.values():
-        default = parameter.default
-        if isinstance(default, tuple):  # of callbacks
-            default = tuple(getattr(value, "__name__", value) for value in default)
-        plain.append(parameter.replace(annotation=inspect.Parameter.empty, default=default))
+        plain.append(parameter.replace(annotation=inspect.Parameter.empty))
     return str(inspect.Signature(plain))
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,14 @@ def run_code(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+def forget(*packages: str, installed: bool = True) -> None:
+    """In a fork, let packages be imported as if for the first time, or fail as if they were not installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+    if not installed:
+        sys.modules |= dict.fromkeys(packages)  # type: ignore[arg-type]
+
+
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module as ``python -m name arguments`` does, in a fork."""
 
@@ -145,3 +154,42 @@ def run_script(path: str, *arguments: str) -> str:
     done = run_forked(run, *arguments)
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0) -> None:
+    """Run a function as the ranks of a job, as torchrun does, but in copies of this process: nothing is imported again.
+
+    :raises torch.distributed.elastic.multiprocessing.errors.ChildFailedError: when a rank failed for good
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, _run_as_rank)(function, *arguments)
+
+
+def _run_as_rank(function: Callable[..., Any], *arguments: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the launcher's own handlers were copied too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    function(*arguments)
+
+
+def run_elastic_script(
+    processes: int, path: str, *arguments: str, max_restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``torchrun path arguments`` does, in forks."""
+
+    def run() -> None:
+        run_elastic(processes, runpy.run_path, str(ROOT / path), None, "__main__", max_restarts=max_restarts)
+
+    return run_forked(run, *arguments)

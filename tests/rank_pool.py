@@ -1,19 +1,20 @@
-"""Jobs of several processes that stay alive: their ranks import torch once, and run one function after another."""
+"""Jobs of several processes that stay alive: their ranks import nothing again, and run one function after another."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from tests.launching import ROOT, TORCHRUN, environment
+from tests.launching import Fork, run_elastic
+from tests.scripts import rank as rank_script
 
 
 class Results(list[Any]):
@@ -28,7 +29,7 @@ class Results(list[Any]):
 
 
 class RankPool:
-    """A job that torchrun started, whose ranks wait for functions to run (see tests/scripts/rank.py).
+    """A job of torch's elastic launcher, whose ranks wait for functions to run (see tests/scripts/rank.py).
 
     :param world_size: processes of the job; each says that it sees as many
     """
@@ -39,9 +40,9 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self._folder.name)
         self._log = folder / "output"
-        with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener, self._log.open("wb") as log:
-            command = [*TORCHRUN, str(world_size), "tests/scripts/rank.py", listener.address]
-            self._job = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        self._log.touch()
+        with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener:
+            self._job = Fork(lambda: run_elastic(world_size, rank_script.main, listener.address), self._log)
             self._ranks = self._welcome(listener)
 
     def _welcome(self, listener: Listener) -> list[Connection]:
@@ -99,15 +100,17 @@ class RankPool:
             return log.read().decode(errors="replace")
 
     def _kill(self) -> None:
-        for pid in self._pids:
-            try:
-                os.kill(pid, signal.SIGUSR2)  # it prints where its threads are
-            except ProcessLookupError:
-                continue
+        self._signal(signal.SIGUSR2)  # they print where their threads are
         time.sleep(1)
-        self._job.kill()  # its ranks die with it
+        self._job.kill()
         self._job.wait()
+        self._signal(signal.SIGKILL)
         self._ranks = []
+
+    def _signal(self, number: int) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def close(self) -> int:
         """Let the ranks end, and return the exit code of the job."""

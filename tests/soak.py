@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.launching import ROOT, TORCHRUN, Fork, environment
+from tests.launching import Fork, run_elastic
 from tests.scripts.resumable import run_to_the_end
 
 
@@ -36,12 +36,9 @@ def soak(
     """
     options = {"workers": workers, "epochs": max(3, kills // 2), "asynchronous": asynchronous}
 
-    def start(target: Path, delay: float) -> Fork | Job:
-        if processes == 1:
-            return Fork(lambda: run_to_the_end(target, delay=delay, **options), folder / "output")
-        arguments = [1, workers, delay, options["epochs"], int(asynchronous)]
-        script = ["tests/scripts/resumable.py", str(target), *map(str, arguments)]
-        return Job([*TORCHRUN, str(processes), *script], folder / "output")
+    def start(target: Path, delay: float) -> Fork:
+        run = partial(run_to_the_end, target, delay=delay, **options)
+        return Fork(run if processes == 1 else partial(run_elastic, processes, run), folder / "output")
 
     whole, killed = folder / "whole", folder / "killed"
     for target in (whole, killed):
@@ -61,22 +58,14 @@ def soak(
     return tuple(torch.load(target / "final.pt", weights_only=False) for target in (killed, whole))
 
 
-class Job(subprocess.Popen[bytes]):
-    """A program of its own, which prints to a file."""
-
-    def __init__(self, command: list[str], output: Path) -> None:
-        with output.open("ab") as file:
-            super().__init__(command, env=environment(), cwd=ROOT, stdout=file, stderr=file)
-
-
-def _kill_after_a_state(process: Fork | Job, folder: Path, generator: torch.Generator) -> bool:
+def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator) -> bool:
     """Kill a run some time after its next state; return whether it was alive then."""
     before = len(list(folder.glob("states/update-*")))
     while process.poll() is None and len(list(folder.glob("states/update-*"))) == before:
         time.sleep(0.005)
     time.sleep(torch.rand(1, generator=generator).item() * 0.1)
     is_alive = process.poll() is None
-    process.kill()  # torchrun's ranks die with it
+    process.kill()  # a launcher's ranks die with it
     return is_alive
 
 

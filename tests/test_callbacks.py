@@ -637,6 +637,29 @@ def test_when_all_are_nan_nothing_is_saved_or_loaded_and_that_is_said(tmp_path, 
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
+@pytest.mark.parametrize(("error", "is_loaded"), [(ValueError, False), (KeyboardInterrupt, True)])
+def test_the_best_model_is_loaded_unless_an_error_ends_the_run(error, is_loaded, tmp_path, capsys):
+    class Ends(Scripted):
+        script = (1.0, 2.0, 3.0)
+
+        def train_epoch_start(self):
+            super().train_epoch_start()
+            if self.run_history.current_epoch == 3:
+                raise error("no more")
+
+    ends = []
+    keep = listener(on_training_run_epoch_end=lambda t: ends.append(weights(t.model)))
+    trainer = make_trainer([keep, SaveBestModelCallback(tmp_path / "best.pt", "score")], trainer_class=Ends)
+    with pytest.raises(error):
+        train(trainer, epochs=3, eval_dataset=True)
+    said = capsys.readouterr().out
+    assert ("Loading the best model: epoch 1" in said) == is_loaded
+    assert ("The best model is not loaded, as the run failed. It is in" in said) != is_loaded
+    assert equal(weights(trainer.model), ends[0 if is_loaded else 1])
+    trainer.load_checkpoint(tmp_path / "best.pt")
+    assert equal(weights(trainer.model), ends[0])
+
+
 def test_an_infinite_loss_is_worse_than_any_finite_one_that_follows(tmp_path):
     trainer = scripted([math.inf, 5.0], SaveBestModelCallback(tmp_path / "best.pt", "score"))
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])

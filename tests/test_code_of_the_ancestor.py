@@ -30,7 +30,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from tests import ancestor
-from tests.launching import run_python
+from tests.launching import run_code
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
 # ------------------------------------------------------------------------------------ batches and losses
@@ -410,7 +410,7 @@ trainer.save_training_state(sys.argv[1])
 
 def test_a_state_directory_of_the_ancestor_is_called_what_it_is(tmp_path):
     ancestor.skip_without_it()
-    run_python(STATE_OF_THE_ANCESTOR, str(tmp_path / "theirs"))
+    run_code(STATE_OF_THE_ANCESTOR, str(tmp_path / "theirs"))
     trainer = make_trainer(model=nn.Linear(4, 1), optimizer=None)
     with pytest.raises(ValueError, match="is a training state of Accelerate, as pytorch-accelerated writes") as caught:
         trainer.load_training_state(tmp_path / "theirs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -91,6 +92,11 @@ def test_dependabot_moves_a_bound_only_when_it_must():
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     strategies = {update["package-ecosystem"]: update.get("versioning-strategy") for update in updates}
     assert strategies == {"pip": "increase-if-necessary", "github-actions": None}
+
+
+def test_every_picture_can_be_redrawn():
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
+    assert sorted(path.name for path in (ROOT / "docs").glob("*.png")) == pictures
 
 
 def test_links_between_pages_lead_somewhere():

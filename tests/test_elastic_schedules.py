@@ -83,7 +83,7 @@ CHANGES = [((4, 1), (2, 1), 17), ((4, 1), (8, 1), 30), ((4, 1), (7, 1), 22), ((2
 @pytest.mark.parametrize("name", [*TORCH, *OURS, *TIMMS])
 def test_a_schedule_continues_where_the_run_is_and_ends_with_it(tmp_path, name, before, after, update):
     create, trainer_class = factory_of(name)
-    first = trained_with(create, *before, tmp_path / "first", trainer_class)
+    first = trained_with(create, *before, tmp_path / "first", trainer_class, save_every=update)
     resumed = trained_with(create, *after, tmp_path / "again", trainer_class, first.states / f"update-{update:09d}")
     whole = trained_with(create, *after, tmp_path / "whole", trainer_class)
     assert resumed.trainer.progress.samples == whole.trainer.progress.samples == EPOCHS * SAMPLES
@@ -103,16 +103,17 @@ def test_a_run_that_was_resumed_so_can_be_resumed_again(tmp_path):
     for name in ("one cycle", "our cosine", "timm's cosine"):
         create, trainer_class = factory_of(name)
         folder = tmp_path / name.replace(" ", "-")
-        first = trained_with(create, 4, 1, folder / "first", trainer_class)
-        second = trained_with(create, 2, 1, folder / "second", trainer_class, first.states / "update-000000017")
+        first = trained_with(create, 4, 1, folder / "first", trainer_class, save_every=17)
+        state = first.states / "update-000000017"
+        second = trained_with(create, 2, 1, folder / "second", trainer_class, state, save_every=37)
         third = trained_with(create, 2, 1, folder / "third", trainer_class, second.states / "update-000000037")
         assert third.rates == second.rates[37 - 17 :]
-        back = trained_with(create, 4, 1, folder / "back", trainer_class, second.states / "update-000000050")
+        back = trained_with(create, 4, 1, folder / "back", trainer_class, second.states / "update-000000074")
         assert back.rates[-10:] == pytest.approx(first.rates[-10:], rel=1e-12)
 
 
 def test_as_many_updates_in_an_epoch_restore_the_schedules_state(tmp_path, capsys):
-    first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first")
+    first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first", save_every=17)
     resumed = trained_with(TORCH["one cycle"], 2, 2, tmp_path / "again", resume=first.states / "update-000000017")
     assert resumed.rates == first.rates[17:]
     assert "created again" not in capsys.readouterr().out
@@ -121,13 +122,13 @@ def test_as_many_updates_in_an_epoch_restore_the_schedules_state(tmp_path, capsy
 def test_a_run_of_so_many_updates_counts_on(tmp_path):
     limit = {"epochs": None, "max_num_train_steps": 40}
     create = partial(OneCycleLR, max_lr=0.5, total_steps=TOTAL)
-    first = trained_with(create, 4, 1, tmp_path / "first", **limit)
+    first = trained_with(create, 4, 1, tmp_path / "first", save_every=17, **limit)
     resumed = trained_with(create, 3, 1, tmp_path / "again", resume=first.states / "update-000000017", **limit)
     assert resumed.rates == first.rates[17:]
 
 
 def test_it_is_said_how_the_schedule_continues(tmp_path, capsys):
-    first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "first")
+    first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "first", save_every=17)
     trained_with(TORCH["cosine"], 2, 1, tmp_path / "again", resume=first.states / "update-000000017")
     said = "The run is resumed with 30 updates in an epoch instead of 15, so its schedule is created again and advanced"
     assert f"{said} to update 34 of 120." in capsys.readouterr().out
@@ -148,10 +149,10 @@ class SaysHow(StepsItself):
 
 
 def refuse(folder: Path, create: Any, update: int, message: str, trainer_class: type[Trainer] = Trainer) -> None:
-    first = trained_with(create, 4, 1, folder / "first", trainer_class)
+    first = trained_with(create, 4, 1, folder / "first", trainer_class, save_every=update)
     before = sorted(folder.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        trained_with(create, 2, 1, folder / "again", trainer_class, first.states / f"update-{update:09d}")
+        trained_with(create, 2, 1, folder / "again", trainer_class, first.states / f"update-{update:09d}", save_every=1)
     made = set(folder.rglob("*")) - set(before)
     assert not [path for path in made if path.name.startswith("update-")]  # it made no update
 
@@ -178,7 +179,7 @@ def test_a_scheduler_that_fails_when_it_is_stepped_is_an_error(tmp_path):
 def test_a_trainer_with_a_way_of_its_own_to_step_says_how_to_advance(tmp_path):
     refuse(tmp_path, TORCH["cosine"], 17, "StepsItself.scheduler_step steps the scheduler in a way of its", StepsItself)
     expected = trained_with(TORCH["cosine"], 2, 1, tmp_path / "whole")
-    first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "other", SaysHow)
+    first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "other", SaysHow, save_every=15)
     state = first.states / "update-000000015"
     assert trained_with(TORCH["cosine"], 2, 1, tmp_path / "b", SaysHow, state).rates == expected.rates[30:]
 
@@ -189,7 +190,7 @@ def test_who_overrides_how_to_advance_may_keep_counting(tmp_path):
             super().advance_scheduler(self.progress.update)
 
     create = partial(StepLR, step_size=20)
-    first = trained_with(create, 4, 1, tmp_path / "first", Counts)
+    first = trained_with(create, 4, 1, tmp_path / "first", Counts, save_every=50)
     resumed = trained_with(create, 2, 1, tmp_path / "again", Counts, first.states / "update-000000050")
     assert resumed.rates[:10] == pytest.approx([1e-3] * 10)
     assert resumed.rates[10] == pytest.approx(1e-4)

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
     SaveBestModelCallback,
     StepBasedEvaluationCallback,
 )
-from tests.launching import torchrun
+from tests.launching import run_elastic_script
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
@@ -35,6 +36,25 @@ def test_the_trained_weights_are_the_same_with_and_without_it(accumulation):
     plain, stepped = histories
     assert len(stepped.pop("intermediate_eval_loss")) == 24 // accumulation // 2
     assert stepped == plain
+
+
+def test_a_trainer_that_makes_its_own_loader_evaluates_without_a_dataset():
+    data = regression_data(9)
+
+    class Own(Trainer):
+        def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
+            return DataLoader(data, batch_size=batch_size)
+
+    model = small_model()
+    within = listener(on_train_epoch_end=lambda t: losses.append(t.evaluate()))
+    losses: list[dict[str, float]] = []
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[within])
+    trainer.train(regression_data(8), 1)
+    losses.append(trainer.evaluate())
+    assert losses == 2 * [trainer.evaluate(data)]
+    assert losses[0]["evaluation_loss"] > 0
+    assert "eval_loss_epoch" not in trainer.run_history.get_metric_names()
+    assert len(trainer.predict(None)) == 9
 
 
 def test_modes_losses_and_generators_are_put_back():
@@ -120,7 +140,7 @@ def test_bad_input():
 def test_all_callbacks_together_are_resumed_to_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
-    killed = torchrun(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")
+    killed = run_elastic_script(2, "tests/scripts/all_callbacks.py", str(tmp_path / "killed"), "5")
     assert killed.returncode != 0
     assert (tmp_path / "killed" / "killed").exists()
     whole = job(2).run(run_with_all, tmp_path / "whole")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.programs
 
 
 def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tmp_path):
-    output = run_script("examples/digits.py", "--output", str(tmp_path))
+    output = run_script("examples/digits.py", "--epochs", "8", "--output", str(tmp_path))
     accuracy = re.search(r"Test accuracy: ([\d.]+)% of 360 digits", output)
     assert float(accuracy[1]) >= 98
     assert (tmp_path / "curves.png").stat().st_size > 10_000
@@ -46,9 +46,17 @@ def test_an_event_of_the_users_own_reaches_the_callback():
 
 
 def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates():
-    output = run_script("examples/language_model.py", "--updates", "80")
-    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+80 updates", output)
+    output = run_script("examples/language_model.py", "--updates", "50")
+    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+50 updates", output)
     assert float(bits[1]) < 3.5  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
+
+
+def test_a_gan_learns_to_draw_digits(tmp_path):
+    output = run_script("examples/gan.py", "--epochs", "6", "--output", str(tmp_path))
+    sure, kinds = re.search(r"A classifier is ([\d.]+)% sure of 1,000 drawn digits, of (\d+) kinds", output).groups()
+    assert float(sure) > 50
+    assert int(kinds) >= 5
+    assert len(list(tmp_path.glob("epoch_*.png"))) == 6
 
 
 def test_progressive_resizing_trains_one_model_on_growing_images():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerPlaceholderValues
@@ -338,6 +338,16 @@ def test_a_placeholder_within_a_function_is_an_error_before_training(rate):
     total = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS
     train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=partial(as_argument, total=total)))
     assert trainer.progress.update == 3
+
+
+@pytest.mark.parametrize("argument", ["step_size", "gamma"])
+def test_a_placeholder_that_a_scheduler_keeps_is_an_error_before_training(argument):
+    """It would never be equal to an update's number, and the rate would stay as it is."""
+    per_epoch = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+    trainer = make_trainer()
+    with pytest.raises(TypeError, match=rf"StepLR has {argument}=.*UPDATE_STEPS.*functools\.partial"):
+        train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, **{"step_size": 2, argument: per_epoch}))
+    assert trainer.progress.update == 0
 
 
 # -------------------------------------------------------------------- losses that train something else, or nothing

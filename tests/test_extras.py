@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import html
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import run_code
 
 # As metadata have it, whether installed from an index, a clone, a git address or a file.
 METADATA = """Metadata-Version: 2.4
@@ -29,12 +28,16 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
-for name in ("matplotlib", "PIL"):
-    sys.modules[name] = None  # as if they were not installed
-from pytorch_accel_lite import InMemoryRunHistory, Trainer
-from pytorch_accel_lite.callbacks import RunLogCallback, SnapshotCallback, TrackerCallback
 import torch
 
+from pytorch_accel_lite import InMemoryRunHistory, Trainer
+from pytorch_accel_lite.callbacks import RunLogCallback, SnapshotCallback, TrackerCallback
+from tests.launching import forget
+
+forget("matplotlib", "PIL", installed=False)
+forget("tensorboard")
+# Nothing is installed but our dependencies, and perhaps our metadata.
+sys.path[:] = [sys.argv[1], *(path for path in sys.path if Path(path).name not in ("site-packages", "dist-packages"))]
 history = InMemoryRunHistory()
 history.update_metric("loss", 1)
 snapshots = SnapshotCallback(lambda model, samples: torch.zeros(4, 4))
@@ -52,29 +55,24 @@ for attempt in (history.plot, lambda: TrackerCallback("tensorboard"), lambda: tr
         attempt()
     except ImportError as error:
         print(error)
-train(RunLogCallback("log"))
-print(*[page.read_text() for page in Path("log").rglob("*.html")])
+log = Path(sys.argv[2])
+train(RunLogCallback(log))
+print(*[page.read_text() for page in log.rglob("*.html")])
 """
 
 
 def messages(folder: Path, metadata: str | None) -> list[str]:
-    """Run the script where nothing is installed but our dependencies, and perhaps our metadata."""
     site = folder / "site"
     site.mkdir()
     for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for path in Path(library).iterdir():
             if "pytorch_accel_lite" not in path.name and path.name.partition(".")[0] != "tensorboard":
                 (site / path.name).symlink_to(path)
-    (site / "pytorch_accel_lite").symlink_to(ROOT / "pytorch_accel_lite")
     if metadata:
         (site / "pytorch_accel_lite-9.9.dist-info").mkdir()
         (site / "pytorch_accel_lite-9.9.dist-info" / "METADATA").write_text(metadata)
-    script = f"import sys; sys.path.append({str(site)!r})\n{SCRIPT}"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], cwd=folder, text=True, capture_output=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if "pip install" in line]
+    output = run_code(SCRIPT, str(site), str(folder / "log"))
+    return [line for line in output.splitlines() if "pip install" in line]
 
 
 @pytest.mark.programs
@@ -92,4 +90,4 @@ def test_errors_name_what_to_install(tmp_path, metadata, plot, tensorboard):
     expected = f"tracker='tensorboard' needs the package tensorboard. Install it with: pip install {tensorboard}"
     assert tracking == expected
     assert snapshots == f"SnapshotCallback needs pillow. Install it with: pip install {plot if metadata else 'pillow'}"
-    assert f"<p>For curves: <code>pip install {plot.replace('>', '&gt;')}</code></p>" in log
+    assert f"<p>For curves: <code>pip install {html.escape(plot).replace('&#x27;', '&#39;')}</code></p>" in log

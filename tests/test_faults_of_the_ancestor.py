@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
 from tests import cases
-from tests.launching import run_python
+from tests.launching import run_code
 from tests.tasks import CountsReads, equal, quiet_trainer, regression_data, small_model
 
 
@@ -90,6 +90,8 @@ def test_importing_it_and_train_force_seed_42():
 import random, numpy, torch
 torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
 expected = torch.rand(1).item(), numpy.random.rand(), random.random()
+from tests.launching import forget
+forget("pytorch_accel_lite", "tests")
 torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
 import pytorch_accel_lite
 from tests.tasks import quiet_trainer, regression_data, small_model
@@ -101,7 +103,7 @@ trainer.train(regression_data(8), 1)
 assert numpy.random.get_state()[1].tolist() == first
 assert torch.initial_seed() == 1
 """
-    run_python(script)
+    run_code(script)
 
 
 def test_string_eval_and_arithmetic_on_the_left_raise():

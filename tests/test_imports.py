@@ -12,7 +12,7 @@ import pytest
 
 import pytorch_accel_lite
 from tests import ancestor
-from tests.launching import ROOT, run_python
+from tests.launching import ROOT, run_code, run_python
 
 MODULES = ["", ".trainer", ".callbacks", ".tracking", ".run_config", ".utils", ".checkpoint", ".data", ".schedulers"]
 
@@ -89,7 +89,7 @@ def test_imports_written_for_the_ancestor_work_after_renaming_the_package():
 def test_the_same_imports_work_with_the_ancestor_itself():
     """So that the list above is not of names that the ancestor never had."""
     ancestor.skip_without_it()
-    run_python(ANCESTORS_IMPORTS.replace("pytorch_accel_lite", "pytorch_accelerated"))
+    run_code(ANCESTORS_IMPORTS.replace("pytorch_accel_lite", "pytorch_accelerated"))
 
 
 def test_the_same_name_is_the_same_object_wherever_it_is_imported_from():

@@ -106,6 +106,25 @@ def test_an_argument_that_a_callback_does_not_have(callback, word, answer):
     assert answer in message(TypeError, lambda: callback(**{word: 3}))
 
 
+@pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])
+def test_an_argument_that_a_tool_does_not_have(tool):
+    trainer = make_trainer()
+    call = partial(getattr(trainer, tool), make_data())
+    assert f"{tool}() has no argument 'dataloader_kwargs': it is called train_" in message(
+        TypeError, lambda: call(dataloader_kwargs={})
+    )
+    assert "pass resume_from to train()." in message(TypeError, lambda: call(resume_from="latest"))
+    assert "pass accelerator=" in message(TypeError, lambda: call(mixed_precision="bf16"))
+    assert trainer.progress.update == 0
+
+
+@pytest.mark.parametrize("name", ["test", "validate"])
+def test_other_names_of_evaluate(name):
+    assert f"Trainer has no {name}(). Call evaluate(dataset)." in message(
+        AttributeError, lambda: getattr(make_trainer(), name)
+    )
+
+
 def test_fit_is_train():
     trainer = make_trainer()
     assert "Trainer has no fit(). Call train(" in message(AttributeError, lambda: trainer.fit(make_data(), 3))
@@ -185,6 +204,12 @@ def test_a_class_in_place_of_an_instance(argument, value, answer):
     assert answer in message(TypeError, lambda: Trainer(**(given | {argument: value})))
 
 
+def test_several_optimizers_in_place_of_one():
+    model = make_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    assert "a trainer takes one optimizer" in message(TypeError, lambda: Trainer(model, nn.MSELoss(), optimizers))
+
+
 class Samples(list):
     """A dataset."""
 
@@ -196,8 +221,14 @@ DATA: dict[str, tuple[Any, str]] = {
     "a tuple of tensors": ((INPUTS, TARGETS), "a tuple without targets for loss_func."),
     "a list of tensors": ([INPUTS, INPUTS], "a list without targets for loss_func."),
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
+    "a file's name": ("train.csv", "='train.csv' is no dataset: read what is there"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
 }
+
+
+def test_inputs_and_targets_in_place_of_a_dataset():
+    text = message(TypeError, lambda: make_trainer().train(INPUTS, TARGETS))
+    assert "Pass torch.utils.data.TensorDataset(inputs, targets)" in text
 
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
@@ -238,6 +269,14 @@ def test_tensors_are_data_for_those_who_need_no_targets():
 )
 def test_what_cannot_be_resumed_from(value, error, answer):
     assert answer in message(error, lambda: train(make_trainer(), resume_from=value))
+
+
+def test_a_checkpoint_is_no_training_state(tmp_path):
+    trainer = make_trainer()
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    text = message(NotADirectoryError, lambda: train(trainer, resume_from=tmp_path / "model.pt"))
+    assert "is a file, and a training state is a directory" in text
+    assert "trainer.load_checkpoint(path)" in text
 
 
 def test_a_directory_may_have_any_name(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -240,76 +239,6 @@ def test_an_evaluation_alone_leaves_the_file_of_an_earlier_run(tmp_path):
     before = (tmp_path / "m.jsonl").read_text()
     make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]).evaluate(make_data())
     assert (tmp_path / "m.jsonl").read_text() == before
-
-
-# ---------------------------------------------------------------------------------------- the run's folder
-
-
-def test_the_folder_of_a_run_says_how_it_went(tmp_path):
-    log = RunLogCallback(tmp_path / "log", {"idea": "wider <layers>"})
-    train(make_trainer([log]), epochs=2, eval_dataset=True)
-    record = json.loads((tmp_path / "log" / "run.json").read_text())
-    assert record["attempts"][-1]["outcome"] == "finished"
-    assert record["config"]["idea"] == "wider <layers>"
-    assert record["config"]["num_epochs"] == 2
-    assert record["versions"]["torch"]
-    assert record["git"] is None or len(record["git"]["commit"]) == 40
-    assert [row["epoch"] for row in record["metrics"]] == [1, 2]
-    page = (tmp_path / "log" / "summary.html").read_text()
-    assert "data:image/svg+xml;base64," in page
-    assert "wider &lt;layers&gt;" in page
-    assert "http" not in page.replace("http-equiv", "")
-    text = (tmp_path / "log" / "summary.md").read_text()
-    assert "- **Outcome**: finished" in text
-    assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
-
-
-def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_path):
-    def no_number(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("mine", math.nan))
-    config = {("a", 1): 2, "rates": (0.1, math.inf), "nested": {3: torch.tensor(4.0), "path": tmp_path}}
-    train(make_trainer([record, RunLogCallback(tmp_path, config)]))
-    found = json.loads((tmp_path / "run.json").read_text(), parse_constant=no_number)
-    assert found["metrics"][0]["mine"] == "NaN"
-    assert found["config"]["('a', 1)"] == 2
-    assert found["config"]["rates"] == [0.1, "Infinity"]
-    assert found["config"]["nested"] == {"3": 4.0, "path": str(tmp_path)}
-
-
-@pytest.mark.parametrize("content", [None, "", "{}"])
-def test_a_record_that_is_lost_or_damaged_begins_anew_with_a_resumed_run(tmp_path, content):
-    def run(**kwargs: Any) -> list[Any]:
-        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
-        train(make_trainer([RunLogCallback(tmp_path), saving], seed=0), **kwargs)
-        return [a["from_update"] for a in json.loads((tmp_path / "run.json").read_text())["attempts"]]
-
-    state = tmp_path / "states" / "update-000000002"
-    assert run() == [0]
-    assert run(resume_from=state) == [0, 2]
-    (tmp_path / "run.json").unlink() if content is None else (tmp_path / "run.json").write_text(content)
-    assert run(resume_from=state) == [2]
-
-
-def test_the_error_of_a_run_is_in_its_folder(tmp_path):
-    def fail(trainer: Any, **kwargs: Any) -> None:
-        raise ValueError("nothing works")
-
-    with pytest.raises(ValueError, match="nothing works"):
-        train(make_trainer([RunLogCallback(tmp_path), listener(on_train_step_end=fail)]))
-    attempt = json.loads((tmp_path / "run.json").read_text())["attempts"][-1]
-    assert attempt["outcome"] == "failed: ValueError: nothing works"
-    assert "in fail" in attempt["traceback"]
-    assert "nothing works" in (tmp_path / "summary.html").read_text()
-
-
-def test_without_matplotlib_the_page_has_tables(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    train(make_trainer([RunLogCallback(tmp_path)]))
-    page = (tmp_path / "summary.html").read_text()
-    assert "For curves: <code>pip install" in page
-    assert "train_loss_epoch" in page
 
 
 # ---------------------------------------------------------------------------------------------- trackers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchmetrics import R2Score
 
-from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues, utils
 from pytorch_accel_lite.callbacks import (
+    MetricsCallback,
     ModelEmaCallback,
     PlotMetricsCallback,
     SnapshotCallback,
@@ -138,7 +142,9 @@ def test_images_are_drawn_as_a_sheet(tmp_path):
     figure = worst.plot(data, tmp_path / "sheets" / "worst.png", classes=["ant", "bee", "cat"])
     first = worst.samples[0]
     named = ["ant", "bee", "cat"]
-    assert figure.axes[0].get_title().startswith(f"{named[first.prediction]}, not {named[first.target]}")
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles[0].startswith(f"predicted {named[first.prediction]}, true {named[first.target]}\nloss ")
+    assert len(titles) == 7
     assert pixels(tmp_path / "sheets" / "worst.png").shape[1] > 500
     with pytest.raises(ValueError, match="nothing to draw"):
         WorstSamplesCallback().plot(data)
@@ -231,15 +237,24 @@ def test_values_from_0_to_1_are_shown_as_they_are_and_others_stretched(tmp_path,
 # ------------------------------------------------------------------------------------------------ plots
 
 
-def test_metrics_are_plotted_after_each_epoch(tmp_path):
+def test_metrics_are_plotted_after_each_epoch(tmp_path, monkeypatch):
     seen = []
     path = tmp_path / "plots" / "metrics.png"
+    hours = itertools.count(step=3600)  # each look at the clock is an hour later
+    monkeypatch.setattr(utils, "time", SimpleNamespace(monotonic=lambda: next(hours)))
     look = listener(on_training_run_epoch_end=lambda t: seen.append(path.exists()))
-    train(make_trainer([look, PlotMetricsCallback(path)]), epochs=2, eval_dataset=True)
-    assert seen == [False, True]
+    train(make_trainer([look, PlotMetricsCallback(path)]), epochs=60, eval_dataset=True)
+    assert seen[0] is False
+    assert True in seen
     assert pixels(path).shape[1] > 300
-    train(make_trainer([PlotMetricsCallback(tmp_path / "loss.svg", ["train_loss_epoch"])]))
-    assert "train loss" not in (tmp_path / "loss.svg").read_text()[:100]
+
+
+def test_short_runs_are_drawn_once_at_the_end(tmp_path):
+    path, drawn = tmp_path / "metrics.svg", []
+    look = listener(on_training_run_epoch_end=lambda t: drawn.append(path.exists()))
+    train(make_trainer([look, PlotMetricsCallback(path, ["train_loss_epoch"])]), epochs=3)
+    assert drawn == [False] * 3  # drawing takes many times as long as an epoch
+    assert path.exists()
 
 
 def test_a_run_without_numbers_is_not_ended_by_their_plot(tmp_path):
@@ -252,26 +267,133 @@ def test_a_run_without_numbers_is_not_ended_by_their_plot(tmp_path):
     assert not (tmp_path / "m.png").exists()
 
 
-def test_the_last_epoch_of_many_short_ones_is_drawn(tmp_path):
-    path, drawn = tmp_path / "metrics.svg", []
-    look = listener(on_training_run_epoch_end=lambda t: drawn.append(path.stat().st_mtime_ns if path.exists() else 0))
-    train(make_trainer([look, PlotMetricsCallback(path)]), epochs=20)
-    during = set(drawn) - {0}
-    assert 1 <= len(during) < 19  # drawing takes many times as long as an epoch
-    assert path.stat().st_mtime_ns not in during
-
-
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
     with pytest.raises(ValueError, match=r"'train_los_epoch'.*Did you mean 'train_loss_epoch'"):
         train(make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])]))
 
 
-def test_chosen_metrics_alone_are_drawn():
+def recorded(**metrics: Any) -> InMemoryRunHistory:
+    """A history with a list of values, one an epoch, for each metric."""
     history = InMemoryRunHistory()
-    for name in ("train_loss_epoch", "eval_loss_epoch", "accuracy"):
-        history.update_metric(name, 1.0)
-    assert [axis.get_title() for axis in history.plot(metrics=["accuracy"]).axes] == ["accuracy"]
-    assert history.plot(metrics=["accuracy"]).axes[0].get_legend() is None
+    for epoch in range(max(map(len, metrics.values()))):
+        for name, values in metrics.items():
+            for value in np.atleast_1d(values[epoch]) if epoch < len(values) else ():
+                history.update_metric(name, float(value))
+        history._increment_epoch()
+    return history
+
+
+def panels(figure: Figure) -> dict[str, Any]:
+    return {axis.get_title(loc="left"): axis for axis in figure.axes}
+
+
+def legend(axis: Any) -> list[str]:
+    return [text.get_text() for text in axis.get_legend().get_texts()] if axis.get_legend() else []
+
+
+def test_chosen_metrics_alone_are_drawn():
+    history = recorded(train_loss_epoch=[1], eval_loss_epoch=[1], accuracy=[1])
+    (axis,) = history.plot(metrics=["accuracy"]).axes
+    assert axis.get_title(loc="left") == "accuracy"
+    assert axis.get_legend() is None
+
+
+def test_the_best_epoch_of_an_evaluation_is_marked():
+    data = make_data(8)
+    accuracy = MetricsCallback({"r2": R2Score()})  # of which greater values are better
+    trainer = train(make_trainer([accuracy]), epochs=3, eval_dataset=data)
+    history = trainer.run_history
+    history._metrics |= {"eval_loss_epoch": [0.5, 0.25, math.nan], "r2": [0.1, 0.2, 0.7]}
+    drawn = panels(history.plot())
+    assert legend(drawn["loss"]) == ["train", "eval: best 0.25 in epoch 2"]
+    assert legend(drawn["r2"]) == ["eval: best 0.7 in epoch 3"]
+    (ring,) = drawn["loss"].collections
+    assert ring.get_offsets().tolist() == [[2, 0.25]]
+
+
+def test_curves_that_share_a_panel_differ_and_look_alike_in_all_panels():
+    names = [f"set{number}" for number in range(20)]
+    metrics = {"train_loss_epoch": [2.0, 1.0], "eval_loss_epoch": [2.0, 1.0], "accuracy": [0.5, 0.6]}
+    for prefix in ("ema_model", *names):
+        metrics |= {f"{prefix}_eval_loss_epoch": [3.0, 2.0], f"{prefix}_accuracy": [0.2, 0.4]}
+    drawn = panels(recorded(**metrics).plot())
+    assert list(drawn) == ["loss", "accuracy"]
+    looks = [
+        {line.get_label(): (line.get_color(), line.get_linestyle()) for line in axis.lines} for axis in drawn.values()
+    ]
+    assert looks[0].keys() == {"train", "eval", "ema model", *names}
+    assert len(set(looks[0].values())) == 23
+    assert looks[1].items() <= looks[0].items()
+
+
+def test_monitors_share_panels_by_unit():
+    parts = ["data", "forward", "backward", "optimizer", "evaluation", "saving", "callbacks"]
+    times = {f"time_{part}": [0.1, 0.2] for part in parts} | {"time_data_max": [0.3, 0.3], "time_epoch": [1, 2]}
+    drawn = panels(
+        recorded(
+            **times,
+            memory_allocated_mib=[100, 101],
+            memory_reserved_mib=[120, 120],
+            lr_0=[1e-2, 1e-3],
+            lr_1=[1e-5, 1e-6],
+            samples_per_second_epoch=[12000, 13000],
+            train_loss_epoch=[1.0, 0.5],
+        ).plot()
+    )
+    assert [(title, axis.get_ylabel()) for title, axis in drawn.items()] == [
+        ("loss", ""),
+        ("learning rate", ""),
+        ("throughput", "samples per second"),
+        ("memory", "MiB"),
+        ("time of an epoch", "seconds"),
+    ]
+    assert legend(drawn["memory"]) == ["allocated", "reserved"]
+    assert legend(drawn["learning rate"]) == ["group 0", "group 1"]
+    assert drawn["learning rate"].get_yscale() == "log"
+    assert drawn["memory"].get_ylim()[0] == 0
+    times_axis = drawn["time of an epoch"]
+    assert legend(times_axis) == [*parts, "other", "data, slowest process"]
+    tops = [layer.get_data().values.tolist() for layer in times_axis.patches]
+    assert tops[-1] == pytest.approx([1, 2])  # the parts and the rest are the whole
+
+
+def test_a_curve_that_falls_over_decades_is_on_a_logarithmic_axis():
+    falling, flat = [0.5**k for k in range(14)], [1 / (k + 1) for k in range(14)]
+    for values, scale in ((falling, "log"), (flat, "linear"), ([*falling[:-1], 0.0], "linear")):
+        assert recorded(train_loss_epoch=values).plot().axes[0].get_yscale() == scale
+
+
+@pytest.mark.parametrize(
+    ("epochs", "ticks"), [(1, [1]), (2, [1, 2]), (13, [1, 5, 10, 13]), (100, [1, 20, 40, 60, 80, 100]), (101, [1, 101])]
+)
+def test_whole_epochs_are_marked_the_first_and_the_last_among_them(epochs, ticks):
+    axis = recorded(train_loss_epoch=[1.0] * epochs).plot().axes[0]
+    found = axis.get_xticks().tolist()
+    assert set(ticks) <= set(found)
+    assert len(found) <= 8
+    assert all(tick == int(tick) for tick in found)
+
+
+def test_evaluations_within_an_epoch_lie_in_its_course():
+    (axis,) = recorded(intermediate_eval_loss=[[4, 3], [2, 1]], eval_loss_epoch=[2, 1]).plot().axes
+    places = {line.get_label(): list(line.get_xdata()) for line in axis.lines}
+    assert places == {"intermediate": [0.5, 1, 1.5, 2], "eval": [1, 2]}
+
+
+def test_legends_lie_above_the_curves_and_below_the_titles():
+    metrics = {f"train_{name}_loss": [1.0, 2.0] for name in ("a", "b")} | {"lr_0": [1.0, 1.0], "lr_1": [0.5, 0.4]}
+    for number in range(9):
+        metrics[f"set{number}_eval_loss"] = [2.0, 1.0]
+    figure = recorded(**metrics).plot()
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        if axis.get_legend() is not None:
+            box = axis.get_legend().get_window_extent()
+            assert box.y0 >= axis.get_window_extent().y1
+            (title,) = [
+                text for text in axis.get_children() if getattr(text, "get_text", str)() == axis.get_title("left")
+            ]
+            assert title.get_window_extent().y0 >= box.y1
 
 
 def test_a_schedule_is_seen_before_it_is_used(tmp_path):
@@ -306,8 +428,9 @@ def test_a_confusion_matrix_counts(count, tmp_path):
     scores = nn.functional.one_hot(targets, count).float()
     scores[:50] = scores[:50].roll(1, 1)
     figure = plot_confusion_matrix(scores, targets, [f"class {i}" for i in range(count)], tmp_path / "m.png")
-    assert figure.axes[0].get_title() == "450 of 500 right (90.0%)"
-    assert sum(int(text.get_text()) for text in figure.axes[0].texts) == 500
+    assert figure.axes[0].get_title(loc="left") == "accuracy 90.0%: 450 of 500 samples"
+    # The counts of more classes could not be read.
+    assert sum(int(text.get_text()) for text in figure.axes[0].texts) == (500 if count <= 30 else 0)
     assert equal({"a": scores.argmax(1)[50:]}, {"a": targets[50:]})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from pytorch_accel_lite.schedulers import WSDLrScheduler
+from tests import typed_callbacks
 from tests.shipped import NEEDED, SHIPPED, build
 from tests.tasks import EVENTS, Broken, listener, make_data, make_trainer, train
 
@@ -108,6 +110,31 @@ def test_methods_that_name_all_that_their_event_passes_need_no_kwargs(recwarn):
     with pytest.raises(OSError, match="unreadable"):
         trainer.evaluate(Broken(), dataloader_kwargs={"num_workers": 0})
     assert set(called) == set(EVENTS) - {"on_stop_training_error"}
+
+
+def test_methods_in_the_styles_that_the_type_checker_accepts_are_called():
+    """That it accepts them is checked by ``make check``."""
+    callbacks = [style() for style in typed_callbacks.STYLES]
+    train(make_trainer(callbacks), eval_dataset=True)
+    assert [callback.steps for callback in callbacks] == [3] * len(callbacks)
+
+
+def test_the_events_of_the_base_class_tell_an_editor_what_they_pass():
+    """The handler passes what they declare, and no more: the event of each run is called with these names."""
+    keywords = "batch: 'Any', batch_output: 'dict[str, Any]', step: 'int', **kwargs: 'Any'"
+    declared = inspect.signature(TrainerCallback.on_train_step_end)
+    assert str(declared) == f"(self, trainer: 'Trainer', *, {keywords}) -> 'None'"
+    passed: dict[str, set[str]] = {}
+
+    def recording(event: str) -> Any:
+        return lambda self, trainer, **kwargs: passed.setdefault(event, set()).update(kwargs)
+
+    trainer = make_trainer([callback_class(**{event: recording(event) for event in EVENTS})])
+    run_everything(trainer)
+    for event, names in passed.items():
+        parameters = inspect.signature(getattr(TrainerCallback, event)).parameters.values()
+        assert names == {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}, event
+    assert len(passed) > 20
 
 
 def test_first_arguments_of_another_name_and_methods_that_take_anything_are_fine():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests import cases
-from tests.launching import SOAK, TORCHRUN, launch, torchrun
+from tests.launching import SOAK, TORCHRUN, launch, run_elastic_script, run_script, torchrun
 from tests.shipped import SHIPPED
 from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model, weights
 
@@ -494,8 +494,7 @@ def test_training_in_a_notebook_on_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    done = launch([sys.executable, "tests/scripts/notebook.py", str(tmp_path), port], timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_script("tests/scripts/notebook.py", str(tmp_path), port)
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert [result["processes"] for result in results] == [2, 2]
     model = small_model()
@@ -515,23 +514,27 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
 
 
 def test_a_launch_that_accelerate_does_not_see_is_refused():
-    done = torchrun(2, "tests/scripts/refused.py", timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = run_elastic_script(2, "tests/scripts/refused.py")
+    assert done.returncode == 0, done.stdout
     if done.stdout.count("made on 2 processes") == 2:
         pytest.skip("old versions of accelerate see the processes all the same")
     assert done.stdout.count("RuntimeError: The launcher started WORLD_SIZE=2 processes, but Accelerate sees 1") == 2
     assert "made before the trainer, by an Accelerator or a PartialState" in done.stdout
 
 
-@pytest.mark.parametrize("how", ["by itself", "with", "two trainers"])
-@pytest.mark.parametrize("launcher", [[*TORCHRUN, "2"], ACCELERATE], ids=["torchrun", "accelerate"])
+LAUNCHERS = {"torchrun": [*TORCHRUN, "2"], "accelerate": ACCELERATE}
+# Each launcher, and each way; all of both with SOAK.
+LAUNCHES = [("torchrun", "closed"), ("accelerate", "by itself")]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "how"), [(a, b) for a in LAUNCHERS for b in ("closed", "by itself")] if SOAK else LAUNCHES
+)
 def test_a_launched_run_exits_with_code_0_however_its_trainer_is_closed(launcher, how):
-    if launcher is ACCELERATE and how != "by itself" and not SOAK:
-        pytest.skip("one way for accelerate launch; make soak has all")
     for _ in range(20 if SOAK else 1):
-        done = launch([*launcher, "tests/scripts/short_run.py", how], timeout=60)
+        done = launch([*LAUNCHERS[launcher], "tests/scripts/short_run.py", how], timeout=60)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("two processes: True") == 2
+        assert done.stdout.count("two processes: True") == (4 if how == "closed" else 2)
         assert sorted(re.findall(r"the first: (True|False)", done.stdout)) == ["False", "True"]
 
 

@@ -33,12 +33,21 @@ def test_a_module_trained_beside_the_model_is_found_by_its_name(found):
     for update, _, said in (result["critic"] for result in found):
         assert update == 1
         assert "'critic.weight'" in said
+        assert "self.accelerator.prepare(module)" in said
 
 
 def test_parameters_unfrozen_without_rewrap_model_are_found_at_the_end_of_the_epoch(found):
     for _, epoch, said in (result["unfrozen"] for result in found):
         assert epoch == 2
         assert "rewrap_model()" in said
+
+
+def test_parameters_that_the_loss_does_not_depend_on_are_named(found):
+    for update, _, said in (result["unused"] for result in found):
+        assert update == 1
+        assert "The loss does not depend on 'spare.weight', 'spare.bias'," in said
+        assert "find_unused_parameters=True" in said
+        assert "bare module" not in said
 
 
 def test_a_single_bit_is_found_at_the_end_of_the_epoch_and_sooner_when_checked_more_often(ranks, found):

@@ -165,4 +165,16 @@ def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallba
     return (*first, *bar, LogMetricsCallback, AdviceCallback)
 
 
-DEFAULT_CALLBACKS = get_default_callbacks()
+class _DefaultCallbacks(tuple[type[TrainerCallback], ...]):
+    """A tuple that is one word in the signatures of which it is a default."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "DEFAULT_CALLBACKS"
+
+    def __str__(self) -> str:
+        return f"({', '.join(callback.__name__ for callback in self)})"
+
+
+DEFAULT_CALLBACKS = _DefaultCallbacks(get_default_callbacks())

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.checks.known_elsewhere import answering
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_positive_int
 from pytorch_accel_lite.watching import WatchedMetric
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class SaveBestModelCallback(TrainerCallback):
     """Saves the model whenever a metric is better than before, and loads the best one at the end of the run.
 
+    A run that an error ends leaves the model as it was then, and says where the best one is; one that is stopped or
+    interrupted loads it.
     Weights that are not finite end the run with :class:`~pytorch_accel_lite.NonFiniteLossError` instead.
 
     :param save_path: the file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
@@ -38,6 +40,8 @@ class SaveBestModelCallback(TrainerCallback):
         epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best. Of two runs' epochs of
         one number the better is kept, or, with ``reset_on_train``, the files of the run before are removed.
     """
+
+    _failed = False
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class SaveBestModelCallback(TrainerCallback):
             request.metrics.watch(self._watched)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._failed = False
         self._watched.start(trainer)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
@@ -127,11 +132,17 @@ class SaveBestModelCallback(TrainerCallback):
             trainer.print(f"No best model is saved: {self.watch_metric} has had no value that is a number.")
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
-        trainer.print(
-            f"Loading the best model: epoch {self.best_metric_epoch}, {self.watch_metric}: {self.best_metric:.6g} "
-            f"({self._watched.direction})"
+        best = (
+            f"epoch {self.best_metric_epoch}, {self.watch_metric}: {self.best_metric:.6g} ({self._watched.direction})"
         )
+        if self._failed:
+            trainer.print(f"The best model is not loaded, as the run failed. It is in {str(self.save_path)!r}: {best}")
+            return
+        trainer.print(f"Loading the best model: {best}")
         trainer.load_checkpoint(self.save_path)
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._failed = isinstance(kwargs["exception"], Exception)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all models that are kept."""

@@ -1,4 +1,4 @@
-"""Pictures of a run while it goes on: the curves of its metrics, and what a function of the user's draws."""
+"""Pictures of a run in progress: the curves of its metrics, and what a function of the user draws."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class PlotMetricsCallback(TrainerCallback):
     """Draws the curves of the metrics after each epoch: to a file, and live in a notebook (extra ``plot``).
 
-    Where epochs are so short that this would take more than a fiftieth of the time (a tenth in a notebook), some are
-    left out, but never the last.
+    It gets a fiftieth of the run's time (a tenth in a notebook): where that is too little, epochs are left out. The
+    last is always drawn, at the end.
 
-    :param path: where to save the picture, by suffix (``.png``, ``.svg``, ``.pdf``); replaced as a whole
+    :param path: where to save the picture, by suffix (``.png``, ``.svg``, ``.pdf``); replaced atomically
     :param metrics: the names of the metrics to draw; ``None``: all with numbers
     :raises ImportError: when matplotlib is not installed
     """
@@ -42,7 +42,7 @@ class PlotMetricsCallback(TrainerCallback):
     def _restart(self) -> None:
         self._display = None
         self._is_behind = False
-        self._pace = TimeBudget(1 / 10 if in_notebook() else 1 / 50)
+        self._pace = TimeBudget(1 / 10, expected=0.2) if in_notebook() else TimeBudget(1 / 50, expected=0.5)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._restart()
@@ -85,7 +85,7 @@ class PlotMetricsCallback(TrainerCallback):
 
 
 class SnapshotCallback(TrainerCallback):
-    """Lets a function of yours draw what the model makes of fixed samples, and keeps the pictures.
+    """Calls your function to draw what the model makes of fixed samples, and saves the pictures.
 
     They are saved as PNG files, and sent to every tracker of the trainer. The model is in evaluation mode meanwhile;
     modes and generators are restored, so training is the same with and without. A function that raises an error is

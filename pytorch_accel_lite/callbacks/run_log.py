@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
+import inspect
 import json
 import os
 import platform
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -18,10 +17,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn.parameter import UninitializedParameter
+
 from pytorch_accel_lite.callbacks.metrics_file import plain
+from pytorch_accel_lite.callbacks.run_page import pages
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import TimeBudget, format_metric, install_command
+from pytorch_accel_lite.plotting.curves import svg_panels
+from pytorch_accel_lite.plotting.panels import NothingToPlotError
+from pytorch_accel_lite.tracking import InMemoryRunHistory
+from pytorch_accel_lite.utils import TimeBudget, format_metric, in_notebook
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -32,45 +38,61 @@ _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy
 class RunLogCallback(TrainerCallback):
     """Keeps a folder on a run: ``run.json`` for programs, ``summary.md`` and ``summary.html`` for people.
 
-    They hold the run's configuration and yours, the command line, versions, the git commit (when the program is run in
-    a repository), host and processes, every attempt with its beginning, end and outcome, and all metrics. The page is
-    one file with its curves in it (extra ``plot``; without it, only tables). All is replaced whole after each epoch;
-    the curves are drawn again when that takes less than a fiftieth of the time, and at the end.
+    They hold how the run went (its duration, outcome, best and final metrics, all metrics of all epochs), what was run
+    (model, optimizer, schedule, the run's configuration and yours), in which environment (versions, device, host, the
+    git commit when the program is run in a repository), and the commands that repeat and resume it. The page is one
+    file with its curves in it (extra ``plot``; without it, only tables), for dark and light screens, and phones.
 
-    A run that is resumed adds an attempt; another run in the same folder replaces it.
+    The files are replaced atomically after an epoch, when the share of the time that this takes, and the share that
+    drawing takes, are both below a fiftieth; and in any case at the beginning and at the end. A run that is resumed
+    adds an attempt; another run in the same folder replaces it.
 
     :param directory: the folder
-    :param config: hyper-parameters of yours, to be shown with the run's configuration
+    :param config: your own hyper-parameters, to be shown with the run's configuration
+    :param name: the heading of the page; ``None``: the name of the folder
     """
 
-    def __init__(self, directory: str | os.PathLike[str] = "run_log", config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] = "run_log",
+        config: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
         self.directory = Path(directory)
         self.config = dict(config or {})
+        self.name = self.directory.resolve().name if name is None else name
         self._record: dict[str, Any] = {}
-        self._picture = ""
+        self._restart()
+
+    def _restart(self) -> None:
+        self._curves: list[str] = []
         self._drawn = 0
-        self._pace = TimeBudget(1 / 50)
+        self._start = time.monotonic()
+        self._writing = TimeBudget(1 / 50, expected=0.02)
+        self._drawing = TimeBudget(1 / 50, expected=0.5)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def _begin(self, trainer: Trainer) -> None:
-        self._picture = ""
-        self._drawn = 0
-        self._pace = TimeBudget(1 / 50)
+        self._restart()
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
+        request = trainer.current_run.request
         self._record = {
-            "command": sys.orig_argv,
+            "name": self.name,
+            "command": launch_command(trainer),
             "folder": os.getcwd(),
+            "states": [os.fspath(source.save_dir) for source in request.state_sources if hasattr(source, "save_dir")],
             "git": _git(),
             "versions": {"python": platform.python_version(), **_versions()},
             "host": socket.gethostname(),
             "processes": trainer.ranks.world_size,
-            "device": str(trainer.device),
-            "model": type(trainer.get_model(keep_torch_compile=False)).__name__,
-            "optimizer": repr(trainer.optimizer),
+            "device": _device(trainer),
+            **describe(trainer),
             "config": {**configuration, **self.config},
+            "directions": request.metrics.directions,
             "attempts": [*attempts, {"started": _now(), "from_update": trainer.progress.update, "outcome": "running"}],
         }
         self._write(trainer)
@@ -86,7 +108,7 @@ class RunLogCallback(TrainerCallback):
         return attempts
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.accelerator.is_main_process:
+        if trainer.accelerator.is_main_process and self._writing.is_due:
             self._write(trainer)
 
     def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -108,28 +130,31 @@ class RunLogCallback(TrainerCallback):
         attempt = self._record["attempts"][-1]
         if attempt["outcome"] != "running":  # an error has been noted before the ending event
             return
-        attempt |= {"ended": _now(), "outcome": outcome, **({"traceback": trace} if trace else {})}
+        attempt |= {"ended": _now(), "seconds": self._seconds(), "outcome": outcome}
+        attempt |= {"traceback": trace} if trace else {}
         self._write(trainer)
 
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._start, 2)
+
     def _write(self, trainer: Trainer) -> None:
+        attempt = self._record["attempts"][-1]
+        is_running = attempt["outcome"] == "running"
+        if is_running:
+            attempt["seconds"] = self._seconds()
         history = trainer.run_history
         rows = history.rows() if hasattr(history, "rows") else []
-        progress = {"progress": trainer.progress.state_dict(), "metrics": rows}
-        record = json.dumps(_as_json(self._record | progress), indent=2, allow_nan=False)
-        # Drawing may take longer than a short epoch: it gets a fiftieth of the time, and is done at the end anyway.
-        ends = self._record["attempts"][-1]["outcome"] != "running"
+        self._record |= {"progress": trainer.progress.state_dict(), "metrics": rows}
         recorded = sum(len(history.get_metric_values(name)) for name in history.get_metric_names())
-        if rows and recorded != self._drawn and (ends or self._pace.is_due):
-            with self._pace.measured():
-                self._picture = _curves(trainer)
+        if rows and recorded != self._drawn and (not is_running or self._drawing.is_due):
+            with self._drawing.measured():
+                self._curves = _curves(trainer)
                 self._drawn = recorded
-        for name, text in (
-            ("run.json", record + "\n"),
-            ("summary.md", _markdown(json.loads(record))),
-            ("summary.html", _page(json.loads(record), self._picture)),
-        ):
-            with replacing(self.directory / name) as temporary:
-                temporary.write_text(text)
+        with self._writing.measured():
+            text = json.dumps(_as_json(self._record), indent=2, allow_nan=False)
+            for name, content in {"run.json": text + "\n", **pages(json.loads(text), self._curves)}.items():
+                with replacing(self.directory / name) as temporary:
+                    temporary.write_text(content)
 
 
 def _as_json(value: Any) -> Any:
@@ -167,97 +192,66 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _curves(trainer: Trainer) -> str:
-    """Return the plot of the run history as the text of an SVG picture; nothing without matplotlib or numbers."""
+def _curves(trainer: Trainer) -> list[str]:
+    """Return the curves of the run history as SVG; nothing without matplotlib or numbers."""
+    history = trainer.run_history
+    if not isinstance(history, InMemoryRunHistory):
+        return []
     try:
-        figure = trainer.run_history.plot()  # type: ignore[attr-defined]
-    except (ImportError, ValueError, AttributeError):
-        return ""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="svg", metadata={"Date": None})
-    return base64.b64encode(picture.getvalue()).decode()
+        return svg_panels(history.curves(), history.directions)
+    except (ImportError, NothingToPlotError):
+        return []
 
 
-def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
-    git = record["git"]
-    commit = "none" if git is None else git["commit"] + (", with changes" if git["has_changes"] else "")
-    progress = record["progress"]
-    return [
-        ("Outcome", record["attempts"][-1]["outcome"]),
-        (
-            "Progress",
-            f"epoch {progress['epochs_completed']}, update {progress['update']}, {progress['samples']} samples",
-        ),
-        ("Model", record["model"]),
-        ("Device", f"{record['device']}, {record['processes']} process(es) on {record['host']}"),
-        ("Command", " ".join(record["command"])),
-        ("Folder", record["folder"]),
-        ("Git commit", commit),
-        ("Versions", ", ".join(f"{name} {number}" for name, number in record["versions"].items())),
-    ]
+def _device(trainer: Trainer) -> str:
+    device = trainer.device
+    return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
-def _tables(record: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the tables of a summary: their title, their columns and their rows."""
-    columns = list(dict.fromkeys(name for row in record["metrics"] for name in row))
-    metrics = [[format_metric(row.get(name, "")) for name in columns] for row in record["metrics"]]
-    attempts = [[a["started"], a.get("ended", ""), str(a["from_update"]), a["outcome"]] for a in record["attempts"]]
-    config = [[name, format_metric(value)] for name, value in record["config"].items()]
-    return [
-        ("Metrics", columns, metrics),
-        ("Attempts", ["started", "ended", "from update", "outcome"], attempts),
-        ("Configuration", ["name", "value"], config),
-    ]
+def launch_command(trainer: Trainer) -> list[str] | None:
+    """Return the command line that starts this program as it was started; ``None`` in a notebook.
+
+    A process of a job knows only its own, which the launcher made; then it is that of ``accelerate launch``.
+    """
+    if in_notebook():
+        return None
+    if trainer.ranks.world_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return sys.orig_argv
+    options = ["--num_processes", str(trainer.ranks.world_size)]
+    if trainer.device.type == "cpu":
+        options.append("--cpu")
+    if trainer.accelerator.mixed_precision != "no":
+        options += ["--mixed_precision", trainer.accelerator.mixed_precision]
+    program = sys.orig_argv[1:]
+    return ["accelerate", "launch", *options, *program[program[:1] == ["-u"] :]]
 
 
-def _markdown(record: dict[str, Any]) -> str:
-    def cells(values: list[str]) -> str:
-        return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |\n"
-
-    text = "# Training run\n\n" + "".join(f"- **{name}**: {value}\n" for name, value in _facts(record))
-    for title, columns, rows in _tables(record):
-        if rows:
-            text += (
-                f"\n## {title}\n\n" + cells(columns) + "|" + "---|" * len(columns) + "\n" + "".join(map(cells, rows))
-            )
-    trace = record["attempts"][-1].get("traceback")
-    return text + (f"\n## Error\n\n```\n{trace}```\n" if trace else "")
-
-
-_STYLE = """
-:root { color-scheme: light dark; --line: #d8dce2; --soft: #6b7280; --card: #f6f7f9; }
-@media (prefers-color-scheme: dark) { :root { --line: #3a3f47; --soft: #9aa3af; --card: #22262c; } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: .5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 0; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-img { width: 100%; height: auto; background: white; border: 1px solid var(--line); border-radius: 6px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; }
-pre { background: var(--card); padding: 1rem; overflow-x: auto; border-radius: 6px; }
-"""
+def describe(trainer: Trainer) -> dict[str, str]:
+    """Return in a line each what is trained, and how."""
+    model = trainer.get_model(keep_torch_compile=False)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters() if not isinstance(p, UninitializedParameter)]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    total = sum(size for size, _ in sizes)
+    count = f"{total:,} parameters" + (f", of which {trained:,} are trained" if trained != total else "")
+    loss = trainer.loss_func
+    scheduler = getattr(trainer.scheduler, "scheduler", trainer.scheduler)
+    return {
+        "model": f"{type(model).__name__}, {count}",
+        "loss": getattr(loss, "__name__", type(loss).__name__) if loss is not None else "that of the step",
+        "optimizer": describe_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer)),
+        "schedule": "none: the learning rate is constant" if scheduler is None else type(scheduler).__name__,
+    }
 
 
-def _page(record: dict[str, Any], curves: str) -> str:
-    escape = html.escape
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _facts(record))
-    parts = [f"<h1>Training run</h1><dl>{facts}</dl>"]
-    trace = record["attempts"][-1].get("traceback")
-    if trace:
-        parts.append(f"<h2>Error</h2><pre>{escape(trace)}</pre>")
-    if curves:
-        source = f"data:image/svg+xml;base64,{curves}"
-        parts.append(f'<h2>Curves</h2><img alt="Curves of all metrics over the epochs" src="{source}">')
-    elif record["metrics"]:
-        parts.append(f"<p>For curves: <code>{escape(install_command('plot', 'matplotlib'), quote=False)}</code></p>")
-    for title, columns, rows in _tables(record):
-        if rows:
-            head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-            body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-            parts.append(f'<h2>{title}</h2><div class="wide"><table><tr>{head}</tr>{body}</table></div>')
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Training run</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
+def describe_optimizer(optimizer: Any) -> str:
+    """Return the class of an optimizer, the learning rate it begins with, and what else is not as by default."""
+    known = inspect.signature(type(optimizer)).parameters
+    groups = optimizer.param_groups
+    rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    lowest, highest = format_metric(min(rates)), format_metric(max(rates))
+    settings = [f"lr={lowest}" if lowest == highest else f"lr={lowest} to {highest}"]
+    for name, value in groups[0].items():
+        if name in known and name not in ("params", "lr") and value != known[name].default:
+            settings.append(f"{name}={format_metric(value)}")
+    of_groups = f", {len(groups)} parameter groups" if len(groups) > 1 else ""
+    return f"{type(optimizer).__name__}({', '.join(settings)}){of_groups}"

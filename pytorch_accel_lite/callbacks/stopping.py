@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from pytorch_accel_lite.checks.known_elsewhere import answering
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.hints import answering
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.watching import WatchedMetric
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.utils import LazyMethod, check_positive_int
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,13 +120,20 @@ class WorstSamplesCallback(TrainerCallback):
         if self.show:
             trainer.print(self)
 
-    def __str__(self) -> str:
-        """Return the samples as a table."""
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """Return the samples as text, a row each, the names of the columns first."""
         rows = [("index", "loss", "prediction", "target")]
         rows += [
             (f"{s.dataset} {s.index}".strip(), f"{s.loss:.4g}", _short(s.prediction), _short(s.target))
             for s in self.samples
         ]
+        return rows
+
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_worst_samples")
+
+    def __str__(self) -> str:
+        """Return the samples as a table."""
+        rows = self.table()
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -149,7 +156,10 @@ class WorstSamplesCallback(TrainerCallback):
         def name(value: Any) -> str:
             return classes[value] if classes is not None and isinstance(value, int) else _short(value)
 
-        titles = [f"{name(s.prediction)}, not {name(s.target)}\nloss {s.loss:.3g}, #{s.index}" for s in self.samples]
+        titles = [
+            f"predicted {name(s.prediction)}, true {name(s.target)}\nloss {s.loss:.3g}, #{s.index}"
+            for s in self.samples
+        ]
         images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
         return plot_sheet(images, titles, path)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,20 +114,6 @@ def load_attribute_states(trainer: Trainer, states: Mapping[str, Any], source: S
         warnings.warn(f"The training state holds nothing for the trainer's attribute {name!r}.", stacklevel=3)
     for name in states.keys() - owners.keys() if is_final else ():
         warnings.warn(f"The training state holds the state of an attribute {name!r} that is gone.", stacklevel=3)
-
-
-@contextmanager
-def preserving_attributes(trainer: Trainer) -> Iterator[None]:
-    """Restore the attributes that are trained after a block, and the gradients of what they train."""
-    states = [(owner, copy.deepcopy(owner.state_dict())) for owner in attributes.trained(trainer).values()]
-    gradients = [(parameter, parameter.grad) for parameter in attributes.all_optimized_parameters(trainer)]
-    try:
-        yield
-    finally:
-        for owner, state in states:
-            owner.load_state_dict(state)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def describe_attributes(trainer: Trainer) -> str:

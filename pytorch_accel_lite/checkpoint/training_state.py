@@ -150,11 +150,16 @@ def _manifest_checksum(manifest: dict[str, Any]) -> str:
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Return a state's manifest.
 
-    :raises FileNotFoundError: when the directory does not exist
+    :raises FileNotFoundError: when the directory does not exist, ``NotADirectoryError`` when it is a file
     :raises DamagedStateError: when it holds no state, or the manifest was changed
     :raises ValueError: when a newer version of this library wrote it, or another library
     """
     recover(directory)
+    if directory.is_file():
+        raise NotADirectoryError(
+            f"{os.fspath(directory)!r} is a file, and a training state is a directory. To begin from the weights of a "
+            "checkpoint, call trainer.load_checkpoint(path) and then train() without resume_from."
+        )
     if not directory.is_dir():
         raise FileNotFoundError(f"There is no training state at {os.fspath(directory)!r}.")
     path = directory / MANIFEST

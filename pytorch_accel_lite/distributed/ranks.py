@@ -38,6 +38,9 @@ class Ranks:
         self._accelerator = accelerator
         self._group: Any = _job_group(dist.group.WORLD, purpose) if self.world_size > 1 else None
 
+    def __repr__(self) -> str:
+        return f"Ranks(rank={self.rank}, world_size={self.world_size})"
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up lists of numbers element by element, in float64."""
         return self._reduce(values, dist.ReduceOp.SUM)

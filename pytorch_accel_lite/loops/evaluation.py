@@ -16,9 +16,10 @@ from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, create_config, create_loader, ending, entering, prepare_model
+from pytorch_accel_lite.restoring import replaced
+from pytorch_accel_lite.run import Run, add_note, create_config, create_loader, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.tracking import LossTrackers
+from pytorch_accel_lite.tracking import LossTrackers, count_values
 from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def evaluate(
     May be called within a training run, which then goes on as if it had not been. Other arguments are those of
     :meth:`train`.
 
-    :param dataset: by default the ``eval_dataset`` of the last training run; a dict of datasets is evaluated
+    :param dataset: by default the ``eval_dataset`` of the last training run; need not be given where
+        ``create_eval_dataloader`` is overridden; a dict of datasets is evaluated
         one by one, with their names as prefixes of the metrics
     :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
     :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
@@ -46,7 +48,7 @@ def evaluate(
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     history = self.run_history
-    known = {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+    known = count_values(history)
     request = RunRequest("evaluation", num_epochs=1)
     with (
         _in_last_epoch(self),
@@ -59,11 +61,8 @@ def evaluate(
         self.evaluation_run_start()
         self.call_event("on_evaluation_run_start")
         evaluate_all(self, run, is_training=False)
-    return {
-        name: history.get_latest_metric(name)
-        for name in history.get_metric_names()
-        if len(history.get_metric_values(name)) > known.get(name, 0)
-    }
+    counted = count_values(history).items()
+    return {name: history.get_latest_metric(name) for name, count in counted if count > known.get(name, 0)}
 
 
 @contextmanager
@@ -115,14 +114,12 @@ def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
 
 
 def create_eval_loaders(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
-    """Make the loaders of what is to be evaluated: a dataset, several by name, or nothing."""
+    """Make the loaders of what is to be evaluated: a dataset, or several by name."""
     run.eval_loader = None
     run.eval_loaders = {}
     dataset = run.eval_dataset
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
         run.eval_dataset = part  # for who overrides create_eval_dataloader
-        if part is None:
-            return
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.eval_loader = create_loader(trainer, run, source, training=False)
         if find_length(run.eval_loader) == 0:
@@ -161,18 +158,19 @@ def run_evaluation(
         )
     run = self.current_run.derive()
     own = self.model
-    handler = self.callback_handler
     if model is not None:
         self.sync_buffers(model)
         run.trained_model = own
-    with entering(self, run), preserving_generators(), preserving_modes(own.modules()), _prefixed(self, prefix):
-        self.model = own if model is None else model
-        self.callback_handler = handler if callbacks is None else callbacks
-        try:
-            return evaluate_all(self, run, is_intermediate=is_intermediate)
-        finally:
-            self.model = own
-            self.callback_handler = handler
+    used = own if model is None else model
+    handler = self.callback_handler if callbacks is None else callbacks
+    with (
+        entering(self, run),
+        preserving_generators(),
+        preserving_modes(own.modules()),
+        _prefixed(self, prefix),
+        replaced(self, model=used, callback_handler=handler),
+    ):
+        return evaluate_all(self, run, is_intermediate=is_intermediate)
 
 
 @contextmanager
@@ -234,9 +232,7 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
                     output = trainer.calculate_eval_batch_loss(batch.data)
                 complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
             except Exception as error:
-                from pytorch_accel_lite.explanations import explain
-
-                explain(error, trainer, run, "evaluation")
+                add_note(error, trainer, run, "evaluation")
                 raise
             if batch.num_samples != 0:
                 run.loss_trackers.add(output)

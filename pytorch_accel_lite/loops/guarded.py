@@ -17,7 +17,8 @@ from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.training import backward, forward
-from pytorch_accel_lite.run import Run, StepSnapshot
+from pytorch_accel_lite.restoring import snapshot_of_step
+from pytorch_accel_lite.run import Run
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -47,7 +48,8 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
     :return: the outputs of the step; ``None`` when the batch is skipped
     """
     while True:
-        before = StepSnapshot(trainer, run)
+        before = snapshot_of_step(trainer)
+        counted = run.window.sizes, run.window.items_per_batch
         run.averaged_here = list(before.gradients)
         outputs: list[BatchOutput] = []
         error = None
@@ -66,6 +68,7 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
             run.track_step(output, batch)
             return output
         before.restore()
+        run.window.sizes, run.window.items_per_batch = counted
         if outcome == _FAILED:
             _skip(trainer, run, batch, error)
             return None

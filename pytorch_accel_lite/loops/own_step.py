@@ -60,12 +60,12 @@ class OwnStep:
     def _complete(self, output: Any) -> BatchOutput:
         if output is not None and not isinstance(output, dict):
             raise TypeError(f"train_step must return a dict or None, not {type(output).__name__}.")
-        output = {} if output is None else output
-        if output.get("loss") is None:
+        completed: BatchOutput = {} if output is None else output
+        if completed.get("loss") is None:
             if not self.losses:
                 raise ValueError("train_step made no update: call self.update(loss, optimizer=...), or return a loss.")
-            output["loss"] = dict(self.losses)
-        return output
+            completed["loss"] = dict(self.losses)
+        return completed
 
     def update(self, trainer: Trainer, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
         """Add the gradients of a loss for an optimizer's parameters; at the end of a window, update these."""

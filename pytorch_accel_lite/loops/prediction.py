@@ -12,7 +12,7 @@ from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import concatenate, find_batch_size, to_cpu
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, mixed_precision, sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
-from pytorch_accel_lite.run import Run, close_failed, suspended
+from pytorch_accel_lite.run import Run, add_note, close_failed, suspended
 from pytorch_accel_lite.run_config import RunRequest
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
             try:
                 output = trainer.calculate_predict_batch_output(batch.data)
             except Exception as error:
-                from pytorch_accel_lite.explanations import explain
-
-                explain(error, trainer, run, "prediction")
+                add_note(error, trainer, run, "prediction")
                 raise
         trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if batch.num_samples != 0:

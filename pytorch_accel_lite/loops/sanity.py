@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.loops.evaluation import run_evaluation
+from pytorch_accel_lite.restoring import preserving_attributes, replaced
 from pytorch_accel_lite.run import Run
-from pytorch_accel_lite.tracking import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.watching import is_foreign
+from pytorch_accel_lite.tracking import InMemoryRunHistory, RunHistory, count_values
+from pytorch_accel_lite.utils import is_ours
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -29,16 +28,19 @@ def sanity_evaluation(trainer: Trainer, run: Run) -> None:
     expected = run.request.metrics
     history = _copied(trainer.run_history)
     handler = CallbackHandler()
-    handler.callbacks = [c for c in trainer.callback_handler if c in expected.evaluators or is_foreign(c)]
-    before = _counts(history)
-    with _unchanged([trainer, *handler.callbacks]), _limited(run.all_eval_loaders, run.request.sanity_eval_batches):
+    handler.callbacks = [c for c in trainer.callback_handler if c in expected.evaluators or not is_ours(type(c))]
+    before = count_values(history)
+    with ExitStack() as stack:
+        stack.enter_context(preserving_attributes(trainer, *handler.callbacks))
+        stack.enter_context(replaced(run, is_sanity_evaluation=True))
+        for loader in run.all_eval_loaders:
+            if isinstance(loader, ShardedLoader):
+                most = run.request.sanity_eval_batches
+                limit = most if loader.limit is None else min(loader.limit, most)
+                stack.enter_context(replaced(loader, limit=limit))
         trainer.run_history = history
-        run.is_sanity_evaluation = True
-        try:
-            run_evaluation(trainer, is_intermediate=False, callbacks=handler)
-        finally:
-            run.is_sanity_evaluation = False
-    recorded = [name for name, count in _counts(history).items() if count > before.get(name, 0)]
+        run_evaluation(trainer, is_intermediate=False, callbacks=handler)
+    recorded = [name for name, count in count_values(history).items() if count > before.get(name, 0)]
     expected.check_evaluated(recorded, history.metric_name_prefix)
 
 
@@ -49,40 +51,3 @@ def _copied(history: RunHistory) -> RunHistory:
     empty = InMemoryRunHistory()
     empty.set_metric_name_prefix(history.metric_name_prefix)
     return empty
-
-
-def _counts(history: RunHistory) -> dict[str, int]:
-    return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
-
-
-@contextmanager
-def _limited(loaders: Iterable[Any], num_batches: int) -> Iterator[None]:
-    """Let loaders read so many batches, or fewer where they are limited already."""
-    limits = [(loader, loader.limit) for loader in loaders if isinstance(loader, ShardedLoader)]
-    for loader, limit in limits:
-        loader.limit = num_batches if limit is None else min(limit, num_batches)
-    try:
-        yield
-    finally:
-        for loader, limit in limits:
-            loader.limit = limit
-
-
-@contextmanager
-def _unchanged(parts: Iterable[Any]) -> Iterator[None]:
-    """Restore the attributes of a trainer and of callbacks; of lists, dicts, sets and deques also what they hold."""
-    before = [(vars(part), {name: (value, _held(value)) for name, value in vars(part).items()}) for part in parts]
-    try:
-        yield
-    finally:
-        for attributes, values in before:
-            for value, held in values.values():
-                if held is not None:
-                    value.clear()
-                    (value.update if isinstance(value, (dict, set)) else value.extend)(held)
-            attributes.clear()
-            attributes.update({name: value for name, (value, _) in values.items()})
-
-
-def _held(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (list, dict, set, deque)) else None

@@ -7,9 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import OneCycleLR
-
-from pytorch_accel_lite.optimizers import schedulers_in
 from pytorch_accel_lite.rates import Options, initial_options, learning_rates, scheduled_options, set_options
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.utils import is_overridden
@@ -76,7 +73,7 @@ def _create_from(trainer: Trainer, options: Options) -> Any:
         warnings.warn(
             f"{type(trainer).__name__}.create_scheduler() calls create_scheduler_fn, which train() was not given: this "
             "run has no scheduler.",
-            stacklevel=4,
+            stacklevel=6,  # where train() is called
         )
     finally:
         for group, values, trace in zip(groups, options, traces, strict=True):
@@ -210,19 +207,3 @@ def advance_scheduler(self: Trainer, num_updates: int) -> None:
         raise TypeError(f"{type(self).__name__}.scheduler_step steps the scheduler in a way of its own.")
     for _ in range(num_updates):
         self.scheduler.step()
-
-
-def check_length(trainer: Trainer, run: Run) -> None:
-    """Check that a schedule that cannot be stepped beyond its end is as long as the run."""
-    config = run.required_config
-    asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
-    if is_overridden(trainer, "scheduler_step") or asked is None:
-        return
-    for scheduler in schedulers_in(trainer.scheduler).values():
-        if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < asked:
-            raise ValueError(
-                f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {asked} times, and it "
-                "refuses steps after its last. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
-                "(NUM_EPOCHS with scheduler_interval='epoch'); a run that resumes a shorter one keeps the shorter "
-                "one's schedule."
-            )

@@ -8,25 +8,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.checkpoint.snapshot import find_state
+from pytorch_accel_lite.checks.arguments import (
+    check_all_are_optimized,
+    check_length,
+    check_resume,
+    check_same_on_all_ranks,
+    check_training,
+    warn_of_what_is_not_trained,
+)
 from pytorch_accel_lite.gradients import GradientWindow, parameters_not_in_model
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.loops.own_step import begin_own_step
-from pytorch_accel_lite.loops.scheduling import align_windows, check_length, resume_schedule, schedule_was_for_others
-from pytorch_accel_lite.optimizers import clear_gradients
+from pytorch_accel_lite.loops.scheduling import align_windows, resume_schedule, schedule_was_for_others
+from pytorch_accel_lite.optimizers import clear_gradients, optimized_parameters
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
-from pytorch_accel_lite.validation import check_resume, check_training
+from pytorch_accel_lite.tracking import InMemoryRunHistory
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.distributed import Ranks
-    from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
 
-# What is a rank's own of a run's settings.
-_OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
+
+def check_optimizers(trainer: Trainer) -> None:
+    """Check that what is to be trained is, as far as that can be known."""
+    modules = [trainer.model, *attributes.modules(trainer).values()]
+    optimized = attributes.all_optimized_parameters(trainer)
+    check_all_are_optimized(trainer.model, trainer.optimizer, optimized)
+    warn_of_what_is_not_trained(modules, trainer.loss_func, optimized_parameters(trainer.optimizer), optimized)
 
 
 def find_data(
@@ -52,7 +64,8 @@ def find_data(
     elif trainer.seed is None and request.saves_training_states:
         run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
-    create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
+    if run.eval_dataset is not None:
+        create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # now, so that a callback's copy of the model has them too
     trainer.call_event("on_dataloaders_created")
 
@@ -63,6 +76,8 @@ def _check_metrics(trainer: Trainer, run: Run) -> None:
     if request.scheduler_metric is not None:
         request.metrics.require(f"scheduler_metric={request.scheduler_metric!r}", request.scheduler_metric)
     request.metrics.settle(trainer)
+    if isinstance(trainer.run_history, InMemoryRunHistory):
+        trainer.run_history.directions = request.metrics.directions
     if request.sanity_eval_batches and run.eval_dataset is None:
         raise ValueError(
             f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
@@ -81,7 +96,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     ranks = trainer.ranks
     prepare_model(trainer, training=True)
     run.config = create_config(trainer, run, batch_size)
-    _check_same_on_all_ranks(run.config, ranks)
+    check_same_on_all_ranks(run.config, ranks)
     run.window = GradientWindow(
         ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )
@@ -101,19 +116,6 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         run.window.is_guarded = ranks.world_size > 1
         run.guarded_step = guarded_step
     begin_own_step(trainer, run)
-
-
-def _check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
-    """Ranks with other settings would wait for each other, or read each other's samples."""
-    given = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
-    first, *others = ranks.all_gather_object(given)
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other[name] != value:
-                raise ValueError(
-                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Give the Trainer and "
-                    "train() the same arguments on every process: each works out its share of the run from them."
-                )
 
 
 def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:

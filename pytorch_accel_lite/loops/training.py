@@ -9,7 +9,7 @@ import torch
 
 from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
-from pytorch_accel_lite.checkpoint.beside_model import describe_attributes, preserving_attributes
+from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_buffers
@@ -17,7 +17,8 @@ from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sy
 from pytorch_accel_lite.loops.batch_norm import smallest_share
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.loops.sanity import sanity_evaluation
-from pytorch_accel_lite.run import Run, StepSnapshot, create_loader, ending
+from pytorch_accel_lite.restoring import snapshot_of_step
+from pytorch_accel_lite.run import Run, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import LossTrackers
 
 if TYPE_CHECKING:
@@ -106,9 +107,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         if updates:
             (update if run.own_step is None else run.own_step.finish)(trainer, run)
     except Exception as error:
-        from pytorch_accel_lite.explanations import explain
-
-        explain(error, trainer, run, "training")
+        add_note(error, trainer, run, "training")
         raise
     run.progress.step += 1
     if output is not None and hears["on_train_step_end"]:
@@ -230,7 +229,6 @@ def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
     the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
     """
     run.must_warm_up_ddp = False
-    before = StepSnapshot(trainer, run)
-    with preserving_attributes(trainer):
-        trainer.backward_step(loss_of(trainer, batch.data))
+    before = snapshot_of_step(trainer, with_attributes=True)
+    trainer.backward_step(loss_of(trainer, batch.data))
     before.restore()

@@ -16,16 +16,16 @@ from pytorch_accel_lite.callbacks.advice import faster_data
 from pytorch_accel_lite.devices import module_of
 from pytorch_accel_lite.loops.training import loss_of
 from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.tools.trial import trial
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.tools.trial import report, trial
+from pytorch_accel_lite.utils import LazyMethod, check_positive_int
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
-@dataclass
+@dataclass(repr=False)
 class Diagnosis:
-    """What :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` found. ``print`` shows it in words.
+    """What :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` found, shown in words.
 
     :param steps: how many steps of each kind were measured
     :param samples: samples in a step of one process, on average
@@ -52,15 +52,25 @@ class Diagnosis:
         rest = self.step - (self.forward + self.backward + self.update)
         return max(0.0, min(rest, self.data) / self.step)  # what else takes longer in a whole step is no waiting
 
-    def __str__(self) -> str:
-        lines = [
+    def summary(self) -> str:
+        """Return the time of a step and the throughput in a sentence."""
+        return (
             f"A step takes {self.step * 1e3:.3g} ms for {self.samples:.3g} samples: {self.samples / self.step:,.0f} "
             f"samples/s on each process, over {self.steps} steps."
-        ]
-        for name in ("data", "forward", "backward", "update"):
-            lines.append(f"  {name + ' alone':<15} {getattr(self, name) * 1e3:>9.3g} ms")
-        lines.append(f"  waiting for data {100 * self.waiting:>6.0f} %")
-        return "\n".join([*lines, *(f"- {text}" for text in self.advice or ["Nothing stands out."])])
+        )
+
+    def parts(self) -> list[tuple[str, str]]:
+        """Return the parts of a step by name, as text."""
+        times = [(f"{name} alone", f"{getattr(self, name) * 1e3:.3g} ms") for name in ("data", "forward", "backward")]
+        update = ("update alone", f"{self.update * 1e3:.3g} ms")
+        return [*times, update, ("waiting for data", f"{100 * self.waiting:.0f} %")]
+
+    def __repr__(self) -> str:
+        lines = [f"  {name:<16} {amount:>10}" for name, amount in self.parts()]
+        advice = [f"- {text}" for text in self.advice or ["Nothing stands out."]]
+        return "\n".join([self.summary(), *lines, *advice])
+
+    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_diagnosis")
 
 
 def diagnose(
@@ -77,7 +87,7 @@ def diagnose(
     the optimizer and the generators are restored afterwards. To be called on every process.
 
     :param num_steps: steps of each kind
-    :return: the measurements and the advice, which are also printed
+    :return: the measurements and the advice; printed, too, unless a console or a notebook shows what is returned
     """
     check_positive_int("num_steps", num_steps)
     batch_size = per_device_batch_size
@@ -85,7 +95,7 @@ def diagnose(
     request = RunRequest(num_epochs=1)
     with trial(self, "diagnose", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
         found = _measure(self, run.train_loader, num_steps)
-    self.print(found)
+    report(self, found)
     return found
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite import attributes
+from pytorch_accel_lite.checks.arguments import check_data, check_training
+from pytorch_accel_lite.distributed.prepared import preserving_modes
 from pytorch_accel_lite.events import CallbackHandler
 from pytorch_accel_lite.loops.setup import begin_training, create_train_loader
-from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.restoring import Snapshot, replaced
 from pytorch_accel_lite.run import Run, entering, prepare_model, release_model
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.utils import is_overridden
-from pytorch_accel_lite.validation import check_data, check_training
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -32,36 +32,21 @@ def restoring_state(trainer: Trainer) -> Iterator[None]:
     Those of the loss function and of attributes that are trained, too. The weights are kept in host memory, so that the
     device has room for what is tried.
     """
-    model = trainer.get_model()
-    owners = [model, trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
+    owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
     owners += attributes.trained(trainer).values()
     roots = [owner for owner in owners if isinstance(owner, nn.Module)]
     steppers = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
-    modules = list(chain.from_iterable(root.modules() for root in roots))
-    trained = attributes.all_optimized_parameters(trainer)
-    parameters = list(dict.fromkeys([*chain.from_iterable(root.parameters() for root in roots), *trained]))
+    of_modules = chain.from_iterable(root.parameters() for root in roots)
+    parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has lazy layers without weights yet. Give it a batch first: model(inputs).")
     buffers = chain.from_iterable(root.buffers() for root in roots)
-    tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in chain(parameters, buffers)]
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    modes = [(module, module.training) for module in modules]
-    states = [copy.deepcopy(stepper.state_dict()) for stepper in steppers]
-    for parameter, _ in gradients:
-        parameter.grad = None
+    before = Snapshot(chain(parameters, buffers), parameters, steppers, on_host=True)
     try:
-        with preserving_generators():
+        with preserving_modes(chain.from_iterable(root.modules() for root in roots)):
             yield
     finally:
-        with torch.no_grad():
-            for tensor, before in tensors:
-                tensor.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, mode in modes:
-            module.training = mode
-        for stepper, state in zip(steppers, states, strict=True):
-            stepper.load_state_dict(state)
+        before.restore()
 
 
 @contextmanager
@@ -100,16 +85,16 @@ def trial(
 @contextmanager
 def prepared_for_trial(trainer: Trainer) -> Iterator[None]:
     """Prepare a trainer for training outside of a run; its callbacks see nothing, and everything is restored."""
-    handler = trainer.callback_handler
-    scheduler = trainer.scheduler
     prepare_model(trainer, training=True)
-    trainer.callback_handler = CallbackHandler()
-    trainer.scheduler = None
     try:
-        with restoring_state(trainer):
+        with replaced(trainer, callback_handler=CallbackHandler(), scheduler=None), restoring_state(trainer):
             yield
     finally:
-        trainer.callback_handler = handler
-        trainer.scheduler = scheduler
         if not trainer.is_running:
             release_model(trainer)
+
+
+def report(trainer: Trainer, found: object) -> None:
+    """Print what a tool has found, unless it is shown anyway: a console or a notebook shows what is returned."""
+    if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
+        trainer.print(found)

@@ -22,7 +22,7 @@ from pytorch_accel_lite.loops.training import loss_of, train_step
 from pytorch_accel_lite.plotting import plot_range_test
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.tools.trial import trial
+from pytorch_accel_lite.tools.trial import report, trial
 from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import check_positive_int, check_range
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _SMOOTHING = 0.9
 
 
-@dataclass
+@dataclass(repr=False)
 class LearningRates:
-    """What :meth:`Trainer.find_lr <pytorch_accel_lite.Trainer.find_lr>` found.
+    """What :meth:`Trainer.find_lr <pytorch_accel_lite.Trainer.find_lr>` found, shown in words.
 
     :param lrs: the learning rates that were tried, rising; of the parameter group with the largest
     :param losses: the loss of the update made with each
@@ -57,7 +57,7 @@ class LearningRates:
         """
         return plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         tried = f"Tried {len(self.lrs)} learning rates from {self.lrs[0]:.3g} to {self.lrs[-1]:.3g}."
         if self.suggestion is None:
             return f"{tried} The loss falls with none of them: look at plot(), or try smaller ones."
@@ -90,7 +90,8 @@ def find_lr(
     :param max_lr: the last
     :param num_steps: updates, at least 10
     :param diverged: stop when the smoothed loss exceeds its smallest value by this factor
-    :return: the rates, the losses, a ``suggestion`` and ``plot()``; what it says is also printed
+    :return: the rates, the losses, a ``suggestion`` and ``plot()``; printed in words, unless a console or a notebook
+        shows what is returned
     """
     _check_range_test(min_lr, max_lr, num_steps)
     check_range("diverged", diverged, above=1)
@@ -104,7 +105,7 @@ def find_lr(
     loader_kwargs = train_dataloader_kwargs
     with trial(self, "find_lr", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
         found = _range_test(self, run, min_lr, max_lr, num_steps, diverged)
-    self.print(found)
+    report(self, found)
     return found
 
 

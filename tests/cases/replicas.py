@@ -64,6 +64,18 @@ class Unfreezing(TrainerCallback):
             trainer.get_model()[0].requires_grad_(True)
 
 
+class WithSpare(nn.Module):
+    """Has a layer that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = small_model()
+        self.spare = nn.Linear(5, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
 def _frozen_model() -> nn.Module:
     model = small_model()
     model[0].requires_grad_(False)
@@ -100,6 +112,7 @@ def drifting() -> dict[str, Any]:
         "bare sometimes": _train(BareSometimes),
         "critic": _train(WithCritic),
         "unfrozen": _train(model=_frozen_model(), callbacks=[Unfreezing()]),
+        "unused": _train(model=WithSpare()),
         "one bit": _train(callbacks=[UpsetAt(len(DATA) // (4 * world_size()))]),
         "one bit, checked often": _train(callbacks=[UpsetAt(2), ReplicaCheckCallback(2)]),
         "on purpose": _train(BareModel, check_replicas=False),

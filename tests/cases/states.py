@@ -13,16 +13,19 @@ from torch import nn
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import world_size
+from tests.launching import SOAK
 from tests.scripts.resumable import CopyStates, OrderCallback, run
 from tests.tasks import Rows, regression_data
 
 
 def every_save_point(folder: Path, accumulation: int) -> Any:
-    """A whole run, and one resumed from every state that it saved."""
+    """A whole run, and one resumed from every third state that it saved; from every one with SOAK."""
     # On 3 processes no share has one sample: batch norm takes none of them.
     kwargs = {"accumulation": accumulation, "save_every_n_epochs": 1, "size": 24 if world_size() == 3 else 22}
     results = [run(folder, resume_from=None, extra=(CopyStates(folder),), **kwargs)]
-    for copy in sorted((folder / "copies").glob("*/update-*")):
+    copies = sorted((folder / "copies").glob("*/update-*"))
+    assert len(copies) == results[0]["progress"]["update"] + 3
+    for copy in copies[:: 1 if SOAK else 3]:  # within epochs and at their ends
         torch.manual_seed(99)
         results.append(run(folder / f"again-{copy.parent.name}", resume_from=copy, **kwargs))
     return results
@@ -132,13 +135,14 @@ def trained_with(
     trainer_class: type[Trainer] = Trainer,
     resume: Path | None = None,
     *,
+    save_every: int = 1000,
     epochs: int | None = EPOCHS,
     **kwargs: Any,
 ) -> Trained:
-    """Train with a schedule, from a state if one is given, and save a state at every update."""
+    """Train with a schedule, from a state if one is given, and save a state every so many updates."""
     torch.manual_seed(0)
     model, rates = nn.Linear(5, 1).double(), Rates()
-    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_at_end=False)
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=save_every, save_at_end=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving], seed=3)
     trainer.train(
@@ -157,7 +161,7 @@ def save_with_schedule(folder: Path, name: str) -> None:
     from tests.test_elastic_schedules import factory_of
 
     create, trainer_class = factory_of(name)
-    trained_with(create, 4, 1, folder / "first", trainer_class)
+    trained_with(create, 4, 1, folder / "first", trainer_class, save_every=11)
 
 
 def resume_with_schedule(folder: Path, name: str, state: Path) -> Any:

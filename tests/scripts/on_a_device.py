@@ -83,7 +83,7 @@ def case_shipped_callbacks() -> Any:
         return train(make_trainer([callback]), size=size, eval_dataset=make_data(), **arguments)
 
     def waited(callback_class: type[TrainerCallback]) -> int:
-        return sum(with_waits(lambda size: run(callback_class, size), steps=30)["waits"].values())
+        return sum(with_waits(lambda size: run(callback_class, size), steps=15)["waits"].values())
 
     return {callback_class.__name__: waited(callback_class) for callback_class in SHIPPED}
 

@@ -1,7 +1,4 @@
-"""A rank of a tests/rank_pool.py job: runs the functions that it is sent, and leaves no trace of one in the next.
-
-torchrun ... rank.py SOCKET
-"""
+"""A rank of a tests/rank_pool.py job: runs the functions that it is sent, and leaves no trace of one in the next."""
 
 from __future__ import annotations
 
@@ -63,19 +60,15 @@ def call(module: str, function: str, args: tuple[Any, ...], kwargs: dict[str, An
     return value, failure
 
 
-def main() -> None:
+def main(socket: str) -> None:
     faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     surroundings = Surroundings()
     gc.freeze()
-    with Client(sys.argv[1], "AF_UNIX") as master:
+    with Client(socket, "AF_UNIX") as master:
         master.send_bytes(pickle.dumps((accelerator.process_index, accelerator.num_processes, os.getpid())))
         del accelerator
         while (request := pickle.loads(master.recv_bytes())) is not None:
             surroundings.restore()
             master.send_bytes(pickle.dumps(call(*request)))
-
-
-if __name__ == "__main__":
-    main()

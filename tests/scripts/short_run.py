@@ -1,4 +1,4 @@
-"""A short run with everything on, ended in one of several ways."""
+"""Short runs with everything on: of trainers that are closed in every way, or of one that is not."""
 
 import sys
 
@@ -27,10 +27,9 @@ def run(trainer: Trainer) -> None:
     print(f"two processes: {trainer.accelerator.num_processes == 2}", flush=True)
 
 
-if how == "with":
+if how == "closed":
     with make() as trainer:
         run(trainer)
-elif how == "two trainers":
     first, second = make(), make()
     first.close()
     run(second)

@@ -5,27 +5,10 @@ from __future__ import annotations
 import dis
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from pytorch_accel_lite.utils import did_you_mean
-
-_BATCH = ("batch", "batch_output")
-_STEP = (*_BATCH, "step")
-#: What an event passes by keyword, besides the trainer.
-KEYWORDS: dict[str, tuple[str, ...]] = {
-    "on_backward_start": _STEP,
-    "on_backward_end": _STEP,
-    "on_train_step_end": _STEP,
-    "on_update_end": ("step",),
-    "on_train_step_checkpoint": ("step",),
-    "on_train_batch_skipped": ("failures", "error", "step"),
-    "on_eval_epoch_start": ("is_intermediate",),
-    "on_eval_step_end": _BATCH,
-    "on_eval_epoch_end": ("is_intermediate",),
-    "on_predict_step_end": _BATCH,
-    "on_exception": ("exception",),
-}
+from pytorch_accel_lite.utils import did_you_mean, is_ours
 
 
 def check_methods(callback: Any, base: type) -> None:
@@ -37,9 +20,16 @@ def check_methods(callback: Any, base: type) -> None:
     for name, default in vars(base).items():
         own = vars(callback).get(name) or getattr(type(callback), name, None)
         if name.startswith("on_") and own is not default:
-            check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(KEYWORDS.get(name, ())))
+            check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(_keywords(default)))
     if type(callback).configure_run is not base.configure_run:  # type: ignore[attr-defined]
         check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
+
+
+def _keywords(event: Callable[..., None]) -> Iterator[str]:
+    """Yield what an event passes by keyword, as the base class declares it."""
+    for parameter in inspect.signature(event).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            yield parameter.name
 
 
 def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -82,7 +72,7 @@ def call_skipped_constructors(callback: Any) -> None:
     own, *inherited = [cls for cls in type(callback).__mro__ if "__init__" in vars(cls)]
     for cls in inherited:
         constructor: Any = inspect.unwrap(vars(cls)["__init__"])
-        if cls.__module__.partition(".")[0] != __package__ or _attributes_set_by(constructor) <= vars(callback).keys():
+        if not is_ours(cls) or _attributes_set_by(constructor) <= vars(callback).keys():
             continue
         signature = inspect.signature(constructor)
         mine = dict(vars(callback))

@@ -80,7 +80,8 @@ _ADVICE: dict[str, str] = {
             "add SaveTrainingStateCallback(save_dir=...) to the callbacks of Trainer()."
         ),
         "verbose progress_bar enable_progress_bar disable_tqdm": (
-            "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer() for no bar, callbacks=[]."
+            "pass callbacks=get_default_callbacks(progress_bar=False) to Trainer() for no bar, or callbacks=[] for no "
+            "output."
         ),
         "limit_train_batches limit_val_batches fast_dev_run": (
             "add LimitBatchesCallback(num_batches) to the callbacks of Trainer()."
@@ -100,6 +101,20 @@ def answering(cls: _Class) -> _Class:
     return cls
 
 
+def answering_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function do so that is a method of a class elsewhere."""
+    known = inspect.signature(method).parameters.keys()
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if not kwargs.keys() <= known:
+            raise TypeError(" ".join(_answers(type(self), method, kwargs.keys() - known)))
+        return method(self, *args, **kwargs)
+
+    return call
+
+
 def _answering(cls: type, name: str) -> Callable[..., Any]:
     method: Callable[..., Any] = vars(cls)[name]
     known = inspect.signature(method).parameters.keys()
@@ -108,7 +123,7 @@ def _answering(cls: type, name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython and pytest leave this frame out
         if not kwargs.keys() <= known:
-            raise TypeError(" ".join(_answers(cls, name, kwargs.keys() - known)))
+            raise TypeError(" ".join(_answers(cls, method, kwargs.keys() - known)))
         if name != "__init__" and "current_run" not in vars(self):
             needed = "super().__init__(model, loss_func, optimizer)"
             raise RuntimeError(f"{type(self).__name__}.__init__ does not call {needed}.")
@@ -117,20 +132,23 @@ def _answering(cls: type, name: str) -> Callable[..., Any]:
     return call
 
 
-def _answers(cls: type, name: str, words: set[str]) -> Iterator[str]:
+def _answers(cls: type, method: Callable[..., Any], words: set[str]) -> Iterator[str]:
     for word in sorted(words):
-        yield f"{_called(cls, name)} has no argument {word!r}: {_answer(cls, name, word)}"
+        yield f"{_called(cls, method.__name__)} has no argument {word!r}: {_answer(cls, method, word)}"
 
 
-def _answer(cls: type, name: str, word: str) -> str:
+def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
     candidates = [word, *(ours for ours, theirs in _NAMES.items() if word in theirs)]
-    for other in [name, *(method for method in _METHODS[:2] if method in vars(cls) and method != name)]:
-        for ours in candidates:
-            if ours in inspect.signature(vars(cls)[other]).parameters:
-                return f"it is called {ours}." if other == name else f"pass {ours} to {_called(cls, other)}."
+    known = list(inspect.signature(method).parameters)[1:]
+    for ours in candidates:
+        if ours in known:
+            return f"it is called {ours}."
+    for other in _METHODS[:2]:
+        for ours in candidates if hasattr(cls, "train") and method.__name__ != other else ():
+            if ours in inspect.signature(getattr(cls, other)).parameters:
+                return f"pass {ours} to {_called(cls, other)}."
     if word in _ADVICE:
         return _ADVICE[word].replace("{word}", word)
-    known = list(inspect.signature(vars(cls)[name]).parameters)[1:]
     return did_you_mean(word, known).strip() or f"it has {', '.join(known)}."
 
 
@@ -144,13 +162,19 @@ class KnownElsewhere:
     :param answer: what to call instead
     """
 
-    def __init__(self, answer: str) -> None:
-        self._answer = answer
-
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str, answer: str) -> None:
         self._name = name
+        self._answer = answer
 
     def __get__(self, instance: object, owner: type) -> KnownElsewhere:
         if instance is None:
             return self
         raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._answer}")
+
+
+METHODS = [
+    KnownElsewhere("fit", "Call train(train_dataset, num_epochs, eval_dataset)."),
+    KnownElsewhere("test", "Call evaluate(dataset)."),
+    KnownElsewhere("validate", "Call evaluate(dataset)."),
+    KnownElsewhere("add_callback", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
+]

@@ -1,18 +1,12 @@
-"""What subclasses of the trainer may name and override as they like, and what they are told about the rest.
-
-Nothing here is called in a step.
-"""
+"""What subclasses of the trainer are told: of overrides that nothing calls, and of names with another meaning."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from operator import attrgetter
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar
 
-from pytorch_accel_lite.run import Run
+from pytorch_accel_lite.utils import is_ours
 
-T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 #: Methods of pytorch-accelerated that are not called here: the methods that do it now, and what to do.
@@ -44,61 +38,6 @@ REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 #: Methods that the trainer calls on itself, and no subclass is meant to have.
 _INTERNAL = ("_check_data", "_check_scheduler")
-
-
-class Offered(Generic[T]):
-    """An attribute that the trainer offers and does not read itself: a subclass may use its name for something else."""
-
-    def __init__(self, read: Callable[[Any], T], doc: str | None = None) -> None:
-        self._read = read
-        self.__doc__ = read.__doc__ if doc is None else doc
-
-    @overload
-    def __get__(self, trainer: None, owner: type) -> Offered[T]: ...
-    @overload
-    def __get__(self, trainer: object, owner: type) -> T: ...
-    def __get__(self, trainer: Any, owner: type) -> T | Offered[T]:
-        return self if trainer is None else self._read(trainer)
-
-
-def offered(name: str) -> Any:
-    """Offer an attribute of the current or last run."""
-    return Offered(attrgetter(f"current_run.{name}"), _doc(name))
-
-
-def of_the_run(name: str) -> Any:
-    """Return a property for an attribute of the current or last run."""
-    return property(attrgetter(f"current_run.{name}"), doc=_doc(name))
-
-
-def settable(name: str) -> Any:
-    """Return one that changes the run when it is set, as the ancestor's users do."""
-
-    def write(trainer: Any, value: Any) -> None:
-        _check_assignment(trainer, name)
-        setattr(trainer.current_run, name, value)
-
-    return property(attrgetter(f"current_run.{name}"), write, doc=_doc(name))
-
-
-def _doc(name: str) -> str:
-    return getattr(getattr(Run, name, None), "__doc__", None) or ""
-
-
-def _check_assignment(trainer: Any, name: str) -> None:
-    """Check that an attribute of the current run can be set now.
-
-    :raises AttributeError: before the trainer is made; or when it is a loader of batches and nothing runs, whose own
-        loaders would take its place
-    """
-    if "current_run" not in vars(trainer):
-        raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before you set attributes.")
-    if name.endswith("_loader") and not trainer.open_runs:
-        phase = name.removesuffix("_loader")
-        raise AttributeError(
-            f"{type(trainer).__name__}.{phase}_dataloader is the loader of the current run, and there is none. Keep "
-            f"a loader of your own under another name, and return it from create_{phase}_dataloader()."
-        )
 
 
 class _Refusal:
@@ -137,7 +76,7 @@ def check_subclass(cls: type, trainer_class: type) -> None:
         if not defined.keys() & set(methods):
             text = f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}"
             warnings.warn(text, stacklevel=3)
-    if cls.__module__.startswith(f"{__package__}."):
+    if is_ours(cls):
         return
     for name, held in defined.items():
         refusal = getattr(vars(trainer_class).get(name), "fset", None)

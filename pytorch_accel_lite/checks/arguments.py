@@ -16,19 +16,29 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite import attributes
-from pytorch_accel_lite.optimizers import follows_metric, optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers import follows_metric, parts_of, schedulers_in
 from pytorch_accel_lite.placeholders import Placeholder
-from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tracking import RunHistory
-from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
+from pytorch_accel_lite.utils import (
+    check_choice,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+    find_length,
+    is_overridden,
+)
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.distributed import Ranks
+    from pytorch_accel_lite.run import Run
+    from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
 
+# What is a rank's own of a run's settings.
+_OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
 _SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
 
 
@@ -84,34 +94,64 @@ def _check_factories(create_scheduler_fn: Any, optimizer: Any) -> None:
             )
 
 
-def warn_if_optimizers_miss_parameters(trainer: Trainer) -> None:
-    """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function."""
-    modules = [trainer.model, *attributes.modules(trainer).values()]
-    known = {parameter for module in modules for parameter in module.parameters()}
-    optimized = list(optimized_parameters(trainer.optimizer))
-    _check_all_are_optimized(trainer)
-    if not known.isdisjoint(optimized):
-        _warn_of_an_untrained_loss(trainer)
-    elif optimized:
-        warnings.warn(
-            f"None of the {len(optimized)} parameters of the optimizer belongs to the model, which training will leave "
-            "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
-            "that the trainer is given: again, whenever you make the model again.",
-            stacklevel=4,
-        )
+def check_all_are_optimized(model: nn.Module, optimizer: Any, optimized: Iterable[nn.Parameter]) -> None:
+    """Check that of several optimizers one has each parameter that is to be trained: a part is easily forgotten.
 
-
-def _check_all_are_optimized(trainer: Trainer) -> None:
-    """Check that of several optimizers one has each parameter that is to be trained: a part is easily forgotten."""
-    parts = parts_of(trainer.optimizer)
-    known = set(attributes.all_optimized_parameters(trainer)) if parts else set()
-    missed = [name for name, p in trainer.model.named_parameters() if parts and p.requires_grad and p not in known]
+    :param optimized: what any of the trainer's optimizers updates
+    """
+    parts = parts_of(optimizer)
+    known = set(optimized) if parts else set()
+    missed = [name for name, p in model.named_parameters() if parts and p.requires_grad and p not in known]
     if missed:
         more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
         raise ValueError(
             f"None of the optimizers {', '.join(map(repr, parts))} has the model's {', '.join(missed[:3])}{more}. Give "
             "them to one of the optimizers, or call requires_grad_(False) on what is not to be trained."
         )
+
+
+def warn_of_what_is_not_trained(
+    modules: Iterable[nn.Module], loss_func: Any, own: Iterable[nn.Parameter], optimized: Iterable[nn.Parameter]
+) -> None:
+    """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function.
+
+    :param modules: the model, and the trainer's other modules
+    :param own: what the trainer's own optimizer updates, and ``optimized`` what any of its optimizers does
+    """
+    model, *others = modules
+    own = list(own)
+    if own and {p for module in (model, *others) for p in module.parameters()}.isdisjoint(own):
+        warnings.warn(
+            f"None of the {len(own)} parameters of the optimizer belongs to the model, which training will leave "
+            "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
+            "that the trainer is given: again, whenever you make the model again.",
+            stacklevel=5,
+        )
+    elif own and isinstance(loss_func, nn.Module):
+        known = {*model.parameters(), *optimized}
+        missed = [name for name, p in loss_func.named_parameters() if p.requires_grad and p not in known]
+        if missed:
+            more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
+            warnings.warn(
+                f"{type(loss_func).__name__}, the loss function, has parameters that are to be trained, but that no "
+                f"optimizer has: {', '.join(missed[:3])}{more}. Make the optimizer from [*model.parameters(), "
+                "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they are meant to stay as they "
+                "are.",
+                stacklevel=5,
+            )
+
+
+def check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
+    """Ranks with other settings would wait for each other, or read each other's samples."""
+    given = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
+    first, *others = ranks.all_gather_object(given)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Give the Trainer and "
+                    "train() the same arguments on every process: each works out its share of the run from them."
+                )
 
 
 def check_scheduler_factory(create_scheduler_fn: Any, optimizer: Any) -> None:
@@ -139,22 +179,6 @@ def check_resume(resume_from: Any) -> None:
         raise TypeError(f"resume_from={resume_from!r} is no path. {hint}; leave it out to start afresh.")
     if resume_from in ("last", "auto", "newest", "best", "") and not os.path.exists(resume_from):
         raise ValueError(f"resume_from={resume_from!r}: there is no such directory. {hint}.")
-
-
-def _warn_of_an_untrained_loss(trainer: Trainer) -> None:
-    loss_func = trainer.loss_func
-    if not isinstance(loss_func, nn.Module):
-        return
-    known = {*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)}
-    missed = [name for name, p in loss_func.named_parameters() if p.requires_grad and p not in known]
-    if missed:
-        more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
-        warnings.warn(
-            f"{type(loss_func).__name__}, the loss function, has parameters that are to be trained, but that no "
-            f"optimizer has: {', '.join(missed[:3])}{more}. Make the optimizer from [*model.parameters(), "
-            "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they are meant to stay as they are.",
-            stacklevel=5,
-        )
 
 
 def _check_stepping(interval: Any, metric: Any) -> None:
@@ -192,7 +216,9 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
             raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or leave it out.")
         return
-    _check_rates(type(scheduler).__name__, getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    held = [getattr(part, "__dict__", {}) for part in parts.values()]
+    _refuse_placeholders(type(scheduler).__name__, [*groups, *held])
     if steps_itself:
         return
     if metric is not None and not any(map(follows_metric, parts.values())):
@@ -226,12 +252,28 @@ def _check_stepped(scheduler: Any, request: RunRequest) -> None:
         )
 
 
-def _check_rates(kind: str, groups: Iterable[dict[str, Any]]) -> None:
-    for group in groups:
-        for name, value in group.items():
+def check_length(trainer: Trainer, run: Run) -> None:
+    """Check that a schedule that cannot be stepped beyond its end is as long as the run."""
+    config = run.required_config
+    asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
+    if is_overridden(trainer, "scheduler_step") or asked is None:
+        return
+    for scheduler in schedulers_in(trainer.scheduler).values():
+        if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < asked:
+            raise ValueError(
+                f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {asked} times, and it "
+                "refuses steps after its last. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
+                "(NUM_EPOCHS with scheduler_interval='epoch'); a run that resumes a shorter one keeps the shorter "
+                "one's schedule."
+            )
+
+
+def _refuse_placeholders(kind: str, values: Iterable[dict[str, Any]]) -> None:
+    for held in values:
+        for name, value in held.items():
             if isinstance(value, Placeholder):
                 raise TypeError(
-                    f"{kind} made {name}={value!r}, a placeholder without a value. It is replaced among the arguments "
+                    f"{kind} has {name}={value!r}, a placeholder without a value. It is replaced among the arguments "
                     "of a functools.partial, not within a function: pass it to the function as an argument, as in "
                     "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
                 )
@@ -243,6 +285,8 @@ def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
+    except ValueError:  # what is not written in Python has no signature
+        return True
     return True
 
 
@@ -291,6 +335,8 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool, needs_targets: 
                 f"{name}={dataset!r} is a DataLoader. Pass its dataset, with its arguments as dataloader kwargs, or "
                 "return it from create_train_dataloader / create_eval_dataloader."
             )
+        if isinstance(dataset, (str, bytes, os.PathLike)):
+            raise TypeError(f"{name}={dataset!r} is no dataset: read what is there into one first.")
         if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
             raise TypeError(
                 f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, as a list has; what can only be "

@@ -1,7 +1,8 @@
-"""A look at what a loss function is given first: shapes with which it trains something else, or nothing, silently."""
+"""What a step returns as its loss, and shapes with which a loss function trains something else, silently."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,4 +67,36 @@ def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> N
             f"loss_func: outputs of shape {outputs} and targets of shape {targets} would be broadcast to {both}, each "
             "output compared with the targets of other samples. Make the shapes equal: with targets.unsqueeze(1) in "
             "the dataset, for example, or outputs.squeeze(1) in the model."
+        )
+
+
+def check_loss(output: Any, method: str, training: bool) -> None:
+    """Check that a step returned a loss of one element, or several by name, which in training requires gradients.
+
+    In an evaluation a loss may have an element for each sample, or be ``None``.
+    """
+    if not isinstance(output, Mapping):
+        raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
+    if "loss" not in output:
+        none = "" if training else " Return 'loss': None to evaluate without a loss."
+        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{none}")
+    losses = output["loss"]
+    if losses is None and not training:
+        return
+    named = losses if isinstance(losses, Mapping) else {"loss": losses}
+    if not named:
+        raise ValueError(f"{method} returned an empty dict of losses.")
+    if "loss" in named and len(named) > 1:
+        raise ValueError(f"{method} returned a dict of losses with one called 'loss', as their sum is. Rename it.")
+    for name, loss in named.items():
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
+        if loss.numel() != 1 and (training or not loss.numel()):
+            raise ValueError(
+                f"{method}: {name!r} must have one element, but has shape {tuple(loss.shape)}. Reduce it with .mean()."
+            )
+    if training and not any(loss.requires_grad for loss in named.values()):
+        raise ValueError(
+            f"{method}: the loss does not require gradients. Is the model frozen, or was the loss detached, "
+            "or computed under torch.no_grad()?"
         )

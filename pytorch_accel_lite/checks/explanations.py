@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.checks.arguments import accepts
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run
@@ -23,6 +23,28 @@ if TYPE_CHECKING:
 _SHOWN = 6  # elements of a collection
 # The functions of batches.py that make the default step.
 _DEFAULT_STEP = ("outputs_and_loss", "_other_outputs_and_loss", "call", "loss")
+
+# What to do about errors that their texts tell.
+_BY_TEXT = {
+    "^OutOfMemoryError": (
+        "lower per_device_batch_size, with a larger gradient_accumulation_steps for the same updates; or pass "
+        "auto_microbatch=True to train(), which splits the batches that do not fit."
+    ),
+    "device-side assert": (
+        "an index is out of range on the device, usually a label of a class that the outputs do not have, or an index "
+        "into an embedding. The traceback may be of a later line: run it on the CPU, with "
+        "accelerator=Accelerator(cpu=True), where the error names it."
+    ),
+    r"same device|the expected device|Input type \(torch\.(cuda\.)?\w+\) and weight type \(torch\.(cuda\.)?\w+\)": (
+        "the trainer moves the tensors of a batch, nested in tuples, lists and dicts, and the modules that are its "
+        "attributes. Make other tensors on device=trainer.device, keep constants of a model in register_buffer(), and "
+        "give objects of your own a method to(device)."
+    ),
+    "more than 1 value per channel": (
+        "batch norm cannot be trained on a single sample. Pass train_dataloader_kwargs={'drop_last': True}, which "
+        "leaves out the last batch when it is smaller, or choose another per_device_batch_size."
+    ),
+}
 
 
 def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
@@ -33,7 +55,7 @@ def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
     :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
     """
     notes: list[str] = list(getattr(error, "__notes__", []))
-    if isinstance(error, (StopTrainingError, NonFiniteLossError)) or any(map(_is_ours, notes)):
+    if any(map(_is_ours, notes)):
         return
     lines = list[str]()
     with suppress(Exception):  # an error of which little can be said is still the one to show
@@ -58,7 +80,9 @@ def _lines(error: Exception, trainer: Trainer, run: Run, phase: str) -> Iterator
         yield f"  in {_named(case.module, case.model)}, which was given {described(case.given)}"
     if case.outputs is not None:
         yield f"  the loss was given {described(case.outputs)} and {described(case.targets)}"
-    advice = next((text for find in _ADVICE if (text := find(case))), None)
+    text = f"{type(error).__name__}: {error}"
+    known = (answer for pattern, answer in _BY_TEXT.items() if re.search(pattern, text))
+    advice = next(known, None) or next((answer for find in _FINDERS if (answer := find(case))), None)
     if advice is not None:
         yield f"  What to do: {advice}"
 
@@ -168,57 +192,25 @@ class Case:
         return self.outputs is not None
 
 
-def _of_memory(case: Case) -> str | None:
-    if not isinstance(case.error, torch.OutOfMemoryError):
-        return None
-    return (
-        "lower per_device_batch_size, with a larger gradient_accumulation_steps for the same updates; or pass "
-        "auto_microbatch=True to train(), which splits the batches that do not fit."
-    )
-
-
-def _of_the_device_itself(case: Case) -> str | None:
-    if "device-side assert" not in case.text:
-        return None
-    return (
-        "an index is out of range on the device, usually a label of a class that the outputs do not have, or an index "
-        "into an embedding. The traceback may be of a later line: run it on the CPU, with "
-        "accelerator=Accelerator(cpu=True), where the error names it."
-    )
-
-
 def _of_arguments(case: Case) -> str | None:
     if not isinstance(case.error, TypeError) or not case.is_default_step:
         return None
     if case.is_in_loss:
-        called, name = _called(case.loss_func), getattr(case.loss_func, "__name__", type(case.loss_func).__name__)
-        if not _takes(called, 2):
+        called = case.loss_func.forward if isinstance(case.loss_func, nn.Module) else case.loss_func
+        name = getattr(case.loss_func, "__name__", type(case.loss_func).__name__)
+        if not accepts(called, None, None):
             return (
                 f"loss_func is called as loss_func(model_outputs, targets), and {name}{inspect.signature(called)} is "
                 "something else. Give the trainer a function of these two, or override calculate_train_batch_loss and "
                 "calculate_eval_batch_loss."
             )
-    elif not isinstance(case.batch, Mapping) and not _takes(case.model.forward, 1):
+    elif not isinstance(case.batch, Mapping) and not accepts(case.model.forward, None):
         return (
             f"the model is called with the first element of a batch, and {type(case.model).__name__}.forward"
             f"{inspect.signature(case.model.forward)} takes something else. Let the dataset return a dict with these "
             "names as keys, besides the targets, or override calculate_train_batch_loss and calculate_eval_batch_loss."
         )
     return None
-
-
-def _called(function: Any) -> Callable[..., Any]:
-    return function.forward if isinstance(function, nn.Module) else function
-
-
-def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*[None] * arguments)
-    except TypeError:
-        return False
-    except ValueError:  # it has no signature
-        return True
-    return True
 
 
 def _of_what_the_loss_takes(case: Case) -> str | None:
@@ -334,17 +326,6 @@ def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
         yield from _tensors_in(part)
 
 
-def _of_devices(case: Case) -> str | None:
-    is_of_types = re.search(r"Input type \(torch\.(cuda\.)?\w+\) and weight type \(torch\.(cuda\.)?\w+\)", case.text)
-    if not re.search("same device|the expected device", case.text) and not is_of_types:
-        return None
-    return (
-        "the trainer moves the tensors of a batch, nested in tuples, lists and dicts, and the modules that are its "
-        "attributes. Make other tensors on device=trainer.device, keep constants of a model in register_buffer(), and "
-        "give objects of your own a method to(device)."
-    )
-
-
 def _of_features(case: Case) -> str | None:
     module, given = case.module, case.given
     if module is None or not isinstance(given, torch.Tensor) or not given.ndim:
@@ -369,25 +350,12 @@ def _of_features(case: Case) -> str | None:
     return None
 
 
-def _of_one_sample(case: Case) -> str | None:
-    if "more than 1 value per channel" not in case.text:
-        return None
-    return (
-        "batch norm cannot be trained on a single sample. Pass train_dataloader_kwargs={'drop_last': True}, which "
-        "leaves out the last batch when it is smaller, or choose another per_device_batch_size."
-    )
-
-
-_ADVICE: tuple[Callable[[Case], str | None], ...] = (
-    _of_memory,
-    _of_the_device_itself,
+_FINDERS: tuple[Callable[[Case], str | None], ...] = (
     _of_arguments,
     _of_what_the_loss_takes,
     _of_classes,
     _of_two_shapes,
     _of_an_embedding,
-    _of_devices,
-    _of_one_sample,
     _of_features,
     _of_types,
 )

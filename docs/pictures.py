@@ -1,0 +1,132 @@
+"""Redraw the pictures of the documentation: ``make pictures``.
+
+That of a run's page is taken in a browser: Chromium or Chrome, where one is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite import callbacks as available
+from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
+
+DOCS = Path(__file__).resolve().parent
+PICTURES = [
+    "confusion.png",
+    "curves.png",
+    "find_lr.png",
+    "monitors.png",
+    "resumed_schedule.png",
+    "run_log.png",
+    "schedule.png",
+    "worst_samples.png",
+]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+train_set = TensorDataset(images[:1300], labels[:1300])
+test_set = TensorDataset(images[1300:], labels[1300:])
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(512, 10),
+    )
+
+
+def new_trainer(*callbacks: Any) -> Trainer:
+    model = small_network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.05)
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=callbacks, seed=0)
+
+
+def draw_a_run() -> None:
+    """Train a small network with all monitors, and draw what can be seen of that."""
+    accuracy = {"accuracy": MulticlassAccuracy(10)}
+    nested = [available.MetricsCallback(accuracy)]
+    worst = available.WorstSamplesCallback(k=10)
+    trainer = new_trainer(
+        available.MetricsCallback(accuracy),
+        available.ModelEmaCallback(0.98, save_path=None, callbacks=nested),
+        worst,
+        available.LearningRateMonitorCallback(),
+        available.GradientNormCallback(),
+        available.ThroughputCallback(),
+        available.DeviceMemoryCallback(),
+        available.TimingCallback(show=False),
+        available.SaveTrainingStateCallback("states"),
+        available.RunLogCallback("digits", {"dropout": 0.2}, name="Digits, two layers"),
+    )
+    steps = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS
+    schedule = partial(OneCycleLR, max_lr=0.004, total_steps=steps)
+    trainer.train(train_set, 20, test_set, 32, create_scheduler_fn=schedule)
+    history = trainer.run_history
+    history.plot(DOCS / "monitors.png")
+    chosen = ["train_loss_epoch", "eval_loss_epoch", "accuracy"]
+    history.plot(DOCS / "curves.png", metrics=chosen)
+    worst.plot(test_set, DOCS / "worst_samples.png")
+    predictions = trainer.predict(test_set)
+    plot_confusion_matrix(predictions, labels[1300:], path=DOCS / "confusion.png")
+    plot_schedule(schedule, 500, path=DOCS / "schedule.png")
+    photograph(Path("digits", "summary.html").resolve(), DOCS / "run_log.png")
+
+
+def draw_a_range_test() -> None:
+    new_trainer().find_lr(train_set, 32).plot(DOCS / "find_lr.png")
+
+
+def draw_the_resumed_schedule() -> None:
+    """Run the code of a page, which saves this picture in the current folder."""
+    page = (DOCS / "schedulers.md").read_text()
+    namespace = {"__name__": "docs"}
+    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(code, namespace)
+    shutil.copy("resumed_schedule.png", DOCS)
+
+
+def photograph(
+    page: Path, picture: Path, width: int = 1200, height: int = 1500
+) -> None:
+    """Take a picture of the upper part of a page."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        print(f"{picture.name} stays as it is: there is no browser.")
+        return
+    command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars"]
+    command += [f"--window-size={width},{height}", f"--screenshot={picture}"]
+    subprocess.run([*command, page.as_uri()], check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    os.chdir(tempfile.mkdtemp())
+    new_trainer().train(
+        train_set, 2, test_set
+    )  # so that what is loaded once is no epoch's
+    draw_a_run()
+    draw_a_range_test()
+    draw_the_resumed_schedule()

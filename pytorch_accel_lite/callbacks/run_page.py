@@ -1,0 +1,210 @@
+"""The pages of a run: what its record says, as people read it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from pytorch_accel_lite.plotting.panels import best_of, direction_of, place_of_each
+from pytorch_accel_lite.templates import render
+from pytorch_accel_lite.utils import format_metric, install_command
+
+
+class Cell(NamedTuple):
+    """A cell of a table."""
+
+    text: str
+    is_best: bool = False
+
+
+class Table(NamedTuple):
+    """A table; the numbers of some columns are aligned on the right.
+
+    :param numbers: the places of those columns
+    """
+
+    columns: list[str]
+    rows: list[list[Cell]]
+    numbers: set[int]
+
+
+def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
+    """Return the pages of a run by the names of their files.
+
+    :param record: the run as ``run.json`` has it
+    :param curves: pictures of its metrics, as SVG
+    """
+    attempts = record["attempts"]
+    outcome, _, reason = attempts[-1]["outcome"].partition(": ")
+    main, monitors = _metrics(record)
+    command = record["command"]
+    values = {
+        "name": record["name"],
+        "outcome": attempts[-1]["outcome"],
+        "status": outcome,
+        "reason": reason,
+        "error": attempts[-1].get("traceback", "").rstrip(),
+        "lead": _lead(record),
+        "results": _results(record),
+        "facts": [_of_training(record), _of_environment(record)],
+        "tables": {"Epochs": main} if record["metrics"] else {},
+        "command": f"cd {shlex.quote(record['folder'])}\n{shlex.join(command)}" if command else "",
+        "how_to_resume": _how_to_resume(record),
+        "details": _details(record, monitors),
+    }
+    how_to_plot = install_command("plot", "matplotlib") if record["metrics"] else ""
+    return {
+        "summary.md": render("run.md", **values),
+        "summary.html": render("run.html", **values, curves=curves, how_to_plot=how_to_plot),
+    }
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its two largest units: ``3.4 s``, ``2 min 5 s``, ``1 h 12 min``, ``2 d 3 h``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    whole = round(seconds)
+    place = next(place for place, (_, size) in enumerate(units) if whole >= size)
+    (large, size), (small, part) = units[place : place + 2]
+    return f"{whole // size} {large} {whole % size // part} {small}"
+
+
+def _lead(record: Mapping[str, Any]) -> str:
+    progress = record["progress"]
+    epochs = record["config"].get("num_epochs")
+    of_all = f" of {epochs}" if isinstance(epochs, int) else ""
+    parts = [
+        format_duration(sum(attempt.get("seconds", 0) for attempt in record["attempts"])),
+        f"{progress['epochs_completed']}{of_all} epochs",
+        f"{progress['update']:,} updates",
+        f"{progress['samples']:,} samples",
+        f"started {_moment(record['attempts'][0]['started'])}",
+    ]
+    return " · ".join(parts)
+
+
+def _moment(text: str) -> str:
+    return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the best and the final value of each metric whose better values are known; of training the final."""
+    names = _names(record)
+    results = []
+    for name, (_, _, is_monitor, label) in place_of_each(names).items():
+        direction = direction_of(name, record["directions"])
+        if is_monitor or direction is None:
+            continue
+        rows = [row for row in record["metrics"] if name in row]
+        texts = _texts([row[name] for row in rows])
+        best = None if label.endswith("train") else best_of([_number(row[name]) for row in rows], direction)
+        notes = ["final"] if best is None else [f"best, epoch {rows[best]['epoch']}", f"final {texts[-1]}"]
+        value = texts[-1 if best is None else best]
+        results.append({"name": name.removesuffix("_epoch").replace("_", " "), "value": value, "notes": notes})
+    return sorted(results, key=lambda result: len(result["notes"]), reverse=True)[:12]
+
+
+def _of_training(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    config = record["config"]
+    batch = [f"{config['train_per_device_batch_size']} per process"] if "train_per_device_batch_size" in config else []
+    if batch and config["train_total_batch_size"] != config["train_per_device_batch_size"]:
+        batch.append(f"{config['train_total_batch_size']} in an update")
+    return [
+        ("Model", record["model"]),
+        ("Loss", record["loss"]),
+        ("Optimizer", record["optimizer"]),
+        ("Schedule", record["schedule"]),
+        ("Batch size", ", ".join(batch)),
+        ("Precision", "float32" if config.get("mixed_precision") == "no" else str(config.get("mixed_precision"))),
+        ("Seed", str(config.get("seed"))),
+    ]
+
+
+def _of_environment(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    git = record["git"]
+    commit = "no repository" if git is None else git["commit"] + (", with changes" if git["has_changes"] else "")
+    processes = record["processes"]
+    return [
+        ("Device", record["device"] + (f", {processes} processes" if processes > 1 else "")),
+        ("Host", record["host"]),
+        ("Folder", record["folder"]),
+        ("Git commit", commit),
+        ("Versions", ", ".join(f"{name} {number}" for name, number in record["versions"].items())),
+    ]
+
+
+def _how_to_resume(record: Mapping[str, Any]) -> str:
+    if not record["states"]:
+        return "The run cannot be resumed: no training state is saved. SaveTrainingStateCallback saves them."
+    again = "The same command resumes the run" if record["command"] else "The run was started in a notebook; it resumes"
+    where = ", ".join(record["states"])
+    return f'{again} from the newest training state in {where}, with train(..., resume_from="latest").'
+
+
+def _details(record: Mapping[str, Any], monitors: Table) -> dict[str, Table]:
+    details = {"Monitors": monitors} if len(monitors.columns) > 1 else {}
+    attempts = [
+        [
+            Cell(_moment(attempt["started"])),
+            Cell(format_duration(attempt.get("seconds", 0))),
+            Cell(f"{attempt['from_update']:,}"),
+            Cell(attempt["outcome"]),
+        ]
+        for attempt in record["attempts"]
+    ]
+    details["Attempts"] = Table(["started", "duration", "from update", "outcome"], attempts, {1, 2})
+    settings = [[Cell(name), Cell(format_metric(value))] for name, value in record["config"].items()]
+    details["Configuration"] = Table(["name", "value"], settings, set())
+    return details
+
+
+def _names(record: Mapping[str, Any]) -> list[str]:
+    return [name for name in dict.fromkeys(name for row in record["metrics"] for name in row) if name != "epoch"]
+
+
+def _metrics(record: Mapping[str, Any]) -> tuple[Table, Table]:
+    """Return the table of the metrics, with the learning rate, and that of the other monitors."""
+    places = place_of_each(_names(record))
+    main = [name for name, (title, _, is_monitor, _) in places.items() if not is_monitor or title == "learning rate"]
+    others = [name for name in places if name not in main]
+    return _table(record, main), _table(record, others)
+
+
+def _table(record: Mapping[str, Any], names: Iterable[str]) -> Table:
+    """Return a row for each epoch, with the best value of each column marked."""
+    columns = ["epoch", *names]
+    directions = record["directions"]
+    unmarked = {"epoch"} | {name for name, place in place_of_each(columns).items() if place[3].endswith("train")}
+    filled = []
+    for name in columns:
+        values = [row.get(name) for row in record["metrics"]]
+        best = None if name in unmarked else best_of([_number(v) for v in values], direction_of(name, directions))
+        filled.append([Cell(text, place == best) for place, text in enumerate(_texts(values))])
+    return Table(columns, [list(row) for row in zip(*filled, strict=True)], set(range(len(columns))))
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    """Return the values of a column, numbers with equally many decimals, four or more digits in the largest."""
+    sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value)]
+    power = math.floor(math.log10(max(sizes))) if any(sizes) else 0
+    decimals = 3 - power if power < -1 else max(4 - max(power, 0), 0)
+    form = f",.{decimals}f" if -4 <= power < 9 else ".4g"
+    return ["" if value is None else _text(value, form) for value in values]
+
+
+def _text(value: Any, form: str) -> str:
+    if isinstance(value, float):
+        text = format(value, form)
+        return f"{value:.1e}" if value and not text.strip("-0.") else text
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

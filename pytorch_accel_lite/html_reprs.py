@@ -1,0 +1,71 @@
+"""What notebooks show of trainers, histories, run configs, diagnoses and worst samples: loaded when one is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.reprs import parts_of, short
+from pytorch_accel_lite.templates import render
+from pytorch_accel_lite.utils import format_metric
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
+    from pytorch_accel_lite.run_config import TrainerRunConfig
+    from pytorch_accel_lite.tools.diagnosis import Diagnosis
+    from pytorch_accel_lite.tracking import InMemoryRunHistory
+    from pytorch_accel_lite.trainer import Trainer
+
+_MOST_EPOCHS = 50
+
+
+def of_trainer(trainer: Trainer) -> str | None:
+    """Show what a trainer trains, with what, where, and what listens."""
+    if "current_run" not in vars(trainer):  # its constructor has not come so far
+        return None
+    parts = parts_of(trainer)
+    listening = "\n".join(map(repr, trainer.callback_handler)) or "none"
+    rows = {"model": parts.pop("model"), "parameters": parts.pop("parameters"), "loss_func": short(trainer.loss_func)}
+    return _table(type(trainer).__name__, (rows | parts | {"callbacks": listening}).items())
+
+
+def of_history(history: InMemoryRunHistory) -> str:
+    """Show the last values of all metrics in each epoch."""
+    state = history.state_dict()
+    by_metric = {
+        name: dict(zip(state["epochs"][name], values, strict=True)) for name, values in state["metrics"].items()
+    }
+    epochs = sorted({epoch for values in by_metric.values() for epoch in values})
+    rows = [
+        (epoch, *(_cell(values[epoch]) if epoch in values else "" for values in by_metric.values()))
+        for epoch in epochs[-_MOST_EPOCHS:]
+    ]
+    left_out = len(epochs) - len(rows)
+    notes = [f"The last {len(rows)} epochs of {len(epochs)}; to_dict() has all."] if left_out else []
+    title = type(history).__name__ + ("" if rows else ": nothing has been recorded yet")
+    return _table(title, rows, ["epoch", *by_metric] if rows else [], notes)
+
+
+def of_run_config(config: TrainerRunConfig) -> str:
+    """Show the settings of a run that are worth reading."""
+    return _table(type(config).__name__, [(name, short(value, name)) for name, value in config.notable().items()])
+
+
+def of_diagnosis(found: Diagnosis) -> str:
+    """Show where the time of a step goes, and what to change."""
+    return _table(found.summary(), found.parts(), notes=found.advice or ["Nothing stands out."])
+
+
+def of_worst_samples(worst: WorstSamplesCallback) -> str:
+    """Show the samples with the largest losses."""
+    columns, *rows = worst.table()
+    return _table(repr(worst), rows, columns)
+
+
+def _cell(value: Any) -> str:
+    return format_metric(value) if getattr(value, "ndim", 0) == 0 and not isinstance(value, str) else short(value)
+
+
+def _table(title: str, rows: Iterable[Sequence[Any]], columns: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Return a table; without columns its rows are names and values."""
+    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes)

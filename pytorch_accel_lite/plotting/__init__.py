@@ -1,0 +1,18 @@
+"""Plots of what a run recorded (extra ``plot``). Nothing here needs a display."""
+
+from pytorch_accel_lite.plotting.curves import plot_curves
+from pytorch_accel_lite.plotting.figures import new_figure
+from pytorch_accel_lite.plotting.images import as_picture, plot_confusion_matrix, plot_sheet
+from pytorch_accel_lite.plotting.panels import NothingToPlotError
+from pytorch_accel_lite.plotting.rates import plot_range_test, plot_schedule
+
+__all__ = [
+    "NothingToPlotError",
+    "as_picture",
+    "new_figure",
+    "plot_confusion_matrix",
+    "plot_curves",
+    "plot_range_test",
+    "plot_schedule",
+    "plot_sheet",
+]

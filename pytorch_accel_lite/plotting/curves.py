@@ -1,0 +1,200 @@
+"""The curves of a run, one panel for each quantity."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.plotting.figures import (
+    COLOURS,
+    GRID,
+    INK,
+    choose_scale,
+    finish,
+    legend_height,
+    line_style,
+    new_figure,
+    save,
+)
+from pytorch_accel_lite.plotting.panels import TIME, Curve, Panel, epoch_ticks, panels_of
+from pytorch_accel_lite.utils import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Metrics = Mapping[str, tuple[Sequence[int], Sequence[Any]]]
+Directions = Mapping[str, "bool | None"]
+
+# Inches.
+_WIDTH, _HEIGHT = 3.3, 2.1
+_LEFT, _RIGHT, _BOTTOM, _TITLE = 0.8, 0.2, 0.55, 0.4
+
+# Of more curves the legend does not say the best values, which are marked nevertheless.
+_MOST_WITH_BEST = 5
+# The parts of an epoch's time, in the order in which they are stacked.
+_PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "saving", "callbacks")
+
+
+def plot_curves(
+    curves: Metrics, path: str | os.PathLike[str] | None = None, directions: Directions | None = None
+) -> Figure:
+    """Draw metrics over epochs: train and eval of a metric together, monitors in panels by unit.
+
+    The best value of an evaluation is marked where it is known which values are better. An axis is logarithmic where
+    most values would lie in the lowest tenth of a linear one.
+
+    :param curves: by metric name, the epochs and the values; values that are no numbers are left out
+    :param path: where to save the picture; ``None``: not saved
+    :param directions: by metric name, whether greater values are better; of losses smaller ones are
+    :raises NothingToPlotError: when there are no numbers
+    """
+    import_extra("matplotlib.figure", "plot", "plot()")
+    panels = panels_of(curves, directions or {})
+    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
+    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
+    legends = [max(legend_height(_labels(panel), _WIDTH) for panel in row) for row in rows]
+    width = columns * (_LEFT + _WIDTH + _RIGHT)
+    height = sum(_TITLE + legend + _HEIGHT + _BOTTOM for legend in legends)
+    figure = new_figure((width, height), layout=None)
+    top = height
+    styles = _styles(panels)
+    for row, legend in zip(rows, legends, strict=True):
+        top -= _TITLE + legend + _HEIGHT
+        for column, panel in enumerate(row):
+            left = column * (_LEFT + _WIDTH + _RIGHT) + _LEFT
+            axis = figure.add_axes((left / width, top / height, _WIDTH / width, _HEIGHT / height))
+            _draw(axis, panel, styles, legend)
+        top -= _BOTTOM
+    return save(figure, path)
+
+
+def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[str]:
+    """Return each panel of :func:`plot_curves` as SVG to be put into an HTML page, whose styles give the colours.
+
+    They are the custom properties ``--ink``, ``--grid``, and ``--series-1`` and so on.
+
+    :raises NothingToPlotError: when there are no numbers
+    """
+    matplotlib = import_extra("matplotlib", "plot", "plot()")
+    panels = panels_of(curves, directions or {})
+    styles = _styles(panels)
+    pictures = []
+    for number, panel in enumerate(panels):
+        width = _LEFT + _WIDTH + _RIGHT
+        legend = legend_height(_labels(panel), _WIDTH)
+        height = _TITLE + legend + _HEIGHT + _BOTTOM
+        figure = new_figure((width, height), layout=None)
+        axis = figure.add_axes((_LEFT / width, _BOTTOM / height, _WIDTH / width, _HEIGHT / height))
+        _draw(axis, panel, styles, legend)
+        text = io.StringIO()
+        # Text stays text; the salt makes the names of markers differ between the pictures of a page.
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
+            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+        pictures.append(_for_a_page(text.getvalue(), panel.title))
+    return pictures
+
+
+def _for_a_page(svg: str, title: str) -> str:
+    """Make an SVG file a part of a page: without its head and the names that all figures have, its colours named."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| id="\w+_\d+"', "", svg)
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    named = {INK: "--ink", GRID: "--grid"} | {colour: f"--series-{i}" for i, colour in enumerate(COLOURS, 1)}
+    for colour, name in named.items():
+        svg = svg.replace(colour, f"var({name})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{title.replace(chr(34), "")}"', 1)
+
+
+def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
+    """Return the style of each label of a metric: the same in all panels."""
+    labels = ["train", "eval", *(curve.label for panel in panels if not panel.is_monitor for curve in panel.curves)]
+    return {label: line_style(number) for number, label in enumerate(dict.fromkeys(labels))}
+
+
+def _labels(panel: Panel) -> list[str]:
+    """Return the entries of a panel's legend."""
+    if _is_stacked(panel):
+        return [label for label, _, _ in _layers(panel)] + [curve.label for curve in _beside_layers(panel)]
+    entries = []
+    for curve in panel.curves:
+        if curve.best is None or len(panel.curves) > _MOST_WITH_BEST:
+            entries.append(curve.label)
+        else:
+            value, epoch = curve.values[curve.best], curve.epochs[curve.best]
+            entries.append(f"{curve.label}: best {value:.4g} in epoch {epoch:.3g}")
+    return [] if len(entries) == 1 and panel.curves[0].best is None else entries
+
+
+def _draw(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]], above: float) -> None:
+    """Draw one panel, with its legend in the height in inches that is kept for that."""
+    ticker = import_extra("matplotlib.ticker", "plot", "plot()")
+    if _is_stacked(panel):
+        handles = _stack(axis, panel)
+    else:
+        handles = [
+            _line(axis, curve, line_style(number) if panel.is_monitor else styles[curve.label])
+            for number, curve in enumerate(panel.curves)
+        ]
+        choose_scale(axis, [curve.values for curve in panel.curves])
+        if panel.is_monitor and axis.get_yscale() == "linear" and axis.get_ylim()[0] > 0:
+            axis.set_ylim(0, 1.05 * axis.dataLim.y1)  # a change of a thousandth must not look like a large one
+    places = [place for curve in panel.curves for place in curve.epochs]
+    axis.xaxis.set_major_locator(ticker.FixedLocator(epoch_ticks(min(places), max(places))))
+    if max(places) - min(places) < 1:
+        axis.set_xlim(min(places) - 0.6, max(places) + 0.6)
+    axis.set(xlabel="epoch", ylabel=panel.unit)
+    finish(axis, panel.title, _labels(panel), handles, above)
+
+
+def _line(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
+    """Draw a curve, and a ring around its best value."""
+    marker = "o" if len(curve.values) <= 30 else None
+    (line,) = axis.plot(
+        curve.epochs, curve.values, label=curve.label, marker=marker, markersize=2.5, linewidth=1.4, **style
+    )
+    if curve.best is not None:
+        place = [curve.epochs[curve.best]], [curve.values[curve.best]]
+        axis.scatter(*place, s=55, facecolors="none", edgecolors=style["color"], linewidths=1.4, zorder=3)
+    return line
+
+
+def _is_stacked(panel: Panel) -> bool:
+    """Whether a panel holds what an epoch's time was spent on, all of it for the same epochs."""
+    times = {curve.label: curve.epochs for curve in panel.curves}
+    whole = times.get(TIME)
+    return panel.title == TIME and whole is not None and all(times.get(part) == whole for part in _PARTS)
+
+
+def _layers(panel: Panel) -> list[tuple[str, list[float], dict[str, Any]]]:
+    """Return the label, the values and the style of each layer, without those that are nothing; the rest is on top."""
+    times = {curve.label: curve.values for curve in panel.curves}
+    spent = zip(*(times[part] for part in _PARTS), strict=True)
+    rest = [max(whole - sum(parts), 0.0) for whole, parts in zip(times[TIME], spent, strict=True)]
+    layers = [(part, times[part], line_style(number)) for number, part in enumerate(_PARTS)]
+    layers.append(("other", rest, {"color": GRID}))
+    longest = max(times[TIME])
+    return [layer for layer in layers if max(layer[1]) >= 0.001 * longest]
+
+
+def _beside_layers(panel: Panel) -> list[Curve]:
+    """Return what is no part of the whole, unless it says nothing new."""
+    known = [curve.values for curve in panel.curves if curve.label in _PARTS]
+    return [c for c in panel.curves if c.label not in (*_PARTS, TIME) and c.values not in known]
+
+
+def _stack(axis: Any, panel: Panel) -> list[Any]:
+    """Draw what the time of each epoch was spent on as layers, whose sum is the whole."""
+    epochs = panel.curves[0].epochs
+    edges = [epoch - 0.5 for epoch in epochs] + [epochs[-1] + 0.5]
+    below = [0.0] * len(epochs)
+    handles = []
+    for _, values, style in _layers(panel):
+        above = [low + value for low, value in zip(below, values, strict=True)]
+        handles.append(axis.stairs(above, edges, baseline=below, fill=True, color=style["color"], alpha=0.85))
+        below = above
+    handles += [_line(axis, curve, {"color": INK, "linestyle": "--"}) for curve in _beside_layers(panel)]
+    return handles

@@ -1,0 +1,140 @@
+"""Pictures of what a model makes of samples: which classes it confuses, and images side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pytorch_accel_lite.plotting.figures import GRID, INK, new_figure, save
+from pytorch_accel_lite.utils import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Up to so many classes the counts can be read.
+_MOST_WITH_COUNTS = 30
+
+
+def plot_confusion_matrix(
+    predictions: Any, targets: Any, classes: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
+) -> Figure:
+    """Draw how often each class was taken for each.
+
+    The colour is the share of a target's samples; up to 30 classes, the counts are written into it. Computed by
+    torchmetrics.
+
+    :param predictions: classes of shape ``(samples,)``, or scores of shape ``(samples, classes)``, as ``predict`` gives
+    :param targets: classes of shape ``(samples,)``
+    :param classes: the names of the classes
+    :param path: where to save the picture; ``None``: not saved
+    """
+    import torch
+    from torchmetrics.functional.classification import multiclass_confusion_matrix
+
+    predictions = torch.as_tensor(predictions)
+    targets = torch.as_tensor(targets)
+    if len(predictions) != len(targets):
+        raise ValueError(f"There are {len(predictions)} predictions, but {len(targets)} targets.")
+    size = predictions.shape[1] if predictions.ndim == 2 else int(max(predictions.max(), targets.max())) + 1
+    size = max(size, len(classes or ()))
+    names = [str(number) for number in range(size)] if classes is None else list(classes)
+    if len(names) != size:
+        raise ValueError(f"classes has {len(names)} names, but there are {size} classes.")
+    counts = multiclass_confusion_matrix(predictions, targets, size).cpu()
+    right = int(counts.diag().sum())
+    title = f"accuracy {right / len(targets):.1%}: {right:,} of {len(targets):,} samples"
+    return save(_draw_matrix(counts.numpy(), names, title), path)
+
+
+def _draw_matrix(counts: np.ndarray[Any, Any], names: Sequence[str], title: str) -> Figure:
+    colours = import_extra("matplotlib.colors", "plot", "plot()")
+    shares = counts / counts.sum(1, keepdims=True).clip(min=1)
+    size = len(names)
+    side = 0.36 * size if size <= _MOST_WITH_COUNTS else 5.5
+    side = max(side, 2.6)
+    for_names = min(0.07 * max(map(len, names)), 1.5)
+    is_upright = for_names < side / size - 0.05 or max(map(len, names)) <= 2
+    beside = 0.5 + for_names
+    below = 0.6 if is_upright else beside
+    width = beside + side + 0.95
+    height = 0.4 + side + below
+    figure = new_figure((width, height), layout=None)
+    axis = figure.add_axes((beside / width, below / height, side / width, side / height))
+    # The root shows that a few samples were taken for another class.
+    picture = axis.imshow(shares, cmap="Blues", norm=colours.PowerNorm(0.5, 0, 1))
+    if size <= _MOST_WITH_COUNTS:
+        for row, column in np.argwhere(counts):
+            colour = "white" if shares[row, column] > 0.4 else INK
+            text = str(counts[row, column])
+            axis.text(column, row, text, ha="center", va="center", fontsize=8 - len(text) // 3, color=colour)
+    shown = range(0, size, -(-size // 40))
+    marked = [names[number] for number in shown]
+    axis.set_xticks(shown, marked, rotation=0 if is_upright else 90)
+    axis.set_yticks(shown, marked)
+    axis.tick_params(labelsize=8 if len(marked) <= 20 else 7, color=INK, labelcolor=INK)
+    axis.spines[:].set_color(GRID)
+    axis.set_xlabel("predicted", fontsize=9, color=INK)
+    axis.set_ylabel("true", fontsize=9, color=INK)
+    axis.set_title(title, loc="left", fontsize=10, color=INK)
+    _add_scale(figure, picture, ((beside + side + 0.15) / width, below / height, 0.12 / width, side / height))
+    return figure
+
+
+def _add_scale(figure: Figure, picture: Any, box: tuple[float, float, float, float]) -> None:
+    """Say what the colours of a matrix mean, in a part of the figure."""
+    bar = figure.colorbar(picture, cax=figure.add_axes(box), ticks=(0, 0.05, 0.25, 0.5, 1), format="{x:.0%}")
+    bar.outline.set_visible(False)
+    bar.set_label("share of the true class", fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=7, color=INK, labelcolor=INK)
+
+
+def plot_sheet(
+    images: Sequence[Any], titles: Sequence[str], path: str | os.PathLike[str] | None = None, columns: int = 5
+) -> Figure:
+    """Draw images side by side.
+
+    :param images: each of shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+    """
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    side, beside, above = 1.5, 0.3, 0.55
+    width = columns * (side + beside)
+    height = rows * (side + above) + 0.15
+    figure = new_figure((width, height), layout=None)
+    for number, (image, title) in enumerate(zip(images, titles, strict=True)):
+        row, column = divmod(number, columns)
+        left = column * (side + beside) + beside / 2
+        bottom = height - (row + 1) * (side + above)
+        axis = figure.add_axes((left / width, bottom / height, side / width, side / height))
+        picture = as_picture(image)
+        axis.imshow(picture, cmap="gray" if picture.ndim == 2 else None)
+        axis.set_title(title, fontsize=8.5, color=INK, linespacing=1.3)
+        axis.set_axis_off()
+    return save(figure, path)
+
+
+def as_picture(image: Any) -> np.ndarray[Any, Any]:
+    """Return an image as an array of shape (height, width) or (height, width, 3), its values from 0 to 1.
+
+    Values that are not all in that range are stretched to it.
+
+    :raises ValueError: when it has no such shape
+    """
+    array = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
+    if array.ndim == 3 and array.shape[0] in (1, 3):
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
+        raise ValueError(f"A {type(image).__name__} of shape {np.shape(image)} is no image.")
+    if array.dtype == np.uint8:
+        return array
+    array = array.astype(np.float64)
+    low = array.min()
+    high = array.max()
+    if low >= 0 and high <= 1:
+        return array
+    return (array - low) / (high - low) if high > low else np.zeros_like(array)

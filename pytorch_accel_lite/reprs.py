@@ -1,0 +1,179 @@
+"""What ``repr`` shows: calls of constructors, with values that are short and keep secrets to themselves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+_WIDTH = 88
+_SECRET = re.compile(
+    r"(api|access|private|secret|auth)_?key|token$|secret|passw|passphrase|credential|authorization", re.IGNORECASE
+)
+_IN_URL = re.compile(r"(://[^/:@\s]*:)[^/@\s]+@")
+
+
+class _Short(reprlib.Repr):
+    """Representations of one short line, of whatever a user may pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxtuple = self.maxlist = self.maxdict = 8
+        self.maxstring = self.maxother = 60
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(_IN_URL.sub(r"\1***@", x), level)
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        if x and level <= 0:
+            return "{...}"
+        items = islice(x.items(), self.maxdict)
+        shown = [f"{self.repr1(key, level - 1)}: {self.named(key, value, level - 1)}" for key, value in items]
+        return f"{{{', '.join(shown)}{', ...' if len(x) > self.maxdict else ''}}}"
+
+    def named(self, name: object, value: Any, level: int) -> str:
+        """Represent a value by its name: what unlocks something is not shown."""
+        is_secret = isinstance(name, str) and _SECRET.search(name) and isinstance(value, (str, bytes))
+        return "'***'" if is_secret else self.repr1(value, level)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        name = type(x).__name__
+        if isinstance(x, os.PathLike):
+            return self.repr1(os.fspath(x), level)
+        if isinstance(x, functools.partial):
+            return f"partial({self.repr1(x.func, level)}, ...)"
+        if isinstance(x, np.generic):
+            return self.repr1(x.item(), level)
+        if isinstance(x, (torch.Tensor, np.ndarray)):  # without its numbers, which a device may hold
+            return f"{name}(shape={tuple(x.shape)})"
+        if isinstance(x, type) or inspect.isroutine(x):
+            return str(x.__name__)
+        is_large = isinstance(x, nn.Module) and any(x.children())
+        text = "\n" if is_large else super().repr_instance(x, level)
+        is_readable = len(text) < self.maxother and "\n" not in text and " at 0x" not in text
+        return text if is_readable else f"{name}(...)"
+
+
+_short = _Short()
+
+
+def short(value: Any, name: str = "") -> str:
+    """Represent a value in one short line: long ones are abbreviated, and strings whose name says that they are secret.
+
+    :param name: of the argument or setting
+    """
+    return _short.named(name, value, _short.maxlevel)
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Represent a call with these arguments, each short."""
+    return wrapped(f"{name}(", [f"{key}={short(value, key)}" for key, value in arguments.items()], ")")
+
+
+def wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
+    """Join parts by commas: in one line where that is short enough, else in lines of their own."""
+    parts = list(parts)
+    line = f"{opening}{', '.join(parts)}{closing}"
+    if len(line) <= _WIDTH and "\n" not in line:
+        return line
+    lines: list[str] = []
+    for part in parts:
+        block = part.replace("\n", "\n    ")
+        if lines and "\n" not in lines[-1] + block and len(lines[-1]) + len(block) + 2 <= _WIDTH:
+            lines[-1] += f" {block},"
+        else:
+            lines.append(f"    {block},")
+    return "\n".join([opening, *lines, closing])
+
+
+# ----------------------------------------------------------------------------------------------- callbacks
+
+_GIVEN = "_arguments_given"
+
+
+def remember_arguments(cls: type) -> None:
+    """Let the constructor of a class remember what it is called with, for :func:`constructor_call`."""
+    constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
+        return
+
+    @functools.wraps(constructor)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True  # IPython and pytest leave this frame out
+        vars(self).setdefault(_GIVEN, (args, kwargs))  # that of the subclass comes first
+        constructor(self, *args, **kwargs)
+
+    remember.remembers_arguments = True  # type: ignore[attr-defined]
+    cls.__init__ = remember  # type: ignore[misc]
+
+
+def constructor_call(made: Any) -> str:
+    """Represent an object as the call of its constructor, with the arguments that it was given.
+
+    An attribute of the same name and type as an argument is taken to be that argument, and may have changed since.
+    """
+    args, kwargs = vars(made).get(_GIVEN, ((), {}))
+    given = inspect.signature(type(made).__init__).bind_partial(made, *args, **kwargs)
+    kinds = {name: given.signature.parameters[name].kind for name in given.arguments}
+    has_rest = inspect.Parameter.VAR_POSITIONAL in kinds.values()
+    parts: list[str] = []
+    for name, value in islice(given.arguments.items(), 1, None):
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            parts.extend(map(short, value))
+            continue
+        named = value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+        by_place = has_rest and kinds[name] is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for key, passed in named.items():
+            current = vars(made).get(key)
+            shown = short(current if type(current) is type(passed) else passed, key)
+            parts.append(shown if by_place else f"{key}={shown}")
+    return wrapped(f"{type(made).__name__}(", parts, ")")
+
+
+# ------------------------------------------------------------------------------------------------- trainers
+
+
+def parameter_count(model: nn.Module) -> str:
+    """Return how many parameters a model has, as text; those of lazy modules are known after the first batch."""
+    parameters = list(model.parameters())
+    known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
+    return f"{sum(p.numel() for p in known):,}{'' if len(known) == len(parameters) else ' + ?'}"
+
+
+def parts_of(trainer: Trainer) -> dict[str, str]:
+    """Return what a trainer is made of, in words, by name: what is as usual is left out."""
+    model = trainer.get_model(keep_torch_compile=False)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper, in a run
+    precision = trainer.accelerator.mixed_precision
+    return {
+        "model": type(model).__name__,
+        "parameters": parameter_count(model),
+        "optimizer": "None" if optimizer is None else type(optimizer).__name__,
+        "device": str(trainer.device),
+        **({"processes": str(trainer.ranks.world_size)} if trainer.ranks.world_size > 1 else {}),
+        **({"mixed_precision": precision} if precision != "no" else {}),
+        **({} if trainer.seed is None else {"seed": str(trainer.seed)}),
+    }
+
+
+def of_trainer(trainer: Trainer) -> str:
+    """Represent a trainer by what it trains, with what, where, and what listens."""
+    if "current_run" not in vars(trainer):  # its constructor has not come so far
+        return object.__repr__(trainer)
+    parts = [f"{name}={value}" for name, value in parts_of(trainer).items()]
+    listening = wrapped("callbacks=[", map(repr, trainer.callback_handler), "]")
+    return wrapped(f"{type(trainer).__name__}(", [*parts, listening], ")")

@@ -1,0 +1,110 @@
+"""Trying something and leaving no trace: what is captured of a training before, and restored after."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite import attributes
+from pytorch_accel_lite.optimizers import optimized_parameters
+from pytorch_accel_lite.randomness import capture_generators, restore_generators
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class Snapshot:
+    """The values of tensors, the states of their owners, and those of the generators. What is tried has no gradients.
+
+    :param tensors: what is copied, to host memory with ``on_host``, so that the device has room for what is tried
+    :param parameters: those whose gradients are kept as they are, not copied
+    :param owners: have ``state_dict()`` and ``load_state_dict(state)``
+    :ivar gradients: those of before, by parameter
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        parameters: Iterable[nn.Parameter],
+        owners: Iterable[Any] = (),
+        on_host: bool = False,
+    ) -> None:
+        self._generators = capture_generators()
+        self._tensors = [(t, t.detach().to("cpu", copy=True) if on_host else t.detach().clone()) for t in tensors]
+        self._states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners]
+        self.gradients = {parameter: parameter.grad for parameter in parameters}
+        for parameter in self.gradients:
+            parameter.grad = None
+
+    def add_gradients(self) -> None:
+        """Add the gradients of what was tried to those of before, instead of undoing it."""
+        for parameter, gradient in self.gradients.items():
+            if gradient is not None:
+                if parameter.grad is not None:
+                    gradient.add_(parameter.grad)
+                parameter.grad = gradient
+
+    def restore(self) -> None:
+        """Undo what was tried."""
+        restore_generators(self._generators)
+        with torch.no_grad():
+            for tensor, before in self._tensors:
+                tensor.copy_(before)
+        for owner, state in self._states:
+            owner.load_state_dict(state)
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+
+
+def snapshot_of_step(trainer: Trainer, with_attributes: bool = False) -> Snapshot:
+    """Capture what going forward and backward changes: gradients, buffers, generators and what was logged.
+
+    :param with_attributes: also those of modules that are attributes of the trainer, and of what their optimizers train
+    """
+    model = trainer.get_model()
+    loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
+    parameters = chain(model.parameters(), optimized_parameters(trainer.optimizer))
+    if not with_attributes:
+        return Snapshot(chain(model.buffers(), loss), parameters, [trainer.current_run.loss_trackers])
+    parameters = chain(parameters, attributes.all_optimized_parameters(trainer))
+    return Snapshot(chain(model.buffers(), loss), parameters, attributes.trained(trainer).values())
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values for a block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def preserving_attributes(*owners: Any) -> Iterator[None]:
+    """Restore all attributes of objects after a block; of lists, dicts, sets and deques also what they hold."""
+    before = [(vars(owner), {name: (value, _held(value)) for name, value in vars(owner).items()}) for owner in owners]
+    try:
+        yield
+    finally:
+        for now, values in before:
+            for value, held in values.values():
+                if held is not None:
+                    value.clear()
+                    (value.update if isinstance(value, (dict, set)) else value.extend)(held)
+            now.clear()
+            now.update({name: value for name, (value, _) in values.items()})
+
+
+def _held(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (list, dict, set, deque)) else None

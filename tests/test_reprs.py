@@ -1,0 +1,371 @@
+"""What the things that people print are shown as."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import pickle
+import sys
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanSquaredError
+
+import pytorch_accel_lite.callbacks as shipped
+from pytorch_accel_lite import InMemoryRunHistory, LossTracker, RunHistory, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    EarlyStoppingCallback,
+    KeepBest,
+    LimitBatchesCallback,
+    MetricsCallback,
+    SaveTrainingStateCallback,
+    TrackerCallback,
+    WorstSamplesCallback,
+    get_default_callbacks,
+)
+from pytorch_accel_lite.utils import format_metric
+from tests.shipped import NEEDED, SHIPPED
+from tests.tasks import make_data, make_trainer, train
+
+# ------------------------------------------------------------------------------------------------ trainers
+
+
+def test_a_trainer_shows_what_it_trains_and_what_listens():
+    trainer = make_trainer([EarlyStoppingCallback(2)])
+    assert repr(trainer) == (
+        "Trainer(\n"
+        "    model=Sequential, parameters=49, optimizer=SGD, device=cpu,\n"
+        "    callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],\n"
+        ")"
+    )
+    train(trainer, eval_dataset=True)
+    assert "optimizer=SGD" in repr(trainer)
+
+
+def test_the_trainer_of_a_subclass_without_callbacks_fits_a_line():
+    class Own(Trainer):
+        pass
+
+    trainer = Own(nn.LazyLinear(2), None, None, [])
+    assert repr(trainer) == "Own(model=LazyLinear, parameters=0 + ?, optimizer=None, device=cpu, callbacks=[])"
+
+
+def test_a_trainer_whose_constructor_has_not_come_so_far_can_be_shown():
+    assert "Trainer object at" in repr(Trainer.__new__(Trainer))
+
+
+def test_the_callbacks_of_a_trainer():
+    trainer = make_trainer([shipped.TerminateOnNaNCallback, EarlyStoppingCallback()])
+    first, second = trainer.callbacks
+    assert isinstance(first, shipped.TerminateOnNaNCallback)
+    assert isinstance(second, EarlyStoppingCallback)
+    trainer.callback_handler.add_callback(TrainerCallback)
+    assert len(trainer.callbacks) == 3
+
+    class Own(Trainer):
+        def __init__(self, model: nn.Module, callbacks: Any) -> None:
+            self.callbacks = callbacks  # code for pytorch-accelerated may keep them under this name
+            super().__init__(model, None, None, callbacks)
+
+    assert Own(nn.Linear(1, 1), []).callbacks == []
+
+
+def test_signatures_fit_a_screen():
+    assert "callbacks: 'Iterable[TrainerCallback | type[TrainerCallback]]' = DEFAULT_CALLBACKS, " in str(
+        inspect.signature(Trainer)
+    )
+    for function in (Trainer, Trainer.train, Trainer.evaluate, Trainer.find_lr):
+        assert len(str(inspect.signature(function))) < 10 * 80
+    assert str(DEFAULT_CALLBACKS).startswith("(MoveModulesToDeviceCallback, TerminateOnNaNCallback, ")
+    assert (*DEFAULT_CALLBACKS,) == get_default_callbacks() == DEFAULT_CALLBACKS
+
+
+# ----------------------------------------------------------------------------------------------- callbacks
+
+
+def draw(model: Any, samples: Any) -> torch.Tensor:
+    return torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED, ids=lambda cls: cls.__name__)
+def test_a_callback_is_shown_as_its_constructor_with_the_arguments_it_was_given(callback_class, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = callback_class.__name__
+    given = NEEDED.get(name, {}) | ({"fn": draw} if "fn" in NEEDED.get(name, {}) else {})
+    for parameter in inspect.signature(callback_class).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given = given | {"with_stack": True}
+        elif parameter.default is not parameter.empty:
+            given = given | {parameter.name: parameter.default}
+    for arguments in (given, {key: value for key, value in given.items() if key in NEEDED.get(name, {})}):
+        shown = ast.parse(repr(callback_class(**arguments)), mode="eval").body
+        assert isinstance(shown, ast.Call)
+        assert ast.unparse(shown.func) == name
+        assert {keyword.arg for keyword in shown.keywords} == set(arguments)
+        for keyword in shown.keywords:
+            value = arguments[keyword.arg]
+            if isinstance(value, (str, int, float, type(None))):
+                assert ast.literal_eval(keyword.value) == value
+
+
+def test_what_has_been_changed_since_is_shown_as_it_is_now():
+    stopping = EarlyStoppingCallback(3)
+    stopping.early_stopping_patience = 5
+    assert repr(stopping) == "EarlyStoppingCallback(early_stopping_patience=5)"
+    assert repr(copy.deepcopy(stopping)) == repr(pickle.loads(pickle.dumps(stopping))) == repr(stopping)
+
+
+def test_callbacks_of_users_are_shown_alike():
+    class Mixin:
+        def __init__(self, size: int, *rest: Any) -> None:
+            self.half = size // 2
+
+    class Mixed(Mixin, TrainerCallback):
+        pass
+
+    class Patient(EarlyStoppingCallback):
+        def __init__(self, factor: float, **options: Any) -> None:
+            super().__init__(int(10 * factor), **options)
+
+    class Careless(EarlyStoppingCallback):
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+    class Plain(TrainerCallback):
+        pass
+
+    assert repr(Mixed(4, "a", [1])) == "Mixed(4, 'a', [1])"
+    assert repr(Patient(0.5, watch_metric="a")) == "Patient(factor=0.5, watch_metric='a')"
+    assert repr(Careless(Path("a") / "b")) == "Careless(path='a/b')"
+    assert repr(Plain()) == "Plain()"
+    with pytest.raises(TypeError, match=r"Plain\(\) takes no arguments"):
+        Plain(1)  # type: ignore[call-arg]
+    assert str(inspect.signature(Patient)) == "(factor: 'float', **options: 'Any') -> 'None'"
+
+
+def test_large_values_are_abbreviated_and_secrets_left_out():
+    class Own(TrainerCallback):
+        def __init__(self, value: Any, hf_token: Any = None) -> None:
+            pass
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    for value, text in {
+        torch.zeros(3, 4): "Tensor(shape=(3, 4))",
+        model: "Sequential(...)",
+        partial(draw, None): "partial(draw, ...)",
+        nn.Linear: "Linear",
+        nn.ReLU(): "ReLU()",
+        make_data(): "TensorDataset(...)",
+        tuple(range(100)): "(0, 1, 2, 3, 4, 5, 6, 7, ...)",
+        torch.float16: "torch.float16",
+    }.items():
+        assert repr(Own(value)) == f"Own(value={text})"
+    assert len(repr(Own("a" * 1000))) < 100
+    assert repr(Own({number: {"a": [[[[1]]]]} for number in range(20)})).count("...") >= 2
+    kept = TrackerCallback(init_kwargs={"wandb": {"api_key": "abc", "url": "https://me:abc@host/x"}})
+    for own in (kept, Own("https://me:abc@host"), Own(1, hf_token="abc")):
+        assert "abc" not in repr(own)
+        assert "***" in repr(own)
+
+
+def test_long_calls_are_wrapped():
+    best = KeepBest("accuracy")
+    saving = SaveTrainingStateCallback("states", save_every_n_steps=100, asynchronous=True, keep_best=best)
+    assert repr(saving) == (
+        "SaveTrainingStateCallback(\n"
+        "    save_dir='states', save_every_n_steps=100, asynchronous=True,\n"
+        "    keep_best=KeepBest(metric='accuracy', n=1, greater_is_better=None),\n"
+        ")"
+    )
+
+
+# ------------------------------------------------------------------------------------- what a run leaves behind
+
+
+def test_a_history_is_read_like_a_dict():
+    history = InMemoryRunHistory()
+    assert history
+    assert repr(history) == "InMemoryRunHistory()"
+    for loss in (0.5, 0.25):
+        history.update_metric("loss", loss)
+        history.update_metric("accuracy", 1 - loss)
+    assert history["loss"] == [0.5, 0.25]
+    assert list(history) == ["loss", "accuracy"]
+    assert len(history) == 2
+    assert "loss" in history
+    assert "los" not in history
+    with pytest.raises(KeyError, match=r"'los'\. Did you mean 'loss'\? Recorded: loss, accuracy"):
+        history["los"]
+    assert repr(history) == "InMemoryRunHistory(loss=0.25, accuracy=0.75)"
+
+
+def test_a_history_of_a_users_own_is_read_so_too():
+    class Own(RunHistory):
+        metric_name_prefix = ""
+        current_epoch = 1
+
+        def __init__(self) -> None:
+            self.rows: list[tuple[str, float]] = []
+
+        def get_metric_names(self):
+            return (name for name in dict.fromkeys(name for name, _ in self.rows))
+
+        def get_metric_values(self, metric_name):
+            return [value for name, value in self.rows if name == metric_name]
+
+        def get_latest_metric(self, metric_name):
+            return self.get_metric_values(metric_name)[-1]
+
+        def update_metric(self, metric_name, metric_value):
+            self.rows.append((metric_name, metric_value))
+
+        def delete_metric(self, metric_name): ...
+
+        def set_metric_name_prefix(self, prefix=""): ...
+
+        def _increment_epoch(self): ...
+
+        def reset(self): ...
+
+    trainer = train(make_trainer(run_history=Own()), 2)
+    assert len(trainer.run_history["train_loss_epoch"]) == 2
+    assert list(trainer.run_history) == ["train_loss_epoch"]
+    assert repr(trainer.run_history).startswith("Own(train_loss_epoch=")
+
+
+def test_the_settings_of_a_run_are_shown_in_lines_without_what_is_as_by_default():
+    trainer = make_trainer()
+    assert trainer.run_config is None
+    train(trainer, 2, gradient_clip_norm=1.0)
+    shown = repr(trainer.run_config)
+    assert shown.startswith("TrainerRunConfig(\n    num_epochs=2, train_per_device_batch_size=2,")
+    assert "gradient_clip_norm=1.0" in shown
+    assert "train_dl_kwargs={'batch_size': 2," in shown
+    for left_out in ("gradient_clip_value", "scheduler_interval", "process", "None"):
+        assert left_out not in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert repr(trainer.current_run) == f"Run(training, {trainer.progress})"
+
+
+def test_losses_are_shown_where_that_reads_no_device():
+    tracker = LossTracker()
+    tracker.update(0.5, 2)
+    assert repr(tracker) == "LossTracker(average=0.5, running_count=2)"
+    tracker.total_loss = torch.tensor(1.0)
+    assert repr(tracker) == "LossTracker(running_count=2)"
+
+
+def test_metrics_are_shown_by_name():
+    assert repr(MetricsCallback({"mse": MeanSquaredError()})) == "MetricsCallback(metrics={'mse': MeanSquaredError()})"
+
+
+# ------------------------------------------------------------------------------------------------ notebooks
+
+
+class Read(HTMLParser):
+    """The rows of a table, as a browser reads them, and what else there is."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.open: list[str] = []
+        self.rest: dict[str, str] = {}
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("th", "td"):
+            self.rows[-1][-1] += data
+        elif self.open and data.strip():
+            self.rest[self.open[-1]] = data
+
+
+def test_a_notebook_shows_trainers_and_settings_as_tables():
+    class Own(TrainerCallback):
+        def __init__(self, text: str) -> None:
+            pass
+
+    trainer = make_trainer([Own("<script>alert(1)</script>"), LimitBatchesCallback(2)], seed=1)
+    shown = dict(Read(trainer._repr_html_()).rows)
+    assert shown["model"] == "Sequential"
+    assert shown["parameters"] == "49"
+    assert shown["loss_func"] == "MSELoss()"
+    assert shown["seed"] == "1"
+    assert shown["callbacks"] == "Own(text='<script>alert(1)</script>')\nLimitBatchesCallback(num_batches=2)"
+    assert "<script>" not in trainer._repr_html_()
+    train(trainer, gradient_clip_norm=0.5)
+    settings = dict(Read(trainer.run_config._repr_html_()).rows)
+    assert settings["gradient_clip_norm"] == "0.5"
+    assert settings["num_epochs"] == "1"
+    assert "seed" in settings
+    assert Trainer.__new__(Trainer)._repr_html_() is None
+
+
+def test_a_notebook_shows_a_row_for_each_epoch_of_a_history():
+    history = InMemoryRunHistory()
+    assert "nothing has been recorded yet" in Read(history._repr_html_()).rest["caption"]
+    train(make_trainer(run_history=history), 4, eval_dataset=True, eval_every_n_epochs=2)
+    history.update_metric("table", torch.zeros(2, 3))  # of an epoch that is not over
+    head, *rows = Read(history._repr_html_()).rows
+    assert head == ["epoch", "train_loss_epoch", "eval_loss_epoch", "table"]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert [bool(row[2]) for row in rows] == [False, True, False, True, False]
+    assert rows[3][1] == format_metric(history.get_latest_metric("train_loss_epoch"))
+    assert rows[4][3] == "Tensor(shape=(2, 3))"
+    assert rows[4][1] == ""
+
+
+def test_of_a_long_history_the_last_epochs_are_shown():
+    history = InMemoryRunHistory()
+    for _ in range(200):
+        history.update_metric("loss", 1)
+        history._increment_epoch()
+    shown = Read(history._repr_html_())
+    assert shown.rows[-1] == ["200", "1"]
+    assert len(shown.rows) == 51
+    assert "50 epochs of 200" in shown.rest["p"]
+
+
+def test_a_notebook_shows_the_worst_samples():
+    worst = WorstSamplesCallback(2)
+    train(make_trainer([worst]), eval_dataset=True)
+    shown = Read(worst._repr_html_())
+    assert shown.rest["caption"] == "WorstSamplesCallback(k=2)"
+    assert shown.rows[0] == ["index", "loss", "prediction", "target"]
+    assert [row[0] for row in shown.rows[1:]] == [str(sample.index) for sample in worst.samples]
+
+
+@pytest.mark.parametrize("is_console", [False, True], ids=["script", "console"])
+def test_what_is_found_is_shown_once(is_console, capsys, monkeypatch):
+    """A console and a notebook show what is returned; where neither does it is printed."""
+    if is_console:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as Python and IPython set it
+    trainer = make_trainer()
+    rates = trainer.find_lr(make_data(20), num_steps=10)
+    diagnosis = trainer.diagnose(make_data(20), num_steps=3)
+    assert capsys.readouterr().out == ("" if is_console else f"{rates}\n{diagnosis}\n")
+    assert repr(rates) == str(rates)
+    assert repr(rates).startswith("Tried 10 learning rates")
+    shown = Read(diagnosis._repr_html_())
+    assert shown.rest["caption"] in repr(diagnosis)
+    assert dict(shown.rows)["waiting for data"].endswith("%")
+    for row in shown.rows:
+        for cell in row:
+            assert cell in repr(diagnosis)

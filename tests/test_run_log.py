@@ -1,0 +1,158 @@
+"""The folder of a run: what it was, how it went, and how to resume it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torchmetrics import R2Score
+
+from pytorch_accel_lite.callbacks import (
+    LearningRateMonitorCallback,
+    MetricsCallback,
+    RunLogCallback,
+    SaveTrainingStateCallback,
+)
+from pytorch_accel_lite.callbacks.run_page import format_duration
+from tests.tasks import listener, make_data, make_trainer, train
+
+
+def test_the_folder_of_a_run_says_how_it_went(tmp_path):
+    log = RunLogCallback(tmp_path / "log", {"idea": "wider <layers>"})
+    train(make_trainer([log]), epochs=2, eval_dataset=True)
+    record = json.loads((tmp_path / "log" / "run.json").read_text())
+    assert record["attempts"][-1]["outcome"] == "finished"
+    assert record["config"]["idea"] == "wider <layers>"
+    assert record["config"]["num_epochs"] == 2
+    assert record["versions"]["torch"]
+    assert record["git"] is None or len(record["git"]["commit"]) == 40
+    assert [row["epoch"] for row in record["metrics"]] == [1, 2]
+    page = (tmp_path / "log" / "summary.html").read_text()
+    assert page.count("<svg") == 1
+    assert "wider &lt;layers&gt;" in page
+    assert "http" not in page  # nothing is loaded when it is looked at
+    text = (tmp_path / "log" / "summary.md").read_text()
+    assert "- **Outcome**: finished" in text
+    assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
+
+
+def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.01}, {"params": [model.bias]}], 0.1, momentum=0.5)
+    metrics = MetricsCallback({"r2": R2Score()})
+    states = SaveTrainingStateCallback(tmp_path / "states")
+    log = RunLogCallback(tmp_path / "log", name="first <try>")
+    trainer = make_trainer([metrics, states, LearningRateMonitorCallback(), log], model=model, optimizer=optimizer)
+    train(trainer, epochs=3, eval_dataset=make_data(8), create_scheduler_fn=partial(StepLR, step_size=2))
+    text = (tmp_path / "log" / "summary.md").read_text()
+    best = max(trainer.run_history.get_metric_values("r2"))
+    head, lead = text.splitlines()[:3:2]
+    assert head == "# first <try>"
+    assert re.fullmatch(r"[\d.]+ s · 3 of 3 epochs · 9 updates · [\d,]+ samples · started .* UTC", lead)
+    assert re.search(rf"- \*\*r2\*\*: {best:.4f} \(best, epoch \d; final ", text)
+    assert "- **Model**: Linear, 5 parameters\n" in text
+    assert "- **Optimizer**: SGD(lr=0.01 to 0.1, momentum=0.5), 2 parameter groups\n" in text
+    assert "- **Schedule**: StepLR\n" in text
+    assert f"The same command resumes the run from the newest training state in {tmp_path / 'states'}, with" in text
+    command = re.search(r"```console\ncd (.*)\n(.*)\n```", text)
+    assert shlex.split(command[1]) == [os.getcwd()]
+    assert shlex.split(command[2]) == sys.orig_argv
+    page = (tmp_path / "log" / "summary.html").read_text()
+    assert "<h1>first &lt;try&gt;</h1>" in page
+    assert page.count('class="number best"') == 2  # of the loss and of r2
+    assert page.index("Curves") < page.index("<h2>Epochs") < page.index("<h2>What was run") < page.index("<h2>Command")
+
+
+def test_the_numbers_of_a_column_have_equally_many_decimals(tmp_path):
+    values = iter([(2.5, 1e-9, 31234.5, 7), (0.1234567, 0.002, 4.0, 1200), (math.nan, 0.0, 5.5, 3)])
+    names = ("falling", "small", "large", "whole")
+    record = listener(
+        on_train_epoch_end=lambda t: [
+            t.run_history.update_metric(*item) for item in zip(names, next(values), strict=True)
+        ]
+    )
+    train(make_trainer([record, RunLogCallback(tmp_path)]), epochs=3)
+    head, _, *rows = re.findall(r"^\|(.*)\|$", (tmp_path / "summary.md").read_text(), re.MULTILINE)[:5]
+    columns = dict(
+        zip(head.replace(" ", "").split("|"), zip(*[row.split("|") for row in rows], strict=True), strict=True)
+    )
+    assert {name: [cell.strip() for cell in columns[name]] for name in names} == {
+        "falling": ["2.5000", "0.1235", "NaN"],
+        "small": ["1.0e-09", "0.002000", "0.000000"],
+        "large": ["31,234", "4", "6"],
+        "whole": ["7", "1,200", "3"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.44, "3.4 s"), (125, "2 min 5 s"), (4359.8, "1 h 12 min"), (183_700, "2 d 3 h")]
+)
+def test_a_duration_is_given_in_its_two_largest_units(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_a_short_run_writes_its_page_at_its_beginning_and_its_end(tmp_path):
+    files = []
+    look = listener(on_train_epoch_start=lambda t: files.append((tmp_path / "summary.html").stat().st_ino))
+    train(make_trainer([RunLogCallback(tmp_path), look]), epochs=4)
+    assert len(set(files)) == 1
+    assert (tmp_path / "summary.html").stat().st_ino not in files
+    assert "cannot be resumed: no training state is saved" in (tmp_path / "summary.md").read_text()
+
+
+def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_path):
+    def no_number(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("mine", math.nan))
+    config = {("a", 1): 2, "rates": (0.1, math.inf), "nested": {3: torch.tensor(4.0), "path": tmp_path}}
+    train(make_trainer([record, RunLogCallback(tmp_path, config)]))
+    found = json.loads((tmp_path / "run.json").read_text(), parse_constant=no_number)
+    assert found["metrics"][0]["mine"] == "NaN"
+    assert found["config"]["('a', 1)"] == 2
+    assert found["config"]["rates"] == [0.1, "Infinity"]
+    assert found["config"]["nested"] == {"3": 4.0, "path": str(tmp_path)}
+
+
+@pytest.mark.parametrize("content", [None, "", "{}"])
+def test_a_record_that_is_lost_or_damaged_begins_again_with_a_resumed_run(tmp_path, content):
+    def run(**kwargs: Any) -> list[Any]:
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        train(make_trainer([RunLogCallback(tmp_path), saving], seed=0), **kwargs)
+        return [a["from_update"] for a in json.loads((tmp_path / "run.json").read_text())["attempts"]]
+
+    state = tmp_path / "states" / "update-000000002"
+    assert run() == [0]
+    assert run(resume_from=state) == [0, 2]
+    (tmp_path / "run.json").unlink() if content is None else (tmp_path / "run.json").write_text(content)
+    assert run(resume_from=state) == [2]
+
+
+def test_the_error_of_a_run_is_in_its_folder(tmp_path):
+    def fail(trainer: Any, **kwargs: Any) -> None:
+        raise ValueError("nothing works")
+
+    with pytest.raises(ValueError, match="nothing works"):
+        train(make_trainer([RunLogCallback(tmp_path), listener(on_train_step_end=fail)]))
+    attempt = json.loads((tmp_path / "run.json").read_text())["attempts"][-1]
+    assert attempt["outcome"] == "failed: ValueError: nothing works"
+    assert "in fail" in attempt["traceback"]
+    assert "nothing works" in (tmp_path / "summary.html").read_text()
+
+
+def test_without_matplotlib_the_page_has_tables(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    train(make_trainer([RunLogCallback(tmp_path)]))
+    page = (tmp_path / "summary.html").read_text()
+    assert "For curves: <code>pip install" in page
+    assert "train_loss_epoch" in page
