@@ -27,11 +27,13 @@ class ExpectedMetrics:
     not be said. Your own callbacks and trainers may record metrics without saying so.
 
     :ivar directions: whether greater values are better, of each metric that the run is known to record
+    :ivar evaluated: the same, of those that are recorded in evaluations
     :ivar evaluators: the callbacks that record metrics in evaluations
     :ivar within_epochs: a callback evaluates within epochs, too
     """
 
     directions: Directions = field(default_factory=dict)
+    evaluated: Directions = field(default_factory=dict)
     evaluators: list[object] = field(default_factory=list)
     within_epochs: bool = False
     _in_epochs: Directions = field(default_factory=dict)
@@ -82,6 +84,11 @@ class ExpectedMetrics:
         """
         self._required.append((where, name))
 
+    @property
+    def watched(self) -> list[WatchedMetric]:
+        """The metrics that callbacks watch, in the order of the callbacks."""
+        return [where for where, _ in self._required if isinstance(where, WatchedMetric)]
+
     def settle(self, trainer: Trainer) -> None:
         """Work out what the run will record, and settle the direction of each watched metric.
 
@@ -98,7 +105,8 @@ class ExpectedMetrics:
         evaluated["", "eval_loss_epoch"] = False
         in_epochs = {"train_loss_epoch": False} | self._in_epochs
         self.directions = {f"{prefix}{name}": better for name, better in in_epochs.items()}
-        self.directions |= self._of_evaluations(prefix, of_datasets)
+        self.evaluated = self._of_evaluations(prefix, of_datasets)
+        self.directions |= self.evaluated
         without_data = {} if of_datasets else self._of_evaluations(prefix, [""])
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, of_datasets) and _has_parts(trainer)):

@@ -26,6 +26,7 @@ from pytorch_accel_lite.callbacks import (
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
+    ProgressTableCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -222,16 +223,15 @@ def test_all_shipped_callbacks_work_together(here):
 # -------------------------------------------------------------------------------------- the defaults
 
 
-def test_the_default_callbacks_are_those_of_the_ancestor_with_advice():
+def test_the_default_callbacks_show_a_table_in_place_of_the_lines_of_the_ancestor():
     assert get_default_callbacks() == DEFAULT_CALLBACKS
-    assert set(DEFAULT_CALLBACKS) == {
+    assert (
         MoveModulesToDeviceCallback,
         TerminateOnNaNCallback,
-        PrintProgressCallback,
+        ProgressTableCallback,
         ProgressBarCallback,
-        LogMetricsCallback,
         AdviceCallback,
-    }
+    ) == DEFAULT_CALLBACKS
     without = get_default_callbacks(progress_bar=False)
     assert list(without) == [c for c in DEFAULT_CALLBACKS if c is not ProgressBarCallback]
 

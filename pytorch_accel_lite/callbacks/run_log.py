@@ -24,6 +24,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import TimeBudget, format_metric, install_command
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy", "timm", "transformers")
@@ -50,6 +51,10 @@ class RunLogCallback(TrainerCallback):
         self._picture = ""
         self._drawn = 0
         self._pace = TimeBudget(1 / 50)
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "directory", self.directory, "page of the run")
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
