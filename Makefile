@@ -6,7 +6,7 @@ EXTRAS := $(BIN)/.extras
 OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest/bin
 
-.PHONY: help demo test test-oldest quick soak coverage check format bench docs clean
+.PHONY: help demo test test-oldest quick soak coverage check format bench docs notebooks clean
 
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
@@ -19,6 +19,7 @@ help:
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
 	@echo "make docs    build the documentation, warnings are errors"
+	@echo "make notebooks  run the notebooks of the examples, and keep what they show"
 	@echo "make release-check    build, install and try the package as users get it (see RELEASING.md)"
 
 $(BIN)/python:
@@ -75,6 +76,9 @@ bench: $(EXTRAS)-bench
 docs: $(EXTRAS)-test
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "The documentation is in docs/_build/html/index.html"
+
+notebooks: $(EXTRAS)-test
+	$(BIN)/python -m tests.notebooks
 
 .PHONY: release-check
 # Tools alone are in its environment; the check makes others for the package, with and without each extra.

@@ -330,11 +330,11 @@ class RichBars:
         self._display.refresh()
 
     def finish(self, bar: Any) -> None:
-        """Take a bar away; with the last one the display, but in a notebook, where each display leaves an output."""
+        """Take a bar away; with the last one the display."""
         task = self._tasks.pop(bar, None)
         if task is not None:
             self._display.remove_task(task)
-            if not self._tasks and not self._display.console.is_jupyter:
+            if not self._tasks:
                 self._stop()
 
     def close(self) -> None:

@@ -106,7 +106,8 @@ class EpochTable:
             for cell, is_best in zip(cells, marked, strict=True):
                 body += f"<td><b>{escape(cell)}</b></td>" if is_best else f"<td>{escape(cell)}</td>"
             body += "</tr>"
-        lines = "".join(f"<div>{escape(line)}</div>" for line in [*_more(hidden), *(line.strip() for line in below)])
+        said = [*_more(hidden), *(line.strip() for line in below)]
+        lines = "".join(f'<div style="padding: 0 0.5em">{escape(line)}</div>' for line in said)
         return (
             '<div style="overflow-x: auto; font-variant-numeric: tabular-nums"><table>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{lines}"

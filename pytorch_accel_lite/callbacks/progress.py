@@ -64,7 +64,7 @@ class ProgressBarCallback(TrainerCallback):
     :param show_always: bars also when the output is a file or a pipe
     :param refresh_seconds: time between two refreshes
     :param line_every_seconds: time between two lines where there are no bars; ``None`` for no lines
-    :param style: ``"tqdm"``, which a notebook shows as HTML, or ``"rich"`` for bars of that package (extra ``rich``)
+    :param style: ``"tqdm"``, or ``"rich"`` for bars of that package (extra ``rich``); a notebook has one of its own
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ProgressBarCallback(TrainerCallback):
         self.pbar: Any = None
         self.eval_pbar: Any = None
         self._bars: TqdmBars | RichBars | NotebookBars
-        if check_choice("style", style, ("tqdm", "rich")) == "rich":
+        if check_choice("style", style, ("tqdm", "rich")) == "rich" and not in_notebook():
             self._bars = RichBars(refresh_seconds, show_always)
         else:
             self._bars = NotebookBars(refresh_seconds) if in_notebook() else TqdmBars(refresh_seconds)
