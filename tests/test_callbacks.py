@@ -337,7 +337,7 @@ def test_the_progress_bar_works_for_data_without_length(capfd):
     train(trainer, epochs=2, train_dataset=Stream(6), eval_dataset=Stream(4), train_dataloader_kwargs={})
     trainer.predict(Stream(4))
     err = capfd.readouterr().err
-    assert re.search(r"Epoch 2/2: 3batch", last_bar(err, "Epoch 2/2"))
+    assert re.search(r"Epoch 2/2: 3 batches", last_bar(err, "Epoch 2/2"))
     assert "Evaluating" in err
     assert "Predicting" in err
 
@@ -369,7 +369,7 @@ def test_the_bars_of_rich_show_the_same(capfd):
     loss = float(re.search(r"loss=([\d.e+-]+)", bar)[1])
     assert "3/3" in bar
     assert loss == pytest.approx(trainer.run_history.get_latest_metric("train_loss_epoch"), rel=1e-3)
-    for word, count in (("Evaluating", "3/3"), ("Predicting", "1 batch")):
+    for word, count in (("Evaluating", "3/3"), ("Predicting", "1 batches")):
         assert count in last_bar(plain, word)
 
 

@@ -336,4 +336,5 @@ def test_in_a_terminal_what_is_printed_and_a_narrower_window_leave_the_table_who
     assert max(len(bar.rstrip()) for bar in bars) < 80
     assert not [bar for bar in bars if bar.rstrip().endswith(",")]
     assert any("loss=" in bar and "left=" in bar and "samples/s=" in bar for bar in bars)
-    assert shown[-2].startswith("Trained 3 epochs, 9 updates")
+    summary = next(number for number, line in enumerate(shown) if line.startswith("Trained 3 epochs, 9 updates"))
+    assert max(map(len, shown[summary:])) <= 50  # it is wrapped

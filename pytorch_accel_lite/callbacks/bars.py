@@ -139,7 +139,7 @@ class TqdmBars:
         bar = _TerminalBar(
             total=total,
             # Without tqdm's own rate and time, which are of the epoch, there is room for ours in 80 columns.
-            bar_format=f"{{desc}}: {'{n_fmt}{unit}' if total is None else _FORMAT}{{postfix}}",
+            bar_format=f"{{desc}}: {'{n_fmt} {unit}' if total is None else _FORMAT}{{postfix}}",
             desc=description,
             unit=unit,
             leave=False,

@@ -100,7 +100,7 @@ class ProgressBarCallback(TrainerCallback):
         if before is not None:  # of an evaluation that failed, say
             self._bars.finish(before)
         disable = not self._shows_bars(trainer)
-        return self._bars.start(trainer, description, find_length(loader), "batch", disable)
+        return self._bars.start(trainer, description, find_length(loader), "batches", disable)
 
     def _begin_run(self, trainer: Trainer) -> None:
         self._config = trainer.run_config
