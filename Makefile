@@ -6,7 +6,7 @@ EXTRAS := $(BIN)/.extras
 OLDEST_PYTHON ?= python3.10
 OLDEST := .venv-oldest/bin
 
-.PHONY: help demo test test-oldest quick soak coverage check format bench docs clean
+.PHONY: help demo test test-oldest quick soak coverage check format bench docs notebooks clean
 
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
 	@echo "make docs    build the documentation, warnings are errors"
 	@echo "make pictures   redraw the pictures of the documentation"
+	@echo "make notebooks  run the notebooks of the examples, and keep what they show"
 	@echo "make release-check    build, install and try the package as users get it (see RELEASING.md)"
 
 $(BIN)/python:
@@ -80,6 +81,8 @@ docs: $(EXTRAS)-test
 .PHONY: pictures
 pictures: $(EXTRAS)-test
 	$(BIN)/python docs/pictures.py
+notebooks: $(EXTRAS)-test
+	$(BIN)/python -m tests.notebooks
 
 .PHONY: release-check
 # Tools alone are in its environment; the check makes others for the package, with and without each extra.

@@ -50,6 +50,7 @@ class Run:
     :ivar synced_buffers: buffers that it does not synchronise: those of the loss function and of attributes
     :ivar resumed: the state of which a part is still to be restored
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
+    :ivar last_words: called when the run has ended without an error, after every callback has seen its end
     :ivar initial_options: what the optimizer had before any schedule, when the run has one
     :ivar rates_left: the learning rates at the end of a run with a schedule
     :ivar recreates_schedule: whether the schedule of the run that is resumed is not restored but created again
@@ -95,6 +96,7 @@ class Run:
     skipped_updates: int = 0
     is_sanity_evaluation: bool = False
     unrecorded: LossTrackers | None = None
+    last_words: list[Callable[[], None]] = field(default_factory=list)
     initial_options: Options = field(default_factory=list)
     rates_left: list[Any] = field(default_factory=list)
     schedule_shift: int = 0
@@ -121,6 +123,7 @@ class Run:
             recorded_losses={},
             made_loaders=WeakSet(),
             unrecorded=None,
+            last_words=[],
             initial_options=[],
         )
 
@@ -364,6 +367,8 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
             set_optimizer_modes(trainer, training=False)
         getattr(trainer, f"{kind}_run_end")()
         _call_ending_event(trainer, run, f"on_{kind}_run_end")
+        for speak in run.last_words:
+            speak()
     except BaseException as error:
         close_failed(trainer, run, error, ended)
         raise

@@ -29,6 +29,7 @@ class RunRequest:
     :param max_batches: batches that each process reads in an epoch of training and in an evaluation
     :param first_sample: the position of the first sample to be predicted
     :param metrics: what callbacks record, and what they watch
+    :param paths: what callbacks write, by where they do so, see :meth:`claim_path`
     :param state_sources: where ``resume_from="latest"`` looks: objects with ``find_latest(trainer)`` and ``save_dir``
     """
 
@@ -51,17 +52,22 @@ class RunRequest:
     first_sample: int = 0
     state_sources: list[Any] = field(default_factory=list)
     metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
-    _paths: dict[str, tuple[object, str]] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+    _owners: dict[str, tuple[object, str]] = field(default_factory=dict)
 
-    def claim_path(self, owner: object, argument: str, path: str | os.PathLike[str] | None) -> None:
+    def claim_path(
+        self, owner: object, argument: str, path: str | os.PathLike[str] | None, content: str | None = None
+    ) -> None:
         """Say that a callback writes to a path, to which no other callback may write.
 
         :param argument: the name of the callback's argument with the path
+        :param content: what will be there, in a word or two; ``None``: the name of the callback's class
         :raises ValueError: when another callback writes there; names the argument, the path and both callbacks
         """
         if path is None:
             return
-        other, _ = self._paths.setdefault(os.path.realpath(path), (owner, argument))
+        self.paths.setdefault(os.fspath(path), content or type(owner).__name__)
+        other, _ = self._owners.setdefault(os.path.realpath(path), (owner, argument))
         if other is not owner:
             raise ValueError(
                 f"{argument}={os.fspath(path)!r} is that of two callbacks, {type(owner).__name__} and "

@@ -9,7 +9,9 @@ import numbers
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -215,10 +217,36 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     return str(value)
 
 
+def cores_per_process(processes: int) -> int:
+    """Return how many cores of this machine a process can count on: at least one.
+
+    :param processes: in the job; those on this machine where its launcher does not say
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return max(cores // max(here, 1), 1)
+
+
 def in_notebook() -> bool:
     """Whether IPython runs this program in a kernel; a script, too, may import the packages of notebooks."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream of the program, which may have none, goes to a terminal."""
+    return bool(stream is not None and stream.isatty())
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Return a text as it is printed: in the width of the terminal, in one line where the output is something else.
+
+    :param indent: put before the lines after the first
+    """
+    if not is_terminal(sys.stdout):
+        return text
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:

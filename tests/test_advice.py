@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -45,7 +46,8 @@ def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
     assert lines[1] == "Advice after epoch 1:"
     (said,) = advice("\n".join(lines))
     assert said.startswith("The model waited for data for 0.")
-    assert "train_dataloader_kwargs={'num_workers': 4}" in said
+    cores = len(os.sched_getaffinity(0))
+    assert f"Read with workers: train_dataloader_kwargs={{'num_workers': {min(cores, 8)}}}" in said
 
 
 def test_short_waits_are_not_worth_a_word(capsys):

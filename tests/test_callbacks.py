@@ -26,6 +26,7 @@ from pytorch_accel_lite.callbacks import (
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
+    ProgressTableCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -222,16 +223,15 @@ def test_all_shipped_callbacks_work_together(here):
 # -------------------------------------------------------------------------------------- the defaults
 
 
-def test_the_default_callbacks_are_those_of_the_ancestor_with_advice():
+def test_the_default_callbacks_show_a_table_in_place_of_the_lines_of_the_ancestor():
     assert get_default_callbacks() == DEFAULT_CALLBACKS
-    assert set(DEFAULT_CALLBACKS) == {
+    assert (
         MoveModulesToDeviceCallback,
         TerminateOnNaNCallback,
-        PrintProgressCallback,
+        ProgressTableCallback,
         ProgressBarCallback,
-        LogMetricsCallback,
         AdviceCallback,
-    }
+    ) == DEFAULT_CALLBACKS
     without = get_default_callbacks(progress_bar=False)
     assert list(without) == [c for c in DEFAULT_CALLBACKS if c is not ProgressBarCallback]
 
@@ -337,7 +337,7 @@ def test_the_progress_bar_works_for_data_without_length(capfd):
     train(trainer, epochs=2, train_dataset=Stream(6), eval_dataset=Stream(4), train_dataloader_kwargs={})
     trainer.predict(Stream(4))
     err = capfd.readouterr().err
-    assert re.search(r"Epoch 2/2: 3batch", last_bar(err, "Epoch 2/2"))
+    assert re.search(r"Epoch 2/2: 3 batches", last_bar(err, "Epoch 2/2"))
     assert "Evaluating" in err
     assert "Predicting" in err
 
@@ -369,7 +369,7 @@ def test_the_bars_of_rich_show_the_same(capfd):
     loss = float(re.search(r"loss=([\d.e+-]+)", bar)[1])
     assert "3/3" in bar
     assert loss == pytest.approx(trainer.run_history.get_latest_metric("train_loss_epoch"), rel=1e-3)
-    for word, count in (("Evaluating", "3/3"), ("Predicting", "1 batch")):
+    for word, count in (("Evaluating", "3/3"), ("Predicting", "1 batches")):
         assert count in last_bar(plain, word)
 
 

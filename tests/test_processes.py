@@ -462,6 +462,8 @@ def test_only_the_first_process_prints(ranks):
     assert len(results) == ranks.world_size
     assert results.output.count("Starting training run") == 1
     assert results.output.count("Loading the best model") == 1
+    assert len(re.findall(r"^1/3 .*s$", results.output, re.MULTILINE)) == 1
+    assert results.output.count("Best: epoch") == 1
     assert len({result["best"] for result in results}) == 1
     assert all(equal(result["weights"], results[0]["weights"]) for result in results)
 

@@ -75,7 +75,7 @@ def test_nothing_imports_in_a_circle():
         graph = {name: imported for name, imported in graph.items() if name not in leaves}
 
 
-DEFAULTS = {"advice", "bars", "devices", "progress", "stopping"}
+DEFAULTS = {"advice", "bars", "devices", "epochs", "progress", "stopping", "table"}
 
 
 @pytest.mark.slow

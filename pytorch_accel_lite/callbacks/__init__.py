@@ -12,6 +12,7 @@ from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback, TimeLimitCallback
+from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.events import (
     CallbackHandler,
     CallbackMethodNotImplementedError,
@@ -84,6 +85,7 @@ __all__ = [
     "PrintProgressCallback",
     "ProfilerCallback",
     "ProgressBarCallback",
+    "ProgressTableCallback",
     "ReplicaCheckCallback",
     "RunInterruptedError",
     "RunLogCallback",
@@ -161,8 +163,7 @@ def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallba
     :param progress_bar: include :class:`ProgressBarCallback`
     """
     bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if progress_bar else ()
-    first = (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback)
-    return (*first, *bar, LogMetricsCallback, AdviceCallback)
+    return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressTableCallback, *bar, AdviceCallback)
 
 
 class _DefaultCallbacks(tuple[type[TrainerCallback], ...]):

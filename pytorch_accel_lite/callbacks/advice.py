@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from pytorch_accel_lite.devices import to_float
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.gradients import total_norm
-from pytorch_accel_lite.utils import check_range
+from pytorch_accel_lite.utils import check_range, cores_per_process, is_terminal, wrapped
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -92,9 +93,9 @@ class AdviceCallback(TrainerCallback):
             self._trained = True
             self._advice.append(_why_nothing_was_trained(trainer))
         if self._advice:  # after the metrics of the epoch
-            trainer.print(
-                "\n".join([f"Advice after epoch {trainer.progress.epoch}:", *(f"- {text}" for text in self._advice)])
-            )
+            said = [f"Advice after epoch {trainer.progress.epoch}:", *(wrapped(f"- {it}", "  ") for it in self._advice)]
+            apart = [""] if is_terminal(sys.stdout) else []  # from the rows of a table
+            trainer.print("\n".join([*apart, *said, *apart]))
             self._advice = []
 
     def _advise(self, trainer: Trainer) -> Iterator[str]:
@@ -102,8 +103,8 @@ class AdviceCallback(TrainerCallback):
         epoch = time.perf_counter() - self._start
         if waited >= max(0.2 * epoch, self.min_seconds):
             yield (
-                f"The model waited for data for {waited:.3g} of {epoch:.3g} seconds ({waited / epoch:.0%}). "
-                f"{faster_data(trainer.train_dataloader)}"
+                f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
+                f"{faster_data(trainer)}"
             )
         clipped = float(self._clipped) / self._updates
         if clipped >= 0.5:
@@ -174,15 +175,16 @@ def _why_skipped(trainer: Trainer) -> str:
     )
 
 
-def faster_data(loader: Any) -> str:
-    """Return what to do when a model waits for data."""
-    workers = getattr(loader, "num_workers", 0)
-    more = (
-        f"Use more than the {workers} workers"
-        if workers
-        else ("Read with workers: train_dataloader_kwargs={'num_workers': 4}")
-    )
+def faster_data(trainer: Trainer) -> str:
+    """Return what to do on this machine when a model waits for data."""
+    workers = getattr(trainer.train_dataloader, "num_workers", 0)
+    cores = cores_per_process(trainer.accelerator.num_processes)
+    if workers < cores:
+        how = f"Read with {'more ' * bool(workers)}workers"
+        first = f"{how}: train_dataloader_kwargs={{'num_workers': {min(cores, max(8, 2 * workers))}}}, or do"
+    else:
+        first = f"The {workers} workers have {cores} core{'s' * (cores > 1)}, so more of them would not help. Do"
     return (
-        f"{more}, or do in advance what the dataset does for each sample; data that fit in memory as a TensorDataset "
-        "are read a batch at a time."
+        f"{first} in advance what the dataset does for each sample; data that fit in memory as a TensorDataset are "
+        "read a batch at a time."
     )

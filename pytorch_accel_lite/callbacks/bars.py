@@ -1,63 +1,276 @@
-"""Progress bars: tqdm's, and rich's with the part of tqdm's interface that is used of them."""
+"""Progress bars: of tqdm, of rich and of notebooks, with the part of tqdm's interface that is used."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
-from pytorch_accel_lite.utils import import_extra
+from pytorch_accel_lite.utils import import_extra, is_terminal
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.callbacks.notebook import Page
+
+#: Which numbers a narrow terminal shows first.
+_PRIORITY = ("loss", "left", "samples/s", "eval_loss", "lr")
+_LEAST_CELLS = 6
+_MARGIN = 3  # columns for the ^C that a terminal shows
+
+
+class _TerminalBar(tqdm):  # type: ignore[misc]
+    """A bar that follows the width of its terminal, and shows the numbers for which there is room."""
+
+    _drawn = 0
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+        self._follow_window()
+        self._drawn = len(str(self) if msg is None else msg)
+        shown = super().display(msg, pos)
+        self._erase_echo()
+        return shown
+
+    def clear(self, *args: Any, **kwargs: Any) -> None:
+        self._follow_window()
+        super().clear(*args, **kwargs)
+        self._drawn = 0
+        self._erase_echo()
+
+    def _erase_echo(self) -> None:
+        """Remove what the terminal has shown after a bar that is no longer there: the ``^C`` of an interrupt."""
+        if self.columns and not self._drawn and not self.pos:
+            self.fp.write("\r\x1b[K")
+
+    def _follow_window(self) -> None:
+        """Remove what was drawn when the terminal has been narrowed since, and has wrapped it."""
+        columns = self.columns
+        if columns and columns < self._drawn and not self.disable:
+            self.fp.write(f"\x1b[{(self._drawn - 1) // columns}A\r\x1b[J")
+            self.sp = self.status_printer(self.fp)
+            self._drawn = 0
+
+    @property
+    def columns(self) -> int | None:
+        """The width of the terminal; ``None`` when it is not known."""
+        try:
+            return os.get_terminal_size(self.fp.fileno()).columns
+        except (AttributeError, OSError, ValueError):
+            return None
+
+    def set_postfix(self, ordered_dict: Any = None, refresh: bool = True, **kwargs: Any) -> None:
+        numbers = dict(ordered_dict or {}, **kwargs)
+        if self.columns:
+            bar = f"{self.desc}: 100%|{' ' * _LEAST_CELLS}| {self.total or self.n}/{self.total or ''}"
+            numbers = _fitting(numbers, self.columns - _MARGIN - len(bar))
+        super().set_postfix(numbers, refresh)
+
+
+def _fitting(numbers: Mapping[str, Any], room: int) -> dict[str, Any]:
+    """Return the numbers that fit into so many columns as ``, name=value``: one's own first, in their order."""
+    ranks = {name: rank for rank, name in enumerate(_PRIORITY)}
+    chosen = set()
+    for name in sorted(numbers, key=lambda name: ranks.get(name, -1)):
+        length = len(f", {name}={numbers[name]}")
+        if length <= room:
+            room -= length
+            chosen.add(name)
+    return {name: value for name, value in numbers.items() if name in chosen}
+
+
+class _AboveBars:
+    """Stands in for a stream of the terminal while bars are drawn: what is written appears above them, in whole lines.
+
+    :param stream: the stream itself
+    :param drawn_on: the stream on which bars are drawn
+    """
+
+    def __init__(self, stream: Any, drawn_on: Any) -> None:
+        self.stream = stream
+        self._drawn_on = drawn_on
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        # Bars of the user's own move the cursor, with line feeds too; print() ends its lines with one.
+        is_drawing = "\r" in text or "\x1b[" in text or not (self._begun or text.strip("\n") or self._is_for_lines)
+        if is_drawing and not self._begun:
+            self.stream.write(text)
+            return len(text)
+        lines, newline, self._begun = (self._begun + text).rpartition("\n")
+        if newline:
+            self._write_above(f"{lines}\n")
+        return len(text)
+
+    @property
+    def _is_for_lines(self) -> bool:
+        return self.stream is not self._drawn_on
+
+    def _write_above(self, text: str) -> None:
+        with tqdm.external_write_mode(file=self._drawn_on):
+            self.stream.write(text)
+            self.stream.flush()
+
+    def finish(self) -> None:
+        """Write what was begun as a line of its own."""
+        if self._begun:
+            self.stream.write(f"{self._begun}\n")
+        self._begun = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 class TqdmBars:
-    """Makes bars of tqdm; in a notebook, where what is closed stays in the output, one of a kind serves all epochs.
+    """Makes bars of tqdm. While there are any, what is printed to the terminal appears above them.
 
     :param refresh_seconds: the least time between two refreshes
     """
 
     def __init__(self, refresh_seconds: float) -> None:
         self.refresh_seconds = refresh_seconds
-        self._kept: dict[str, Any] = {}
+        self._open: list[Any] = []
+        self._replaced: dict[str, _AboveBars] = {}
+        self._stream: Any = None
 
-    def start(self, description: str, total: int | None, unit: str, disable: bool) -> Any:
-        """Return a bar at zero.
-
-        :param description: what comes before the bar; its first word is its kind
-        """
-        bar = self._kept.get(description.split()[0])
-        if bar is not None:
-            bar.reset(total)
-            bar.set_description(description)
-            return bar
-        bar = tqdm(
+    def start(self, trainer: object, description: str, total: int | None, unit: str, disable: bool) -> Any:
+        """Return a bar at zero."""
+        bar = _TerminalBar(
             total=total,
             # Without tqdm's own rate and time, which are of the epoch, there is room for ours in 80 columns.
-            bar_format=None if total is None else "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+            bar_format=f"{{desc}}: {'{n_fmt} {unit}' if total is None else _FORMAT}{{postfix}}",
             desc=description,
             unit=unit,
             leave=False,
             disable=disable,
             mininterval=self.refresh_seconds,
+            dynamic_ncols=True,
+            file=self._stream if self._open else sys.stderr,
         )
-        if hasattr(bar, "container"):
-            self._kept[description.split()[0]] = bar
+        if not disable:
+            bar.dynamic_ncols = lambda _: (bar.columns and bar.columns - _MARGIN, None)
+            if not self._open:
+                self._replace_streams()
+            self._open.append(bar)
         return bar
 
+    def _replace_streams(self) -> None:
+        self._stream = sys.stderr
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if is_terminal(stream):  # what goes into a file does not disturb the bars
+                self._replaced[name] = _AboveBars(stream, self._stream)
+                setattr(sys, name, self._replaced[name])
+
     def finish(self, bar: Any) -> None:
-        """Take a bar away, unless it is to be used again."""
-        if bar in self._kept.values():
-            bar.refresh()
-        else:
-            bar.close()
+        """Take a bar away. Once is enough, more do no harm."""
+        bar.close()
+        others = [other for other in self._open if other is not bar]  # tqdm's bars are equal where their places are
+        if self._open and not others:
+            self._restore_streams()
+        self._open = others
+
+    def _restore_streams(self) -> None:
+        for name, above in self._replaced.items():
+            above.finish()
+            if getattr(sys, name) is above:  # not when somebody else has replaced it, too
+                setattr(sys, name, above.stream)
+        self._replaced.clear()
 
     def close(self) -> None:
-        """Close the bars that were kept."""
-        for bar in self._kept.values():
-            bar.close()
-        self._kept.clear()
+        """Take all bars away."""
+        for bar in list(self._open):
+            self.finish(bar)
+
+
+_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
+
+
+class _Bar:
+    """What bars that are not of tqdm have of its interface.
+
+    :ivar n: how far the bar has come, of ``total``; ``None`` when that is not known
+    :ivar numbers: what is shown after it, by name
+    """
+
+    disable = False
+
+    def __init__(self, bars: RichBars | NotebookBars, description: str, total: int | None, unit: str) -> None:
+        self.description = description
+        self.n = 0
+        self.total = total
+        self.numbers: dict[str, Any] = {}
+        self._bars = bars
+        self._unit = unit
+
+    @property
+    def count(self) -> str:
+        """How far it has come, as text."""
+        return f"{self.n} {self._unit}" if self.total is None else f"{self.n}/{self.total}"
+
+    def update(self, steps: int) -> None:
+        """Go so many steps further."""
+        self.n += steps
+        self._bars.refresh()
+
+    def set_postfix(self, numbers: Mapping[str, Any], refresh: bool = True) -> None:
+        """Show these numbers after the bar, from the next refresh on."""
+        self.numbers = dict(numbers)
+        if refresh:
+            self._bars.refresh()
+
+    def close(self) -> None:
+        """Take the bar away. Once is enough, more do no harm."""
+        self._bars.finish(self)
+
+
+class NotebookBars:
+    """Makes bars in the output of a notebook in which a trainer's run is shown.
+
+    :param refresh_seconds: the least time between two refreshes
+    """
+
+    def __init__(self, refresh_seconds: float) -> None:
+        self.refresh_seconds = refresh_seconds
+        self._page: Page | None = None
+        self._trainer: Any = None
+        self._next_refresh = 0.0
+
+    def start(self, trainer: object, description: str, total: int | None, unit: str, disable: bool) -> Any:
+        """Return a bar at zero; below those that are there."""
+        if disable:
+            return tqdm(total=total, disable=True)
+        from pytorch_accel_lite.callbacks.notebook import page_of
+
+        self._trainer = trainer
+        self._page = page_of(trainer)
+        bar = _Bar(self, description, total, unit)
+        self._page.bars.append(bar)
+        self._page.refresh()
+        return bar
+
+    def refresh(self) -> None:
+        """Show the bars as they are now, when it is time to."""
+        now = time.monotonic()
+        if self._page is not None and now >= self._next_refresh:
+            self._next_refresh = now + self.refresh_seconds
+            self._page.refresh()
+
+    def finish(self, bar: Any) -> None:
+        """Take a bar away. The place is kept for the next one until that comes, or the run ends."""
+        if self._page is not None and bar in self._page.bars:
+            self._page.bars.remove(bar)
+
+    def close(self) -> None:
+        """Take all bars away. The next run is shown in another output."""
+        if self._page is not None:
+            from pytorch_accel_lite.callbacks.notebook import leave_page
+
+            self._page.bars.clear()
+            self._page.refresh()
+            leave_page(self._trainer)
+        self._page = None
 
 
 class RichBars:
@@ -72,16 +285,20 @@ class RichBars:
         self.refresh_seconds = refresh_seconds
         self.show_always = show_always
         self._display: Any = None
+        self._tasks: dict[_Bar, Any] = {}
         self._next_refresh = 0.0
 
-    def start(self, description: str, total: int | None, unit: str, disable: bool) -> Any:
+    def start(self, trainer: object, description: str, total: int | None, unit: str, disable: bool) -> Any:
         """Return a bar at zero; below those that are there."""
         if disable:
             return tqdm(total=total, disable=True)
         if self._display is None:
             self._display = self._create_display()
             self._display.start()
-        return RichBar(self, self._display, description, total, unit)
+        bar = _Bar(self, description, total, unit)
+        self._tasks[bar] = self._display.add_task(description, total=total, count=bar.count, numbers="")
+        self._display.refresh()
+        return bar
 
     def _create_display(self) -> Any:
         from rich.console import Console
@@ -101,79 +318,33 @@ class RichBars:
             redirect_stdout=bool(sys.stdout.isatty()),  # what goes into a file must not go to the terminal instead
         )
 
-    def finish(self, bar: Any) -> None:
-        """Take a bar away."""
-        bar.close()
-
     def refresh(self) -> None:
         """Draw the bars as they are now, when it is time to."""
         now = time.monotonic()
-        if self._display is not None and now >= self._next_refresh:
-            self._next_refresh = now + self.refresh_seconds
-            self._display.refresh()
+        if self._display is None or now < self._next_refresh:
+            return
+        self._next_refresh = now + self.refresh_seconds
+        for bar, task in self._tasks.items():
+            numbers = " ".join(f"{name}={value}" for name, value in bar.numbers.items())
+            self._display.update(task, total=bar.total, completed=bar.n, count=bar.count, numbers=numbers)
+        self._display.refresh()
 
-    def release(self) -> None:
-        """End the display when its last bar has gone, but in a notebook, where each display leaves an output."""
-        if self._display is not None and not self._display.tasks and not self._display.console.is_jupyter:
-            self._stop()
+    def finish(self, bar: Any) -> None:
+        """Take a bar away; with the last one the display."""
+        task = self._tasks.pop(bar, None)
+        if task is not None:
+            self._display.remove_task(task)
+            if not self._tasks:
+                self._stop()
 
     def close(self) -> None:
-        """End the display, whatever is in it."""
+        """Take all bars and the display away."""
         if self._display is not None:
-            for task in self._display.task_ids:
+            for task in self._tasks.values():
                 self._display.remove_task(task)
+            self._tasks.clear()
             self._stop()
 
     def _stop(self) -> None:
         self._display.stop()
         self._display = None
-
-
-class RichBar:
-    """A bar in a live display of rich."""
-
-    disable = False
-
-    def __init__(self, bars: RichBars, display: Any, description: str, total: int | None, unit: str) -> None:
-        self._bars = bars
-        self._display = display
-        self._unit = unit
-        self.n = 0
-        self._total = total
-        self._task = display.add_task(description, total=total, count=self._count(), numbers="")
-        display.refresh()
-
-    @property
-    def total(self) -> int | None:
-        """How far the bar goes; ``None`` when that is not known."""
-        return self._total
-
-    @total.setter
-    def total(self, total: int | None) -> None:
-        self._total = total
-        self._show(total=total)
-
-    def _count(self) -> str:
-        return f"{self.n} {self._unit}" if self._total is None else f"{self.n}/{self._total}"
-
-    def _show(self, **changes: Any) -> None:
-        if self._task in self._display.task_ids:  # not once it has been taken away
-            self._display.update(self._task, **changes)
-
-    def update(self, steps: int) -> None:
-        """Go so many steps further."""
-        self.n += steps
-        self._show(completed=self.n, count=self._count())
-        self._bars.refresh()
-
-    def set_postfix(self, numbers: Mapping[str, str], refresh: bool = True) -> None:
-        """Show these numbers after the bar, from the next refresh on."""
-        self._show(numbers=" ".join(f"{name}={value}" for name, value in numbers.items()))
-        if refresh:
-            self._bars.refresh()
-
-    def close(self) -> None:
-        """Take the bar away. Once is enough, more do no harm."""
-        if self._task in self._display.task_ids:
-            self._display.remove_task(self._task)
-            self._bars.release()

@@ -76,7 +76,7 @@ class SaveBestModelCallback(TrainerCallback):
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
-            request.claim_path(self, "save_path", self.save_path)
+            request.claim_path(self, "save_path", self.save_path, "best model")
             request.metrics.watch(self._watched)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:

@@ -86,7 +86,7 @@ class ModelEmaCallback(TrainerCallback):
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
-            request.claim_path(self, "save_path", self.save_path)
+            request.claim_path(self, "save_path", self.save_path, "averaged model")
         if self.evaluate_during_training:
             nested = ExpectedMetrics()
             nested.record(self, {"eval_loss_epoch": False}, in_evaluation=True)

@@ -48,7 +48,7 @@ class MetricsFileCallback(StepLogger):
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
-            request.claim_path(self, "path", self.path)
+            request.claim_path(self, "path", self.path, "metrics")
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)

@@ -18,6 +18,7 @@ from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.utils import TimeBudget, check_positive_int, import_extra, in_notebook
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -38,6 +39,10 @@ class PlotMetricsCallback(TrainerCallback):
         self.metrics = metrics
         self._display: Any
         self._restart()
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "path", self.path, "curves")
 
     def _restart(self) -> None:
         self._display = None
@@ -114,6 +119,10 @@ class SnapshotCallback(TrainerCallback):
         self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
         self.directory = Path(directory)
         self._failed = False
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "directory", self.directory, "pictures")
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._failed = False

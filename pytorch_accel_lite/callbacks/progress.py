@@ -7,9 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
-from pytorch_accel_lite.callbacks.bars import RichBars, TqdmBars
+from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TqdmBars
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import (
     check_choice,
@@ -18,6 +18,7 @@ from pytorch_accel_lite.utils import (
     find_length,
     format_metric,
     in_notebook,
+    is_terminal,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class PrintProgressCallback(TrainerCallback):
         self._failed = True
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        trainer.print(f"Starting {_epoch_of(trainer).lower()}")
+        trainer.print(f"Starting epoch {epoch_of(trainer)}")
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if not self._failed and trainer.current_run.interruption is None:
@@ -56,13 +57,14 @@ class ProgressBarCallback(TrainerCallback):
 
     It shows the running mean of the loss, the loss of the latest evaluation, the learning rate, the samples of the
     whole job in a second and, when its length is known, the time left of the whole run. The loss is read from the
-    device when it is shown, a few times a second. Only the first process of a machine shows bars, and only when its
+    device when it is shown, a few times a second. A narrow terminal shows as much of this as fits; what is printed
+    meanwhile appears above the bar. Only the first process of a machine shows bars, and only when its
     output is a terminal or a notebook. Otherwise, as in the log of a cluster's job, it prints a line every so often.
 
     :param show_always: bars also when the output is a file or a pipe
     :param refresh_seconds: time between two refreshes
     :param line_every_seconds: time between two lines where there are no bars; ``None`` for no lines
-    :param style: ``"tqdm"``, or ``"rich"`` for bars of that package (extra ``rich``)
+    :param style: ``"tqdm"``, or ``"rich"`` for bars of that package (extra ``rich``); a notebook has one of its own
     """
 
     def __init__(
@@ -84,15 +86,21 @@ class ProgressBarCallback(TrainerCallback):
         self._updates_before = 0
         self.pbar: Any = None
         self.eval_pbar: Any = None
-        use_rich = check_choice("style", style, ("tqdm", "rich")) == "rich"
-        self._bars = RichBars(refresh_seconds, show_always) if use_rich else TqdmBars(refresh_seconds)
+        self._bars: TqdmBars | RichBars | NotebookBars
+        if check_choice("style", style, ("tqdm", "rich")) == "rich" and not in_notebook():
+            self._bars = RichBars(refresh_seconds, show_always)
+        else:
+            self._bars = NotebookBars(refresh_seconds) if in_notebook() else TqdmBars(refresh_seconds)
         self._since = self._next_refresh = 0.0
         self._samples_before = 0
         self._steps_shown = 0
         self._interval = refresh_seconds
 
-    def _start(self, trainer: Trainer, loader: Any, description: str) -> Any:
-        return self._bars.start(description, find_length(loader), "batch", disable=not self._shows_bars(trainer))
+    def _start(self, trainer: Trainer, loader: Any, description: str, before: Any) -> Any:
+        if before is not None:  # of an evaluation that failed, say
+            self._bars.finish(before)
+        disable = not self._shows_bars(trainer)
+        return self._bars.start(trainer, description, find_length(loader), "batches", disable)
 
     def _begin_run(self, trainer: Trainer) -> None:
         self._config = trainer.run_config
@@ -112,7 +120,7 @@ class ProgressBarCallback(TrainerCallback):
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.run_config is not self._config:  # a run's first epoch, whatever a subclass does when the run starts
             self._begin_run(trainer)
-        self.pbar = self._start(trainer, trainer.train_dataloader, _epoch_of(trainer))
+        self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
         self._since = time.monotonic()
         if not self.pbar.disable:
             self._next_refresh = self._since
@@ -129,7 +137,7 @@ class ProgressBarCallback(TrainerCallback):
         if self.pbar.disable:
             numbers = ", ".join(f"{name} {value}" for name, value in self._numbers(trainer, now).items())
             of = "" if self.pbar.total is None else f"/{self.pbar.total}"
-            trainer.print(f"{_epoch_of(trainer)}, step {trainer.progress.step}{of}: {numbers}")
+            trainer.print(f"Epoch {epoch_of(trainer)}, step {trainer.progress.step}{of}: {numbers}")
         else:
             self._show(trainer, now)
 
@@ -164,7 +172,7 @@ class ProgressBarCallback(TrainerCallback):
         self._bars.finish(self.pbar)
 
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Evaluating")
+        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Evaluating", self.eval_pbar)
 
     def on_eval_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if not self.eval_pbar.n:  # a later callback may have limited the evaluation
@@ -178,7 +186,7 @@ class ProgressBarCallback(TrainerCallback):
         self._end(trainer)
 
     def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Predicting")
+        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, "Predicting", self.eval_pbar)
 
     def on_predict_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self.eval_pbar.update(1)
@@ -192,9 +200,6 @@ class ProgressBarCallback(TrainerCallback):
             self._close()
 
     def _close(self) -> None:
-        for bar in (self.pbar, self.eval_pbar):
-            if bar is not None:
-                bar.close()
         self._bars.close()
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -207,16 +212,17 @@ class ProgressBarCallback(TrainerCallback):
         self._close()
 
 
-def _epoch_of(trainer: Trainer) -> str:
+def epoch_of(trainer: Trainer) -> str:
+    """Return the number of the current epoch, and of how many."""
     config = trainer.run_config
     epoch = trainer.progress.epoch
     planned = None if config is None else config.num_epochs
-    return f"Epoch {epoch}" if planned is None or epoch > planned else f"Epoch {epoch}/{planned}"
+    return f"{epoch}" if planned is None or epoch > planned else f"{epoch}/{planned}"
 
 
 def _is_watched() -> bool:
     """Whether bars go to a terminal or a notebook, and not into a file."""
-    return in_notebook() or bool(sys.stderr is not None and sys.stderr.isatty())
+    return in_notebook() or is_terminal(sys.stderr)
 
 
 class LogMetricsCallback(TrainerCallback):

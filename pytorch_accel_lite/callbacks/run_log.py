@@ -30,6 +30,7 @@ from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import TimeBudget, format_metric, in_notebook
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy", "timm", "transformers")
@@ -71,6 +72,10 @@ class RunLogCallback(TrainerCallback):
         self._start = time.monotonic()
         self._writing = TimeBudget(1 / 50, expected=0.02)
         self._drawing = TimeBudget(1 / 50, expected=0.5)
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "directory", self.directory, "page of the run")
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)

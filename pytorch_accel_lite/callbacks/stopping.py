@@ -14,7 +14,7 @@ import torch
 from pytorch_accel_lite.checks.known_elsewhere import answering
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, wrapped
 from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def _say(self, trainer: Trainer) -> None:
         if self._message:
-            trainer.print(self._message)
+            trainer.print(wrapped(self._message))
         self._message = ""
 
     def state_dict(self) -> dict[str, Any]:

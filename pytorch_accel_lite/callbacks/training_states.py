@@ -15,7 +15,7 @@ from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
 from pytorch_accel_lite.checks.known_elsewhere import answering
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int, check_positive_number
+from pytorch_accel_lite.utils import check_positive_int, check_positive_number, wrapped
 from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             request.saves_training_states = True
             request.ends_at_signals = request.ends_at_signals or self.save_on_signal
             request.state_sources.append(self)
-            request.claim_path(self, "save_dir", self.save_dir)
+            request.claim_path(self, "save_dir", self.save_dir, "training states")
             if self.keep_best is not None:
                 request.metrics.watch(self._watched)
 
@@ -189,10 +189,11 @@ class SaveTrainingStateCallback(TrainerCallback):
     def _say_how_to_resume(self, trainer: Trainer) -> None:
         """Say, of a run that has not come to its end, where it was saved last, if it was."""
         if self._saved is not None:
-            trainer.print(
+            said = (
                 f"The run is saved in {os.fspath(self._latest)!r}, after update {self._saved['update']}. To resume it, "
                 'call train() with the same arguments and resume_from="latest".'
             )
+            trainer.print(wrapped(said))
         self._saved = None
 
     def _save(self, trainer: Trainer) -> None:

@@ -27,11 +27,13 @@ class ExpectedMetrics:
     not be said. Your own callbacks and trainers may record metrics without saying so.
 
     :ivar directions: whether greater values are better, of each metric that the run is known to record
+    :ivar evaluated: the same, of those that are recorded in evaluations
     :ivar evaluators: the callbacks that record metrics in evaluations
     :ivar within_epochs: a callback evaluates within epochs, too
     """
 
     directions: Directions = field(default_factory=dict)
+    evaluated: Directions = field(default_factory=dict)
     evaluators: list[object] = field(default_factory=list)
     within_epochs: bool = False
     # By the parts of its name: those of a metric of evaluations are two, with the dataset's name between them.
@@ -81,6 +83,11 @@ class ExpectedMetrics:
         """
         self._required.append((where, name))
 
+    @property
+    def watched(self) -> list[WatchedMetric]:
+        """The metrics that callbacks watch, in the order of the callbacks."""
+        return [where for where, _ in self._required if isinstance(where, WatchedMetric)]
+
     def settle(self, trainer: Trainer) -> None:
         """Work out what the run will record, and settle the direction of each watched metric.
 
@@ -97,6 +104,7 @@ class ExpectedMetrics:
         possible = {f"{prefix}{of.join(parts)}": known[parts] for parts in known for of in datasets or [""]}
         in_epochs = {f"{prefix}{parts[0]}" for parts in known if len(parts) == 1}
         self.directions = {name: possible[name] for name in possible if datasets or name in in_epochs}
+        self.evaluated = {name: better for name, better in self.directions.items() if name not in in_epochs}
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
                 _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)

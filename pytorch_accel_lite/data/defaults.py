@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.order import inner_datasets, reads_batches
 from pytorch_accel_lite.data.workers import start_method
+from pytorch_accel_lite.utils import cores_per_process
 
 
 def default_num_workers(dataset: Any, processes: int) -> int:
-    """Return the default number of worker processes of a dataloader, given the number of processes on the machine.
+    """Return the default number of worker processes of a dataloader, given the number of processes in the job.
 
     None for data that are in memory or read a whole batch at a time, for iterable datasets (workers would each
     repeat the stream), and where workers are new interpreters instead of forks; else one for each core that this
@@ -25,8 +25,7 @@ def default_num_workers(dataset: Any, processes: int) -> int:
     is_fast = _is_in_memory(dataset) or reads_batches(dataset)
     if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    per_process = cores // max(processes, 1)
+    per_process = cores_per_process(processes)
     return min(per_process, 8) if per_process > 1 else 0
 
 
@@ -37,7 +36,7 @@ def _is_in_memory(dataset: Any) -> bool:
 
 def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelerator: Accelerator) -> dict[str, Any]:
     """Return the arguments that a dataloader is made with unless told otherwise."""
-    workers = default_num_workers(dataset, int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)))
+    workers = default_num_workers(dataset, accelerator.num_processes)
     memory = tensors_in_memory(dataset)
     can_be_pinned = memory is None or all(tensor.is_cpu for tensor in memory[0])
     kwargs: dict[str, Any] = {

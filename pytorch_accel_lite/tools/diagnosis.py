@@ -163,7 +163,7 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
     on_gpu = trainer.device.type == "cuda"
     compute = found.forward + found.backward + found.update
     if found.waiting > 0.1:
-        advice = faster_data(trainer.train_dataloader)
+        advice = faster_data(trainer)
         yield f"The model waits for data in {100 * found.waiting:.0f} % of a step. {advice}"
     options = [group.get("fused") for group in trainer.optimizer.param_groups]
     if found.update > 0.1 * compute and "fused" in trainer.optimizer.defaults and not any(options):

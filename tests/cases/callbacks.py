@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer, get_default_callbacks
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, WSDCheckpointCallback
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    ProgressTableCallback,
+    SaveBestModelCallback,
+    WSDCheckpointCallback,
+)
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder
 from tests.shipped import RUN, SHIPPED, build
@@ -52,9 +57,8 @@ def default_callbacks() -> Any:
         model = small_model()
         best = SaveBestModelCallback(folder / "best.pt")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        trainer = Trainer(
-            model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), best, EarlyStoppingCallback(2, 0.0)]
-        )
+        others = [ProgressTableCallback(show_always=True), best, EarlyStoppingCallback(2, 0.0)]
+        trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), *others])
         trainer.train(regression_data(20), 3, regression_data(9), per_device_batch_size=2)
         return {"weights": weights(model), "best": best.best_metric, "history": trainer.run_history.to_dict()}
 

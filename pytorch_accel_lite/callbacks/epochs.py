@@ -1,0 +1,142 @@
+"""A table of epochs as text of a certain width, and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+_LEAST = 9  # columns of a number
+_LEAST_FIRST = len("step 123")
+_GAP = "  "
+
+
+@dataclass
+class Row:
+    """A row: what it is of, its cells by column, how long it took, and whether it has the best value so far."""
+
+    epoch: str
+    cells: dict[str, str]
+    time: str
+    is_best: bool = False
+
+
+Layout = tuple[int, dict[str, int], list[str]]  # the width of the first column, of the others, and what does not fit
+
+
+class EpochTable:
+    """The rows so far, and the columns, the most important first.
+
+    :param marked: the column in which the best value is marked
+    """
+
+    def __init__(self, marked: str | None) -> None:
+        self.rows: list[Row] = []
+        self._columns: list[str] = []
+        self._marked = marked
+
+    def order(self, columns: list[str]) -> None:
+        """Set the order of the columns."""
+        self._columns = columns
+
+    def add(self, row: Row, columns: list[str]) -> None:
+        """Add a row, whose columns may be new."""
+        row.cells = {column: cell for column, cell in row.cells.items() if cell}
+        filled = {column for other in [*self.rows, row] for column in other.cells}
+        self.rows.append(row)
+        self.order([column for column in columns if column in filled or column in self._columns])
+
+    def layout(self, width: int) -> Layout:
+        """Choose the columns for which there is room."""
+        first = max([_LEAST_FIRST, *(len(row.epoch) for row in self.rows)])
+        room = width - first - len(_GAP) - self._time_width
+        chosen: dict[str, int] = {}
+        for column in self._columns:
+            needed = max([len(column), _LEAST, *(len(row.cells.get(column, "")) for row in self.rows)])
+            needed += column == self._marked
+            if not chosen or needed + len(_GAP) <= room:
+                chosen[column] = needed
+                room -= needed + len(_GAP)
+        hidden = [column for column in self._columns if column not in chosen]
+        shown = sorted(chosen, key=lambda column: column == "lr")
+        return first, {column: chosen[column] for column in shown}, hidden
+
+    @property
+    def _time_width(self) -> int:
+        return max([len("59.9s"), *(len(row.time) for row in self.rows)])
+
+    def head(self, layout: Layout) -> list[str]:
+        """Return the lines above the rows."""
+        first, columns, hidden = layout
+        titles = [f"{name} " if name == self._marked else name for name in columns]
+        cells = [f"{title:>{width}}" for title, width in zip(titles, columns.values(), strict=True)]
+        line = _GAP.join([f"{'epoch':<{first}}", *cells, f"{'time':>{self._time_width}}"])
+        return [*_more(hidden), line, "-" * len(line)]
+
+    def line(self, row: Row, layout: Layout) -> str:
+        """Return a row as text."""
+        first, columns, _ = layout
+        cells = [f"{self._cell(row, column):>{width}}" for column, width in columns.items()]
+        return _GAP.join([f"{row.epoch:<{first}}", *cells, f"{row.time:>{self._time_width}}"])
+
+    def _cell(self, row: Row, column: str) -> str:
+        mark = "" if column != self._marked else "*" if row.is_best else " "
+        return f"{row.cells.get(column, '')}{mark}"
+
+    def text(self, width: int) -> str:
+        """Return the whole table as text."""
+        layout = self.layout(width)
+        return "\n".join([*self.head(layout), *(self.line(row, layout) for row in self.rows)])
+
+    def html(self, width: int, below: Iterable[str] = ()) -> str:
+        """Return the whole table as HTML.
+
+        :param width: of the table as text, which decides on the columns
+        :param below: lines of text for below
+        """
+        _, columns, hidden = self.layout(width)
+        best = max((number for number, row in enumerate(self.rows) if row.is_best), default=None)
+        head = "".join(f"<th>{escape(name)}</th>" for name in ["epoch", *columns, "time"])
+        body = ""
+        for number, row in enumerate(self.rows):
+            cells = [row.epoch, *(row.cells.get(column, "") for column in columns), row.time]
+            marked = [name == self._marked and number == best for name in ["", *columns, ""]]
+            body += "<tr>"
+            for cell, is_best in zip(cells, marked, strict=True):
+                body += f"<td><b>{escape(cell)}</b></td>" if is_best else f"<td>{escape(cell)}</td>"
+            body += "</tr>"
+        said = [*_more(hidden), *(line.strip() for line in below)]
+        lines = "".join(f'<div style="padding: 0 0.5em">{escape(line)}</div>' for line in said)
+        return (
+            '<div style="overflow-x: auto; font-variant-numeric: tabular-nums"><table>'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{lines}"
+        )
+
+
+def _more(hidden: list[str]) -> list[str]:
+    count = len(hidden)
+    if not count:
+        return []
+    return [f"({count} more {'metrics are' if count > 1 else 'metric is'} in trainer.run_history)"]
+
+
+def format_value(value: Any) -> str:
+    """Return a number with four decimals, or three digits when it is small or large; nothing for what is no number."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return ""
+    is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
+    return f"{value:.2e}" if is_extreme else f"{value:.4f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time as it is read best: ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
+    if seconds < 59.95:
+        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,314 @@
+"""The table of a run: a row for each epoch, and a summary at its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.callbacks.epochs import EpochTable, Row, format_duration, format_value
+from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, epoch_of
+from pytorch_accel_lite.events import RunInterruptedError
+from pytorch_accel_lite.utils import in_notebook, is_terminal, wrapped
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.callbacks.notebook import Page
+    from pytorch_accel_lite.run_config import RunRequest
+    from pytorch_accel_lite.trainer import Trainer
+
+_NOTEBOOK_COLUMNS = 120
+
+
+class ProgressTableCallback(LogMetricsCallback):
+    """Shows a table with a row for each epoch and each evaluation within one, and a summary at the end of the run.
+
+    In a terminal rows are printed; in a notebook the table is one output, which is updated. As many metrics are shown
+    as there is room for, the others are in ``trainer.run_history``. The best value so far is marked: of the metric that
+    the first of the callbacks watches that watch one, else of the loss of the evaluation.
+
+    Where the output is neither a terminal nor a notebook, as in the log of a cluster's job, it prints what
+    :class:`PrintProgressCallback` and :class:`LogMetricsCallback` do.
+
+    :param metrics: the names of the metrics to show, in this order; ``None``: losses first, then metrics of
+        evaluations, then what else is recorded
+    :param show_always: a table also when the output is a file or a pipe
+    """
+
+    def __init__(self, metrics: Sequence[str] | None = None, *, show_always: bool = False) -> None:
+        super().__init__()
+        if isinstance(metrics, str):
+            raise TypeError(f"metrics={metrics!r} must be a list of names. Write: metrics=[{metrics!r}].")
+        self.metrics = None if metrics is None else list(metrics)
+        self.show_always = show_always
+        self._messages = PrintProgressCallback()
+        self._shows_table = False
+        self._view: _View | None = None  # while a training run is shown
+        self._evaluated_since: float | None = None  # of an evaluation outside of training
+        self._config: Any = None
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            for name in self.metrics or ():
+                request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
+
+    def _look_for_table(self) -> bool:
+        self._shows_table = self.show_always or in_notebook() or is_terminal(sys.stdout)
+        return self._shows_table
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        super().on_training_run_start(trainer)
+        self._begin(trainer)
+        if not self._shows_table:
+            self._messages.on_training_run_start(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._config = trainer.run_config
+        self._evaluated_since = None
+        self._view = _View(trainer, self.metrics) if self._look_for_table() else None
+        if self._view is not None:
+            trainer.current_run.last_words.append(lambda: self._end(trainer))
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        super().on_train_epoch_start(trainer)
+        if trainer.run_config is not self._config:  # a subclass has replaced what is done when the run starts
+            self._begin(trainer)
+        if self._view is None:
+            self._messages.on_train_epoch_start(trainer)
+        else:
+            self._view.start_epoch()
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self._view is None:
+            super().on_train_epoch_end(trainer)
+        else:
+            self._view.finish_training(trainer)
+
+    def log_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Show metrics as a row of the table; those of an evaluation outside of training as a line."""
+        if not self._shows_table:
+            super().log_metrics(trainer, metrics)
+        elif self._view is not None:
+            self._view.add_row(trainer, metrics)
+        elif self._evaluated_since is not None:
+            taken = format_duration(time.monotonic() - self._evaluated_since)
+            found = ", ".join(f"{name} {format_value(value) or value}" for name, value in metrics.items())
+            trainer.print(wrapped(f"Evaluated in {taken}: {found}"))
+
+    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._messages.on_exception(trainer)
+        error = kwargs["exception"]
+        how = "Interrupted" if isinstance(error, KeyboardInterrupt) else f"Failed ({type(error).__name__})"
+        self._end(trainer, how)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if not self._shows_table:
+            self._messages.on_training_run_end(trainer)
+        super().on_training_run_end(trainer)
+
+    def _end(self, trainer: Trainer, how: str | None = None) -> None:
+        """Show the summary.
+
+        :param how: how the run has ended, when that was by an error
+        """
+        view, self._view = self._view, None
+        if view is not None:
+            view.end(trainer, how)
+
+    # ---------------------------------------------------------------------------------------- evaluation
+
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self._view is not None:  # within a training run: its metrics are for the next row
+            return
+        super().on_evaluation_run_start(trainer)
+        self._evaluated_since = time.monotonic()
+        if not (trainer.current_run.outer is None and self._look_for_table()):
+            self._messages.on_evaluation_run_start(trainer)
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self._view is not None:
+            return
+        if not self._shows_table:
+            self._messages.on_evaluation_run_end(trainer)
+        super().on_evaluation_run_end(trainer)
+
+
+class _View:
+    """What is shown of one training run.
+
+    :param chosen: the metrics that the user wants to see; ``None``: any
+    """
+
+    def __init__(self, trainer: Trainer, chosen: list[str] | None) -> None:
+        self._chosen = chosen
+        self._expected = trainer.current_run.request.metrics
+        self._key, self._greater = self._choose_key()
+        self._best: tuple[float, str] | None = None
+        self._table = EpochTable(_label(self._key) if self._key else None)
+        self._table.order(self._ranked(self._expected.directions))
+        self._layout: object = None
+        self._start = self._epoch_start = time.monotonic()
+        self._first_update = trainer.progress.update
+        self._first_epoch = trainer.progress.epochs_completed + 1
+        self._trained: int | None = None
+        self._rate: float | None = None
+        self._before = {path: _changed(path) for path in trainer.current_run.request.paths}
+        self._page: Page | None = None
+        if in_notebook() and trainer.accelerator.is_local_main_process:
+            from pytorch_accel_lite.callbacks.notebook import open_page
+
+            self._page = open_page(trainer)
+        if trainer.progress.epochs_completed:
+            self._remember_best(trainer)
+
+    def _choose_key(self) -> tuple[str | None, bool]:
+        """Return the metric whose best value is marked, and whether greater values are better."""
+        for watched in self._expected.watched:
+            return watched.name, bool(watched.greater_is_better)
+        losses = [name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name)]
+        return min(losses, key=lambda name: name.startswith("ema_"), default=None), False
+
+    def _remember_best(self, trainer: Trainer) -> None:
+        """Find the best value of the epochs before a resumed run."""
+        history: Any = trainer.run_history
+        offset = history.current_epoch - 1 - trainer.progress.epochs_completed
+        with suppress(AttributeError, ValueError):  # of a history without rows, or with a metric in the epochs' place
+            for row in history.rows():
+                if row["epoch"] > offset and self._key in row:
+                    self._note(row[self._key], f"epoch {row['epoch'] - offset}")
+
+    def _note(self, value: Any, where: str) -> bool:
+        """Note the value of an epoch, and return whether it is the best so far."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return False
+        best = self._best and self._best[0]
+        if math.isnan(number) or (best is not None and not (number > best if self._greater else number < best)):
+            return False
+        self._best = number, where
+        return True
+
+    def _ranked(self, names: Iterable[str]) -> list[str]:
+        """Return the columns of metrics, the most important first."""
+        if self._chosen is not None:
+            return list(dict.fromkeys([*map(_label, self._chosen), "lr"]))
+        evaluated = {_label(name) for name in self._expected.evaluated}
+        declared = {_label(name) for name in self._expected.directions}
+
+        def rank(label: str) -> int:
+            if label.endswith("train loss"):
+                return 0
+            if label.endswith("eval loss"):
+                return 1
+            if label == "lr":
+                return 2
+            return 3 if label in evaluated else 4 if label not in declared else 5
+
+        return sorted(dict.fromkeys(["lr", *map(_label, names)]), key=rank)
+
+    def start_epoch(self) -> None:
+        self._epoch_start = time.monotonic()
+
+    def finish_training(self, trainer: Trainer) -> None:
+        self._trained = trainer.progress.epoch
+        self._rate = _learning_rate(trainer)
+
+    def add_row(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        """Show new metrics: of an epoch, or of an evaluation within one."""
+        progress = trainer.progress
+        is_whole = self._trained == progress.epoch
+        epoch = epoch_of(trainer) if is_whole else f"step {progress.step}"
+        where = f"epoch {progress.epoch}" + ("" if is_whole else f", step {progress.step}")
+        cells = {_label(name): format_value(value) for name, value in metrics.items()}
+        rate = self._rate if is_whole else _learning_rate(trainer)
+        rate = metrics.get("lr", rate)  # a callback may record that of the last update
+        cells |= {} if rate is None else {"lr": f"{rate:.2e}"}
+        is_best = self._key in metrics and self._note(metrics[self._key], where)
+        row = Row(epoch, cells, format_duration(time.monotonic() - self._epoch_start), is_best)
+        self._table.add(row, self._ranked([*self._expected.directions, *metrics]))
+        self._show(trainer)
+
+    def _show(self, trainer: Trainer) -> None:
+        if self._page is not None:
+            self._page.html = self._table.html(_NOTEBOOK_COLUMNS)
+            self._page.text = self._table.text(_NOTEBOOK_COLUMNS)
+            self._page.refresh()
+            return
+        layout = self._table.layout(shutil.get_terminal_size().columns)
+        head = [] if layout == self._layout else self._table.head(layout)
+        self._layout = layout
+        trainer.print("\n".join([*head, self._table.line(self._table.rows[-1], layout)]))
+
+    def end(self, trainer: Trainer, how: str | None) -> None:
+        """Show the summary, unless nothing was trained."""
+        if trainer.progress.update == self._first_update and how is None:
+            return
+        lines = list(self._summary(trainer, how or _how_it_ended(trainer)))
+        if self._page is None:
+            trainer.print("\n".join(["", *lines]))
+            return
+        self._page.html = self._table.html(_NOTEBOOK_COLUMNS, lines)
+        self._page.text = "\n".join([self._table.text(_NOTEBOOK_COLUMNS), "", *lines])
+        self._page.bars.clear()
+        self._page.refresh()
+
+    def _summary(self, trainer: Trainer, how: str) -> Iterator[str]:
+        progress = trainer.progress
+        taken = format_duration(time.monotonic() - self._start)
+        if how == "Trained":
+            first, last = self._first_epoch, progress.epochs_completed
+            epochs = f"{last} epoch{'s' * (last > 1)}" if first == 1 else f"epochs {first} to {last}"
+            said = f"Trained {epochs}, {progress.update:,} updates, in {taken}."
+        else:
+            said = f"{how} in epoch {progress.epoch}, after update {progress.update:,}, in {taken}."
+        if self._best is not None and self._key is not None:
+            said += f" Best: {self._best[1]}, {_label(self._key)} {format_value(self._best[0])}."
+        yield said if self._page is not None else wrapped(said)
+        written = trainer.current_run.request.paths
+        is_resumed = self._first_update > 0
+        there = {
+            path: content
+            for path, content in written.items()
+            if (now := _changed(path)) is not None and (is_resumed or now != self._before.get(path))
+        }
+        width = max(map(len, there.values()), default=0) + 1
+        for path, content in there.items():
+            yield f"  {content + ':':<{width}} {path}"
+
+
+def _how_it_ended(trainer: Trainer) -> str:
+    run = trainer.current_run
+    if run.interruption is not None:
+        return "Interrupted" if isinstance(run.interruption, RunInterruptedError) else "Paused"
+    return "Trained" if run.stop_reason is None else "Stopped"
+
+
+def _changed(path: str) -> int | None:
+    """Return when a file was written, or a folder's list of files; ``None`` when it is not there."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _label(name: str) -> str:
+    """Return the column of a metric: without what all columns share; evaluations within epochs have no own ones."""
+    name = name.replace("intermediate_", "")
+    loss = re.fullmatch(r"(.*_)?(train|eval)_(\w+?)(_epoch)?", name)
+    if loss and (loss[4] or loss[2] == "eval"):
+        return " ".join([*filter(None, [(loss[1] or "").rstrip("_")]), loss[2], loss[3]])
+    return name.removesuffix("_epoch")
+
+
+def _learning_rate(trainer: Trainer) -> float | None:
+    for group in trainer.optimizer.param_groups:
+        return float(group["lr"]) if "lr" in group else None
+    return None

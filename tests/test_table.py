@@ -1,0 +1,340 @@
+"""The table of a run, its summary, and the bar below it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics import MeanAbsoluteError
+
+from pytorch_accel_lite import StopTrainingError, Trainer
+from pytorch_accel_lite.callbacks import (
+    DEFAULT_CALLBACKS,
+    EarlyStoppingCallback,
+    GradientNormCallback,
+    LogMetricsCallback,
+    MetricsCallback,
+    MetricsFileCallback,
+    PrintProgressCallback,
+    ProgressBarCallback,
+    ProgressTableCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
+    TimingCallback,
+)
+from tests.tasks import Stream, listener, make_data, make_trainer, train
+from tests.terminals import Terminal
+
+
+def table(*others: Any, **kwargs: Any) -> list[Any]:
+    return [ProgressTableCallback(show_always=True, **kwargs), *others]
+
+
+def printed(capsys: Any) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def rows(lines: list[str]) -> list[list[str]]:
+    """The cells of the rows of a table."""
+    return [line.split() for line in lines if re.match(r"(\d+(/\d+)?|step \d+) ", line)]
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def fails_at(update: int, error: BaseException) -> Any:
+    def fail(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == update:
+            raise error
+
+    return listener(on_train_step_end=fail)
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def test_an_epoch_is_a_row_of_aligned_numbers(capsys):
+    trainer = make_trainer(table(MetricsCallback({"mae": MeanAbsoluteError()})))
+    train(trainer, epochs=3, eval_dataset=True)
+    head, rule, *body, blank, summary = printed(capsys)
+    assert re.split(" {2,}", head) == ["epoch", "train loss", "eval loss", "mae", "lr", "time"]
+    assert {len(line) for line in body} == {len(head)} == {len(rule)}
+    losses = [f"{value:.4f}" for value in trainer.run_history.get_metric_values("train_loss_epoch")]
+    found = rows(body)
+    assert [row[0] for row in found] == ["1/3", "2/3", "3/3"]
+    assert [row[1] for row in found] == losses
+    assert all(re.fullmatch(r"\d\.\d{4}", row[3]) for row in found)
+    assert [row[4] for row in found] == ["1.00e-01"] * 3
+    assert all(re.fullmatch(r"\d+\.\d+s", row[5]) for row in found)
+    assert blank == ""
+    assert summary.startswith("Trained 3 epochs, 9 updates, in ")
+
+
+def test_the_best_value_is_marked_and_named_in_the_summary(capsys):
+    values = iter([3.0, 1.0, 2.0, 0.5, 0.7])
+    record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("score", next(values)))
+    best = SaveBestModelCallback(watch_metric="score", greater_is_better=False, load_saved_checkpoint=False)
+    train(make_trainer(table(record, best)), epochs=5, eval_dataset=True)
+    lines = printed(capsys)
+    assert [re.search(r"\d\.\d{4}\*", line) is not None for line in lines[2:7]] == [True, True, False, True, False]
+    assert re.search(r"Best: epoch 4, score 0\.5000\.", " ".join(lines))
+
+
+def test_without_a_watched_metric_the_loss_of_the_evaluation_is(capsys):
+    trainer = make_trainer(table())
+    train(trainer, epochs=2, eval_dataset={"clean": make_data(), "noisy": make_data(4)})
+    head, _, first, *_, summary = printed(capsys)
+    assert re.split(" {2,}", head)[:4] == ["epoch", "train loss", "clean eval loss", "noisy eval loss"]
+    assert re.search(rf"{trainer.run_history.get_metric_values('clean_eval_loss_epoch')[0]:.4f}\* ", first)
+    assert "Best: epoch 2, clean eval loss" in summary
+    train(make_trainer(table()), epochs=2)
+    assert "Best" not in "".join(printed(capsys))
+
+
+def test_epochs_without_an_evaluation_have_empty_cells(capsys):
+    train(make_trainer(table()), epochs=3, eval_dataset=True, eval_every_n_epochs=2)
+    head, _, *body = printed(capsys)[:5]
+    assert "eval loss" in head
+    assert [len(row) for row in rows(body)] == [4, 5, 5]
+    assert len({line.index("1.00e-01") for line in body}) == 1
+
+
+def test_an_evaluation_within_an_epoch_is_a_row_in_the_columns_of_the_others(capsys):
+    train(make_trainer(table(StepBasedEvaluationCallback(2))), epochs=2, eval_dataset=True)
+    lines = printed(capsys)
+    assert [line[:8].strip() for line in lines[2:7]] == ["step 2", "1/2", "step 1", "step 3", "2/2"]
+    assert [len(row) for row in rows(lines[2:7])] == [5] * 5  # "step" is a word, and there is no train loss
+    assert "intermediate" not in lines[0]
+
+
+def test_an_evaluation_of_ones_own_within_a_run_is_for_the_row(capsys):
+    nested = listener(on_training_run_epoch_end=lambda t: t.evaluate(make_data(4)))
+    trainer = make_trainer(table(nested))
+    train(trainer, epochs=2, eval_dataset=True)
+    head, _, first, second, _, summary = printed(capsys)
+    assert re.split(" {2,}", head)[3] == "evaluation_loss"
+    assert f"{trainer.run_history.get_latest_metric('evaluation_loss'):.4f}" in second
+    assert len(first.split()) == len(second.split()) == 6
+    assert "Trained 2 epochs" in summary
+
+
+def test_an_evaluation_alone_is_a_line(capsys):
+    trainer = make_trainer(table())
+    found = trainer.evaluate(make_data())["evaluation_loss"]
+    (line,) = printed(capsys)
+    assert re.fullmatch(rf"Evaluated in [\d.]+s: evaluation_loss {found:.4f}", line)
+    train(trainer, eval_dataset=True)
+    assert trainer.evaluate()
+    assert printed(capsys)[-1].startswith("Evaluated in")
+
+
+def test_epochs_of_data_without_a_length_have_numbers_alone(capsys):
+    train(make_trainer(table()), None, max_num_train_steps=4, train_dataset=Stream(6), train_dataloader_kwargs={})
+    lines = printed(capsys)
+    assert [row[0] for row in rows(lines)] == ["1", "2"]
+    assert lines[-1].startswith("Trained 2 epochs, 4 updates, in")
+
+
+def test_numbers_are_as_precise_as_each_other_and_what_is_no_number_is_left_out(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    given = {"large": 1234567.0, "small": 1.5e-5, "count": 12345, "tensor": torch.tensor(2 / 3), "none": float("nan")}
+    words = {"text": "good", "many": torch.tensor([1, 2])}
+
+    def record(trainer: Trainer) -> None:
+        for name, value in (given | words).items():
+            trainer.run_history.update_metric(name, value)
+
+    train(make_trainer(table(listener(on_train_epoch_end=record))))
+    head, _, row = printed(capsys)[:3]
+    assert re.split(" {2,}", head)[2:-2] == list(given)
+    assert row.split()[2:-2] == ["1.23e+06", "1.50e-05", "12,345", "0.6667", "nan"]
+
+
+# ----------------------------------------------------------------------------------------------- width
+
+
+def test_a_table_is_as_wide_as_its_terminal_and_says_where_the_rest_is(capsys, monkeypatch):
+    def follow(trainer: Trainer) -> None:
+        monkeypatch.setenv("COLUMNS", {1: "45", 2: "160"}.get(trainer.progress.epoch, "80"))
+
+    metrics = MetricsCallback({"mae": MeanAbsoluteError()})
+    others = [metrics, GradientNormCallback(), TimingCallback(), listener(on_train_epoch_start=follow)]
+    trainer = train(make_trainer(table(*others)), epochs=3, eval_dataset=True)
+    lines = printed(capsys)
+    notes = [line for line in lines if "more metric" in line]
+    assert len(notes) == 3  # once for each width
+    heads = [line for line in lines if line.startswith("epoch")]
+    assert [len(head) <= width for head, width in zip(heads, (45, 160, 80), strict=True)] == [True] * 3
+    columns = [re.split(" {2,}", head) for head in heads]
+    assert columns[0] == ["epoch", "train loss", "eval loss", "time"]
+    assert len(columns[1]) > len(columns[2]) > len(columns[0])
+    for column, note in zip(columns, notes, strict=True):
+        hidden = int(re.match(r"\((\d+) more", note)[1])
+        assert hidden + len(column) == len([*trainer.run_history.get_metric_names(), "epoch", "lr", "time"])
+
+
+def test_metrics_can_be_chosen(capsys):
+    metrics = MetricsCallback({"mae": MeanAbsoluteError()})
+    chosen = table(metrics, metrics=["mae", "train_loss_epoch"])
+    train(make_trainer(chosen), eval_dataset=True)
+    assert re.split(" {2,}", printed(capsys)[0]) == ["epoch", "mae", "train loss", "lr", "time"]
+
+
+def test_metrics_that_will_not_be_recorded_are_refused_before_training():
+    trainer = make_trainer(table(metrics=["eval_los_epoch"]))
+    with pytest.raises(ValueError, match=r"ProgressTableCallback\(metrics=.*Did you mean 'eval_loss_epoch'\?"):
+        train(trainer, eval_dataset=True)
+    assert trainer.progress.update == 0
+    with pytest.raises(TypeError, match=r"metrics='accuracy' must be a list of names. Write: metrics=\['accuracy'\]"):
+        ProgressTableCallback(metrics="accuracy")
+
+
+# --------------------------------------------------------------------------------------------- summary
+
+
+def test_the_summary_says_where_things_are_that_the_run_has_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    saving = [SaveBestModelCallback("best.pt"), SaveTrainingStateCallback("states", save_every_n_epochs=1)]
+    train(make_trainer(table(*saving)), epochs=2, eval_dataset=True)
+    lines = printed(capsys)
+    loading = next(number for number, line in enumerate(lines) if line.startswith("Loading the best model"))
+    assert lines[loading + 1] == ""  # what other callbacks say at the end comes before
+    assert lines[-2:] == ["  best model:      best.pt", "  training states: states"]
+    # A run that fails before it saves has written neither.
+    with pytest.raises(ValueError, match="broken"):
+        train(
+            make_trainer(table(SaveBestModelCallback("best.pt"), fails_at(1, ValueError("broken")))), eval_dataset=True
+        )
+    assert "best.pt" not in capsys.readouterr().out
+    train(make_trainer(table(MetricsFileCallback("metrics.jsonl"))))
+    assert printed(capsys)[-1] == "  metrics: metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("broken"), "Failed (ValueError) in epoch 2, after update 5, in "),
+        (KeyboardInterrupt(), "Interrupted in epoch 2, after update 5, in "),
+        (StopTrainingError("enough"), "Stopped in epoch 2, after update 5, in "),
+    ],
+)
+def test_the_summary_of_a_run_that_ends_early_is_true(error, said, capsys):
+    trainer = make_trainer(table(fails_at(5, error)))
+    try:
+        train(trainer, epochs=3, eval_dataset=True)
+    except type(error):
+        pass
+    lines = printed(capsys)
+    (summary,) = [line for line in lines if said in line]
+    assert "Best: epoch 1," in " ".join(lines[lines.index(summary) :])
+    assert not [line for line in lines if line.startswith("Trained")]
+    train(trainer, epochs=1)
+    assert printed(capsys)[-1].startswith("Trained 1 epoch, 3 updates,")
+
+
+def test_the_part_of_an_epoch_that_was_trained_is_a_row(capsys):
+    trainer = make_trainer(table(fails_at(5, StopTrainingError("enough"))))
+    train(trainer, epochs=3)
+    (part,) = [line for line in printed(capsys) if line.startswith("step 2 ")]
+    assert part.split()[2] == f"{trainer.run_history.get_latest_metric('train_loss_epoch'):.4f}"
+
+
+def test_an_early_stop_comes_after_the_row_and_before_the_summary(capsys):
+    trainer = make_trainer(table(EarlyStoppingCallback(early_stopping_patience=1)), optimizer=None)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    train(trainer, epochs=5, eval_dataset=True)
+    lines = printed(capsys)
+    assert [row[0] for row in rows(lines)] == ["1/5", "2/5"]
+    reason = next(number for number, line in enumerate(lines) if line.startswith("Stopping: eval_loss_epoch"))
+    assert reason > lines.index(next(line for line in lines if line.startswith("2/5")))
+    assert any(line.startswith("Stopped in epoch 2, after update 6") for line in lines[reason:])
+
+
+def test_a_resumed_run_goes_on_with_its_numbers_and_its_best_epoch(tmp_path, capsys):
+    def run(epochs: int, **kwargs: Any) -> list[str]:
+        values = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.3}
+        record = listener(
+            on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("score", values[t.progress.epoch])
+        )
+        best = SaveBestModelCallback(tmp_path / "best.pt", "score", greater_is_better=False)
+        saver = SaveTrainingStateCallback(tmp_path / "states")
+        train(make_trainer(table(record, best, saver)), epochs=epochs, eval_dataset=True, **kwargs)
+        return printed(capsys)
+
+    assert "Best: epoch 1, score 0.1000." in " ".join(run(2))
+    lines = run(4, resume_from="latest")
+    assert [row[0] for row in rows(lines)] == ["3/4", "4/4"]
+    assert not [line for line in lines if re.search(r"\d\*", line)]
+    said = " ".join(lines)
+    assert "Trained epochs 3 to 4, 12 updates, in" in said
+    assert "Best: epoch 1, score 0.1000." in said
+    lines = run(4, resume_from="latest")  # there is nothing left to do
+    assert not [line for line in lines if "Trained" in line or "Best:" in line]
+
+
+def test_an_interrupted_run_says_so_after_where_it_is_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    interrupt = listener(
+        on_train_step_end=lambda t, **_: os.kill(os.getpid(), signal.SIGINT) if t.progress.update == 2 else None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(make_trainer(table(interrupt, SaveTrainingStateCallback("states"))))
+    lines = printed(capsys)
+    assert lines[0] == "Stopping because of SIGINT."
+    saved = next(number for number, line in enumerate(lines) if line.startswith("The run is saved in"))
+    assert lines[saved + 2].startswith("Interrupted in epoch 1, after update 2, in")
+
+
+# ------------------------------------------------------------------------------------- where it is shown
+
+
+def test_where_there_is_no_terminal_the_lines_of_the_ancestor_are_printed(capsys):
+    def run(*callbacks: Any) -> list[str]:
+        trainer = make_trainer(callbacks)
+        train(trainer, epochs=2, eval_dataset=True)
+        trainer.evaluate()
+        return printed(capsys)
+
+    before = run(PrintProgressCallback, LogMetricsCallback, StepBasedEvaluationCallback(2))
+    assert run(ProgressTableCallback, StepBasedEvaluationCallback(2)) == before
+    assert before[0] == "Starting training run"
+
+
+def test_in_a_terminal_what_is_printed_and_a_narrower_window_leave_the_table_whole(monkeypatch):
+    terminal = Terminal(80, monkeypatch)
+
+    def disturb(trainer: Trainer, step: int, **kwargs: Any) -> None:
+        bar = next(callback for callback in trainer.callback_handler if isinstance(callback, ProgressBarCallback)).pbar
+        bar.refresh()
+        if (trainer.progress.epoch, step) == (1, 1):
+            print("mine: ", end="")
+            print("whole")
+            print("\nthis is half a line", end="")
+            sys.stderr.write("logged\n")
+        if (trainer.progress.epoch, step) == (2, 1):
+            terminal.resize(50)
+            bar.clear()
+            print("narrow")
+
+    with terminal.streams():
+        train(make_trainer([*DEFAULT_CALLBACKS, listener(on_train_step_end=disturb)]), epochs=3, eval_dataset=True)
+    shown = terminal.shown
+    body = [row[0] for row in rows(shown)]
+    assert body == ["1/3", "2/3", "3/3"]
+    assert not [line for line in shown if "|" in line]  # no bar is left
+    for line in ("mine: whole", "logged", "this is half a line", "narrow"):
+        assert line in shown
+    bars = [bar for bar in re.split(r"[\r\n]|\x1b\[\d*\w", terminal.written) if bar.startswith("Epoch")]
+    assert max(len(bar.rstrip()) for bar in bars) < 80
+    assert not [bar for bar in bars if bar.rstrip().endswith(",")]
+    assert any("loss=" in bar and "left=" in bar and "samples/s=" in bar for bar in bars)
+    summary = next(number for number, line in enumerate(shown) if line.startswith("Trained 3 epochs, 9 updates"))
+    assert max(map(len, shown[summary:])) <= 50  # it is wrapped
