@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -46,6 +49,40 @@ def test_the_code_of_a_page_fits_its_column():
 
 def test_the_pages_have_code():
     assert {page.name for page in WITH_CODE} >= {"README.md", "quickstart.md", "callbacks.md", "data.md", "loop.md"}
+
+
+#: Pages that show the same training by another library and by this one, and what the other needs.
+SIDE_BY_SIDE = {
+    "coming_from_a_loop.md": "torch",
+    "coming_from_lightning.md": "lightning",
+    "coming_from_transformers.md": "transformers",
+    "switching.md": "pytorch_accelerated",
+}
+
+
+def numbers(code: str) -> set[float]:
+    """The settings in a program: its numbers, without the zeros of counters and indices."""
+    constants = (node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant))
+    return {float(value) for value in constants if type(value) in (int, float)} - {0.0}
+
+
+@pytest.mark.parametrize("page", SIDE_BY_SIDE)
+def test_both_sides_of_a_page_are_the_same_training(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shared, ours = blocks(ROOT / "docs" / page, "python")
+    [theirs] = blocks(ROOT / "docs" / page, "py")
+    assert numbers(theirs) == numbers(ours)
+    pytest.importorskip(SIDE_BY_SIDE[page])
+    found = []
+    for code in (theirs, ours):
+        namespace: dict[str, Any] = {"__name__": "docs"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(compile(shared + code, page, "exec"), namespace)
+        found.append(namespace)
+    for name, limit in (("accuracy", 0.05), ("loss", 0.1)):
+        if name in found[1]:
+            assert abs(found[0][name] - found[1][name]) < limit
 
 
 def check_target(target: str) -> None:

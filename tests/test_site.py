@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, is found by searching, and fits the columns of a browser."""
+"""The documentation as a site: it builds without a warning, its search finds, and its lines fit their columns."""
 
 from __future__ import annotations
 
