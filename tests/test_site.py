@@ -18,7 +18,7 @@ import pytest
 
 from tests.launching import ROOT, launch
 
-pytestmark = [pytest.mark.programs, pytest.mark.slow]
+pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.xdist_group("site")]
 
 #: The words that people search for, and the page that has to come first.
 SEARCHES = {
@@ -33,6 +33,15 @@ SEARCHES = {
     "callbacks": "callbacks",
     "tensorboard": "logging",
     "out of memory": "failures",
+    # What a newcomer types.
+    "train": "quickstart",
+    "two gpus": "distributed",
+    "stop early on accuracy": "stopping",
+    "log to tensorboard": "logging",
+    "write a callback": "callbacks",
+    "freeze layers": "finetuning",
+    "find a learning rate": "finding_settings",
+    "what is slow": "monitoring",
 }
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
