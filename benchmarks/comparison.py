@@ -20,8 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -338,7 +336,7 @@ def answer(question: str, name: str) -> dict[str, float]:
 def ask(question: str, name: str) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     launcher = launcher if question == "processes" and name != "Lightning" else []
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, *launcher, "-m", "benchmarks.comparison", question, name, file.name]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
