@@ -92,4 +92,4 @@ release-check:
 	.venv-release/bin/python .ci/release_check.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-release build dist *.egg-info docs/_build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-release build dist *.egg-info docs/_build docs/notebooks demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

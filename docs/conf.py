@@ -1,13 +1,95 @@
 """Sphinx configuration."""
 
+import re
+import shutil
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+# Pages must lie below this folder; the notebooks belong to the examples.
+shutil.copytree(
+    DOCS.parent / "examples" / "notebooks", DOCS / "notebooks", dirs_exist_ok=True
+)
+
 project = "pytorch_accel_lite"
 author = "The pytorch_accel_lite authors"
 copyright = "2026, the pytorch_accel_lite authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "results"]
+
 html_theme = "furo"
 html_title = "pytorch_accel_lite"
-exclude_patterns = ["_build", "results"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"navigation_with_keys": True}
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+
+# Notebooks are shown with the outputs that are stored in them.
+nb_execution_mode = "off"
+
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+# Prompts and output are not copied.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.highlight-text) > div.highlight pre"
+
+# What people type into the search, and the page that it finds first.
+SEARCHED = {
+    "installation": ["install", "installation", "requirements"],
+    "quickstart": ["getting started", "train", "predict", "save and load"],
+    "switching": ["lightning", "transformers", "pytorch-accelerated"],
+    "training_states": ["checkpoint", "checkpointing", "resume", "training state"],
+    "distributed": ["multi-gpu", "multi gpu", "two gpus", "gpu", "ddp", "torchrun"],
+    "metrics": ["metrics", "accuracy", "evaluation"],
+    "stopping": ["early stopping", "stop early on accuracy", "best model"],
+    "finding_settings": ["learning rate", "find a learning rate", "batch size"],
+    "schedulers": ["scheduler", "learning rate schedule", "warm-up"],
+    "optimizers": ["gan", "several optimizers", "multiple optimizers", "schedule-free"],
+    "finetuning": ["freeze", "freezing", "unfreeze", "fine-tuning"],
+    "ema": ["ema", "averaged weights"],
+    "callbacks": ["callbacks", "callback", "write a callback", "events"],
+    "builtin_callbacks": ["built-in callbacks"],
+    "logging": [
+        "tensorboard",
+        "log to tensorboard",
+        "logging",
+        "mlflow",
+        "wandb",
+        "csv",
+    ],
+    "monitoring": ["profiler", "profiling", "slow", "what is slow", "gradient norm"],
+    "performance": ["performance", "overhead", "speed"],
+    "looking": ["plot", "confusion matrix", "worst samples"],
+    "failures": ["out of memory", "oom", "nan", "fault tolerance"],
+    "loop": ["mixed precision", "gradient accumulation", "bf16", "fp16"],
+}
+
+
+def add_index_entries(app, name, source):
+    """Let a page be found by the words that people use for it."""
+    if entries := SEARCHED.get(name):
+        lines = "".join(f"   ! {entry}\n" for entry in entries)
+        index = f"```{{eval-rst}}\n.. index::\n{lines}```\n\n"
+        front, page = re.fullmatch(r"(---\n.*?\n---\n)?(.*)", source[0], re.S).groups(
+            ""
+        )
+        source[0] = front + index + page
+
+
+def setup(app):
+    app.connect("source-read", add_index_entries)

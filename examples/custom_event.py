@@ -1,8 +1,9 @@
-"""A callback event of your own, fired by an overridden step: callbacks hear when the model meets a hard batch.
+"""An event of your own, fired by an overridden step: callbacks hear of hard batches.
 
     python examples/custom_event.py
 
-Any name that begins with on_ will do; an event reaches the callbacks that have a method of its name.
+Any name that begins with on_ will do; an event reaches the callbacks that have a method
+of its name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
 
 
 class TrainerWithHardBatches(Trainer):
-    """Fires ``on_hard_batch`` when the loss of a batch is far above the mean loss of the epoch so far."""
+    """Fires ``on_hard_batch`` when a loss is far above the mean of the epoch so far."""
 
     factor = 1.8
 
@@ -26,9 +27,13 @@ class TrainerWithHardBatches(Trainer):
 
     def calculate_train_batch_loss(self, batch):
         output = super().calculate_train_batch_loss(batch)
-        loss = output["loss"].item()  # reads the device in every step: fine for an example on the CPU
+        loss = output[
+            "loss"
+        ].item()  # reads the device in every step: fine for an example on the CPU
         if self.losses and loss > self.factor * sum(self.losses) / len(self.losses):
-            self.callback_handler.call_event("on_hard_batch", self, batch=batch, loss=loss)
+            self.callback_handler.call_event(
+                "on_hard_batch", self, batch=batch, loss=loss
+            )
         self.losses.append(loss)
         return output
 
@@ -51,7 +56,9 @@ class CountHardBatches(TrainerCallback):
 
 def main() -> None:
     digits = load_digits()
-    data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    data = TensorDataset(
+        torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     counting = CountHardBatches()
@@ -65,7 +72,10 @@ def main() -> None:
     trainer.train(data, num_epochs=5, per_device_batch_size=8)
     counts = trainer.run_history.get_metric_values("hard_batches")
     trainer.print(f"\nHard batches by epoch: {counts}")
-    trainer.print(f"The hardest had a loss of {counting.highest:.2f}; its digits: {counting.labels}")
+    trainer.print(
+        f"The hardest had a loss of {counting.highest:.2f}; "
+        f"its digits: {counting.labels}"
+    )
 
 
 if __name__ == "__main__":

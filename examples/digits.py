@@ -1,9 +1,10 @@
-"""Train a small convolutional network on real handwritten digits, keep the best model, draw the curves.
+"""Train a small convolutional network on handwritten digits and keep the best model.
 
     python examples/digits.py
     torchrun --standalone --nproc_per_node 2 examples/digits.py
 
-The data are the 1,797 scans of the UCI "Optical Recognition of Handwritten Digits" test set, which scikit-learn brings.
+The data are the 1,797 scans of the UCI "Optical Recognition of Handwritten Digits" test
+set, which scikit-learn brings.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ def load_datasets() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
-    rest, test = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
-    train, valid = train_test_split(rest, test_size=0.25, stratify=labels[rest], random_state=0)
-    train_set, valid_set, test_set = (TensorDataset(images[part], labels[part]) for part in (train, valid, test))
+    rest, test = train_test_split(
+        range(len(labels)), test_size=0.2, stratify=labels, random_state=0
+    )
+    train, valid = train_test_split(
+        rest, test_size=0.25, stratify=labels[rest], random_state=0
+    )
+    train_set, valid_set, test_set = (
+        TensorDataset(images[part], labels[part]) for part in (train, valid, test)
+    )
     return train_set, valid_set, test_set
 
 
@@ -56,7 +63,12 @@ def create_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("runs/digits"), help="where to save model and curves")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/digits"),
+        help="where to save model and curves",
+    )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -71,7 +83,9 @@ def main() -> None:
         callbacks=[
             *get_default_callbacks(),
             MetricsCallback({"accuracy": MulticlassAccuracy(10, average="micro")}),
-            SaveBestModelCallback(args.output / "best_model.pt", watch_metric="accuracy"),
+            SaveBestModelCallback(
+                args.output / "best_model.pt", watch_metric="accuracy"
+            ),
         ],
         seed=args.seed,
     )
@@ -83,13 +97,17 @@ def main() -> None:
         create_scheduler_fn=partial(
             OneCycleLR,
             max_lr=0.01,
-            total_steps=TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH,
+            total_steps=TrainerPlaceholderValues.NUM_EPOCHS
+            * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH,
         ),
     )
     if trainer.accelerator.is_main_process:
         trainer.run_history.plot(args.output / "curves.png")
     test_accuracy = trainer.evaluate(test_set, per_device_batch_size=64)["accuracy"]
-    trainer.print(f"\nTest accuracy: {test_accuracy:.2%} of {len(test_set)} digits the model has never seen")
+    trainer.print(
+        f"\nTest accuracy: {test_accuracy:.2%} of {len(test_set)} digits "
+        "the model has never seen"
+    )
     trainer.print(f"Best model: {args.output / 'best_model.pt'}")
     trainer.print(f"Curves:     {args.output / 'curves.png'}")
 

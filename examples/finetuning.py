@@ -1,10 +1,11 @@
-"""Pretrain on the digits 0 to 4, fine-tune on 5 to 9: the new head first, then one more group of layers each epoch.
+"""Pretrain on the digits 0 to 4, fine-tune on 5 to 9, unfreezing layer by layer.
 
     python examples/finetuning.py
     torchrun --standalone --nproc_per_node 2 examples/finetuning.py
 
-The data are those of examples/digits.py. Only ten scans of each of the digits 5 to 9 are used for fine-tuning, where
-starting from a pretrained model pays.
+The new head is trained first, then one more group of layers each epoch. The data are
+those of examples/digits.py. Only ten scans of each of the digits 5 to 9 are used for
+fine-tuning, where starting from a pretrained model pays.
 """
 
 from __future__ import annotations
@@ -26,21 +27,33 @@ from pytorch_accel_lite.finetuning import ModelFreezer
 def load_half(digits: range) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the images of some digits, and their labels counted from 0."""
     data = load_digits()
-    images, labels = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    images, labels = (
+        torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16,
+        torch.tensor(data.target),
+    )
     chosen = (labels >= digits.start) & (labels < digits.stop)
     return images[chosen], labels[chosen] - digits.start
 
 
-def split(images: torch.Tensor, labels: torch.Tensor, per_class: int) -> tuple[TensorDataset, TensorDataset]:
+def split(
+    images: torch.Tensor, labels: torch.Tensor, per_class: int
+) -> tuple[TensorDataset, TensorDataset]:
     """Return the first scans of each class for training, and the others for testing."""
-    position = torch.stack([(labels == label).cumsum(0) for label in range(5)])[labels, torch.arange(len(labels))]
+    position = torch.stack([(labels == label).cumsum(0) for label in range(5)])[
+        labels, torch.arange(len(labels))
+    ]
     train = position <= per_class
-    return TensorDataset(images[train], labels[train]), TensorDataset(images[~train], labels[~train])
+    return TensorDataset(images[train], labels[train]), TensorDataset(
+        images[~train], labels[~train]
+    )
 
 
 def block(channels_in: int, channels_out: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2)
+        nn.Conv2d(channels_in, channels_out, 3, padding=1),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
     )
 
 
@@ -65,27 +78,47 @@ class AccuracyCallback(TrainerCallback):
 
     def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
         hits = batch_output["model_outputs"].argmax(1) == batch[1]
-        self.correct += torch.stack([hits.sum(), torch.tensor(len(hits), device=trainer.device)])
+        self.correct += torch.stack(
+            [hits.sum(), torch.tensor(len(hits), device=trainer.device)]
+        )
 
     def on_eval_epoch_end(self, trainer, **kwargs):
-        right, seen = (trainer.tensor_to_numeric(number, reduce="sum") for number in self.correct)
+        right, seen = (
+            trainer.tensor_to_numeric(number, reduce="sum") for number in self.correct
+        )
         trainer.run_history.update_metric("accuracy", right / seen)
 
 
 def train(
-    name: str, model: nn.Module, parameters: Iterable[Any], data: tuple[Any, Any], epochs: int, callbacks: list[Any]
+    name: str,
+    model: nn.Module,
+    parameters: Iterable[Any],
+    data: tuple[Any, Any],
+    epochs: int,
+    callbacks: list[Any],
 ) -> None:
     trainer = Trainer(
         model,
         nn.CrossEntropyLoss(),
         torch.optim.AdamW(parameters, lr=0.01),
-        callbacks=[*get_default_callbacks(progress_bar=False), AccuracyCallback(), *callbacks],
+        callbacks=[
+            *get_default_callbacks(progress_bar=False),
+            AccuracyCallback(),
+            *callbacks,
+        ],
         seed=0,
     )
     per_device = 32 // trainer.accelerator.num_processes
-    trainer.train(data[0], num_epochs=epochs, eval_dataset=data[1], per_device_batch_size=per_device)
+    trainer.train(
+        data[0],
+        num_epochs=epochs,
+        eval_dataset=data[1],
+        per_device_batch_size=per_device,
+    )
     accuracy = trainer.run_history.get_latest_metric("accuracy")
-    trainer.print(f"\n{name}: {accuracy:.2%} of {len(data[1])} digits the model has never seen\n")
+    trainer.print(
+        f"\n{name}: {accuracy:.2%} of {len(data[1])} digits the model has never seen\n"
+    )
 
 
 def main() -> None:
@@ -94,7 +127,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     model = DigitsModel()
-    train("Pretraining", model, model.parameters(), split(*load_half(range(5)), 140), args.epochs, [])
+    train(
+        "Pretraining",
+        model,
+        model.parameters(),
+        split(*load_half(range(5)), 140),
+        args.epochs,
+        [],
+    )
 
     few = split(*load_half(range(5, 10)), 10)
     model.head[1].reset_parameters()
@@ -103,7 +143,14 @@ def main() -> None:
     train("Head alone", model, freezer.get_trainable_parameters(), few, args.epochs, [])
 
     unfreezing = GradualUnfreezingCallback(every_n_epochs=2)
-    train("Gradual unfreezing", model, model.head.parameters(), few, args.epochs, [unfreezing])
+    train(
+        "Gradual unfreezing",
+        model,
+        model.head.parameters(),
+        few,
+        args.epochs,
+        [unfreezing],
+    )
 
 
 if __name__ == "__main__":

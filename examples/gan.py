@@ -60,15 +60,21 @@ class GANTrainer(Trainer):
         generator = create_generator()
         self.discriminator = create_discriminator()
         optimizers = {
-            "generator": torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999)),
-            "discriminator": torch.optim.Adam(self.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999)),
+            "generator": torch.optim.Adam(
+                generator.parameters(), lr=1e-3, betas=(0.5, 0.999)
+            ),
+            "discriminator": torch.optim.Adam(
+                self.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999)
+            ),
         }
         super().__init__(generator, loss_func=None, optimizer=optimizers, **kwargs)
 
     def train_step(self, batch: tuple[torch.Tensor]) -> None:
         (real,) = batch
         fake = self.model(torch.randn(len(real), NOISE, device=self.device))
-        right = softplus(-self.discriminator(real)) + softplus(self.discriminator(fake.detach()))
+        right = softplus(-self.discriminator(real)) + softplus(
+            self.discriminator(fake.detach())
+        )
         self.update(right.mean(), "discriminator")
         self.update(softplus(-self.discriminator(fake)).mean(), "generator")
 
@@ -92,14 +98,29 @@ class PictureCallback(TrainerCallback):
         epoch = trainer.progress.epoch
         if epoch % self.every_n_epochs == 0 and trainer.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            tiles = nn.functional.pad(trainer.draw(self.noise), (1, 1, 1, 1)).reshape(5, 16, 10, 10)
-            sheet = tiles.transpose(1, 2).reshape(50, 160).repeat_interleave(5, 0).repeat_interleave(5, 1)
-            plt.imsave(self.folder / f"epoch_{epoch:03d}.png", sheet.numpy(), cmap="gray_r", vmin=0, vmax=1)
+            tiles = nn.functional.pad(trainer.draw(self.noise), (1, 1, 1, 1)).reshape(
+                5, 16, 10, 10
+            )
+            sheet = (
+                tiles.transpose(1, 2)
+                .reshape(50, 160)
+                .repeat_interleave(5, 0)
+                .repeat_interleave(5, 1)
+            )
+            plt.imsave(
+                self.folder / f"epoch_{epoch:03d}.png",
+                sheet.numpy(),
+                cmap="gray_r",
+                vmin=0,
+                vmax=1,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("runs/gan"), help="where to save pictures")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/gan"), help="where to save pictures"
+    )
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -113,10 +134,14 @@ def main() -> None:
     trainer.train(data, num_epochs=args.epochs, per_device_batch_size=64)
 
     judge = LogisticRegression(max_iter=2000).fit(images.flatten(1), digits.target)
-    drawn = trainer.draw(torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1)))
+    drawn = trainer.draw(
+        torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1))
+    )
     probabilities = judge.predict_proba(drawn.flatten(1))
     kinds = len(set(probabilities.argmax(1)))
-    trainer.print(f"A classifier is {probabilities.max(1).mean():.1%} sure of 1,000 drawn digits, of {kinds} kinds")
+    trainer.print(
+        f"A classifier is {probabilities.max(1).mean():.1%} sure of 1,000 drawn digits, of {kinds} kinds"
+    )
     trainer.print(f"Pictures: {args.output}")
 
 

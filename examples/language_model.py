@@ -1,10 +1,11 @@
-"""A small language model of bytes, trained on the sources of Python's own standard library.
+"""A small language model of bytes, trained on the sources of the standard library.
 
     python examples/language_model.py
     torchrun --standalone --nproc_per_node 2 examples/language_model.py
 
-Lines have different lengths, so batches have different numbers of tokens. The loss is a mean over tokens: with
-``num_items_in_batch`` every token weighs the same, over micro-batches, accumulation and processes.
+Lines have different lengths, so batches have different numbers of tokens. The loss is a
+mean over tokens: with ``num_items_in_batch`` every token weighs the same, over
+micro-batches, accumulation and processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from torch.nn.utils.rnn import pad_sequence
 from pytorch_accel_lite import Trainer, get_default_callbacks
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 
-MODULES = ("argparse", "collections/__init__", "dataclasses", "datetime", "difflib", "enum", "inspect", "typing")
+MODULES = (
+    "argparse",
+    "collections/__init__",
+    "dataclasses",
+    "datetime",
+    "difflib",
+    "enum",
+    "inspect",
+    "typing",
+)
 END, PADDING, LENGTH = 0, -100, 80
 
 
@@ -30,7 +40,12 @@ def load_lines() -> list[torch.Tensor]:
     """Return lines of source code as bytes, each ending in END, at most LENGTH long."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [folder / f"{module}.py" for module in MODULES]
-    lines = [line.encode() for file in files if file.exists() for line in file.read_text("utf-8").splitlines()]
+    lines = [
+        line.encode()
+        for file in files
+        if file.exists()
+        for line in file.read_text("utf-8").splitlines()
+    ]
     return [torch.tensor([*line[: LENGTH - 1], END]) for line in lines if line.strip()]
 
 
@@ -55,11 +70,19 @@ class LanguageModel(nn.Module):
 class LanguageModelTrainer(Trainer):
     def _loss(self, lines: torch.Tensor) -> dict:
         targets = lines
-        inputs = nn.functional.pad(lines[:, :-1], (1, 0), value=END).clamp(min=END)  # what comes before each target
+        inputs = nn.functional.pad(lines[:, :-1], (1, 0), value=END).clamp(
+            min=END
+        )  # what comes before each target
         logits = self.model(inputs)
         num_tokens = (targets != PADDING).sum()
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
-        return {"loss": loss, "batch_size": len(lines), "num_items_in_batch": num_tokens}
+        loss = cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING
+        )
+        return {
+            "loss": loss,
+            "batch_size": len(lines),
+            "num_items_in_batch": num_tokens,
+        }
 
     def calculate_train_batch_loss(self, batch):
         return self._loss(batch)
@@ -98,19 +121,24 @@ def main() -> None:
     )
     trainer.train(
         train,
-        max_num_train_steps=args.updates,  # updates of the whole job, on any number of processes
+        max_num_train_steps=args.updates,  # of all processes together
         eval_dataset=valid,
         per_device_batch_size=32 // trainer.accelerator.num_processes,
         gradient_accumulation_steps=2,
         gradient_clip_norm=1.0,
         collate_fn=collate,
-        create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.05, decay_phase_ratio=0.3),
+        create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(
+            num_warmup_epochs=0.05, decay_phase_ratio=0.3
+        ),
         train_dataloader_kwargs={"num_workers": 0},
         eval_dataloader_kwargs={"num_workers": 0},
     )
     bits = trainer.run_history.get_latest_metric("eval_loss_epoch") / math.log(2)
-    trainer.print(f"\n{bits:.2f} bits per byte on {len(valid)} lines that the model has never seen, after")
-    trainer.print(f"{trainer.progress.update} updates. A line of its own: {complete(model.cpu(), '    return ')!r}")
+    trainer.print(
+        f"\n{bits:.2f} bits per byte on {len(valid)} lines the model has never seen, "
+        f"after {trainer.progress.update} updates."
+    )
+    trainer.print(f"A line of its own: {complete(model.cpu(), '    return ')!r}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Metrics on the handwritten digits of examples/digits.py: in a callback and in the loop, of the model and its average.
+"""Metrics in a callback and in the loop, of a model and of the average of its weights.
 
     python examples/metrics.py
 
-Both ways give the same accuracy. The callback needs no class of one's own, and is exact on any number of processes.
+Both ways give the same accuracy. The callback needs no class of one's own, and is exact
+on any number of processes. The data are those of examples/digits.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class AccuracyTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.accuracy = MulticlassAccuracy(10, average="micro")  # an attribute: it is moved to the device
+        self.accuracy = MulticlassAccuracy(
+            10, average="micro"
+        )  # an attribute: it is moved to the device
 
     def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
         output = super().calculate_eval_batch_loss(batch)
@@ -32,12 +35,19 @@ class AccuracyTrainer(Trainer):
         return output
 
     def eval_epoch_end(self) -> None:
-        self.run_history.update_metric("accuracy_in_the_loop", self.accuracy.compute().item())
+        self.run_history.update_metric(
+            "accuracy_in_the_loop", self.accuracy.compute().item()
+        )
         self.accuracy.reset()
 
 
 def make_metrics() -> MetricsCallback:
-    return MetricsCallback({"accuracy": MulticlassAccuracy(10, average="micro"), "f1": MulticlassF1Score(10)})
+    return MetricsCallback(
+        {
+            "accuracy": MulticlassAccuracy(10, average="micro"),
+            "f1": MulticlassF1Score(10),
+        }
+    )
 
 
 def main() -> None:
@@ -46,7 +56,9 @@ def main() -> None:
     epochs = parser.parse_args().epochs
     torch.manual_seed(0)
     model = create_model()
-    average = ModelEmaCallback(decay=0.98, save_path=None, warmup=True, callbacks=[make_metrics()])
+    average = ModelEmaCallback(
+        decay=0.98, save_path=None, warmup=True, callbacks=[make_metrics()]
+    )
     trainer = AccuracyTrainer(
         model,
         nn.CrossEntropyLoss(),
@@ -56,7 +68,10 @@ def main() -> None:
     train_set, valid_set, _ = load_datasets()
     trainer.train(train_set, epochs, valid_set, per_device_batch_size=32)
     latest = trainer.run_history.get_latest_metric
-    trainer.print(f"in the callback: {latest('accuracy'):.4f}, in the loop: {latest('accuracy_in_the_loop'):.4f}")
+    trainer.print(
+        f"in the callback: {latest('accuracy'):.4f}, "
+        f"in the loop: {latest('accuracy_in_the_loop'):.4f}"
+    )
     trainer.print(f"of the averaged weights: {latest('ema_model_accuracy'):.4f}")
 
 

@@ -1,4 +1,4 @@
-"""Mixup and CutMix with timm, and averaged weights: training batches are mixed in an overridden step.
+"""Mixup and CutMix with timm in an overridden training step, and averaged weights.
 
 Evaluation stays as it is, of the model and of the average of its weights.
 
@@ -26,25 +26,45 @@ from pytorch_accel_lite.callbacks import ModelEmaCallback
 
 
 class MixupTrainer(Trainer):
-    """Trains on mixed images, whose targets are probabilities; ``loss_func`` is for evaluation only."""
+    """Trains on mixed images, whose targets are probabilities.
 
-    mixup = Mixup(mixup_alpha=0.2, cutmix_alpha=1.0, switch_prob=0.3, label_smoothing=0.05, num_classes=10)
+    ``loss_func`` is for evaluation only.
+    """
+
+    mixup = Mixup(
+        mixup_alpha=0.2,
+        cutmix_alpha=1.0,
+        switch_prob=0.3,
+        label_smoothing=0.05,
+        num_classes=10,
+    )
     soft_loss = SoftTargetCrossEntropy()
 
     def calculate_train_batch_loss(self, batch):
         images, labels = batch
-        if len(images) % 2:  # timm mixes a batch with its reverse and asks for an even number
-            images, labels = torch.cat([images, images[:1]]), torch.cat([labels, labels[:1]])
+        if (
+            len(images) % 2
+        ):  # timm mixes a batch with its reverse and asks for an even number
+            images, labels = (
+                torch.cat([images, images[:1]]),
+                torch.cat([labels, labels[:1]]),
+            )
         images, targets = self.mixup(images.clone(), labels)  # it mixes in place
         outputs = self.model(images)
-        return {"loss": self.soft_loss(outputs, targets), "model_outputs": outputs, "batch_size": len(batch[0])}
+        return {
+            "loss": self.soft_loss(outputs, targets),
+            "model_outputs": outputs,
+            "batch_size": len(batch[0]),
+        }
 
 
 def main() -> None:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
-    train, test = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train, test = train_test_split(
+        range(len(labels)), test_size=0.2, stratify=labels, random_state=0
+    )
     test_set = TensorDataset(images[test], labels[test])
     torch.manual_seed(0)
     np.random.seed(0)
@@ -59,7 +79,9 @@ def main() -> None:
         nn.Flatten(),
         nn.Linear(1024, 10),
     )
-    average = ModelEmaCallback(decay=0.98, save_path=Path(tempfile.mkdtemp()) / "ema_model.pt")
+    average = ModelEmaCallback(
+        decay=0.98, save_path=Path(tempfile.mkdtemp()) / "ema_model.pt"
+    )
     trainer = MixupTrainer(
         model,
         nn.CrossEntropyLoss(),
@@ -68,13 +90,25 @@ def main() -> None:
         seed=0,
     )
     trainer.train(
-        TensorDataset(images[train], labels[train]), num_epochs=10, eval_dataset=test_set, per_device_batch_size=32
+        TensorDataset(images[train], labels[train]),
+        num_epochs=10,
+        eval_dataset=test_set,
+        per_device_batch_size=32,
     )
     for name in ("last", "averaged"):
         if name == "averaged":
             trainer.load_checkpoint(average.save_path, load_optimizer=False)
-        accuracy = (trainer.predict(test_set, per_device_batch_size=64).argmax(1) == labels[test]).float().mean()
-        trainer.print(f"Test accuracy of the {name} weights: {accuracy:.2%} of {len(test)} digits")
+        accuracy = (
+            (
+                trainer.predict(test_set, per_device_batch_size=64).argmax(1)
+                == labels[test]
+            )
+            .float()
+            .mean()
+        )
+        trainer.print(
+            f"Test accuracy of the {name} weights: {accuracy:.2%} of {len(test)} digits"
+        )
 
 
 if __name__ == "__main__":

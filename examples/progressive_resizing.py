@@ -1,8 +1,9 @@
-"""Progressive resizing: train timm's ResNet on small images first, then on larger ones, in three runs.
+"""Progressive resizing: train on small images first, then on larger ones.
 
     python examples/progressive_resizing.py
 
-The images, shapes in random colours, are drawn into class folders of a temporary directory. Needs the extra ``timm``.
+The images, shapes in random colours, are drawn into class folders of a temporary
+directory; the model is timm's ResNet. Needs the extra ``timm``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ def draw_folder(folder: Path, per_class: int, seed: int) -> Path:
 
 
 def images(folder: Path, size: int) -> ImageFolder:
-    steps = [v2.Resize(size), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.4] * 3, [0.3] * 3)]
+    steps = [
+        v2.Resize(size),
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize([0.4] * 3, [0.3] * 3),
+    ]
     return ImageFolder(folder, v2.Compose(steps))
 
 
@@ -60,10 +66,14 @@ class AccuracyCallback(TrainerCallback):
 
     def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
         hits = batch_output["model_outputs"].argmax(1) == batch[1]
-        self.correct += torch.stack([hits.sum(), torch.tensor(len(hits), device=trainer.device)])
+        self.correct += torch.stack(
+            [hits.sum(), torch.tensor(len(hits), device=trainer.device)]
+        )
 
     def on_eval_epoch_end(self, trainer, **kwargs):
-        right, seen = (trainer.tensor_to_numeric(number, reduce="sum") for number in self.correct)
+        right, seen = (
+            trainer.tensor_to_numeric(number, reduce="sum") for number in self.correct
+        )
         trainer.run_history.update_metric("accuracy", right / seen)
 
 
@@ -81,7 +91,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         train = draw_folder(Path(name, "train"), per_class=60, seed=1)
         valid = draw_folder(Path(name, "valid"), per_class=30, seed=2)
-        for size in (32, 48, 64):  # the model and the optimizer go on where they are; the history too
+        for size in (
+            32,
+            48,
+            64,
+        ):  # the model and the optimizer go on where they are; the history too
             trainer.train(
                 images(train, size),
                 num_epochs=2,
@@ -92,7 +106,10 @@ def main() -> None:
                 eval_dataloader_kwargs={"num_workers": 0},
             )
             accuracy = trainer.run_history.get_latest_metric("accuracy")
-            trainer.print(f"\n{size} pixels: {accuracy:.2%} of 90 shapes the model has never seen\n")
+            trainer.print(
+                f"\n{size} pixels: {accuracy:.2%} of 90 shapes "
+                "the model has never seen\n"
+            )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import worker
+from benchmarks import comparison, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from tests.launching import run_module
@@ -64,3 +64,8 @@ def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
     with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):
         worker.measure("lazy", "loop", True)
+
+
+@pytest.mark.parametrize("question", ["resume", "window", "unequal"])
+def test_the_comparison_finds_ours_exact_where_the_readme_says_so(question):
+    assert comparison.answer(question, "ours")[""] < 1e-6

@@ -461,6 +461,7 @@ def test_a_best_model_that_could_not_be_saved_is_not_taken_for_the_best(tmp_path
         train(trainer, epochs=3)
     assert (callback.best_metric, callback.best_metric_epoch) == (1, 1)
     assert torch.load(tmp_path / "best.pt")["score"] == 1
+    trainer.load_checkpoint(tmp_path / "best.pt")
     assert equal(weights(trainer.model), kept[0])
 
 

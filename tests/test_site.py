@@ -1,0 +1,96 @@
+"""The documentation as a site: it builds without a warning, its search finds, and its lines fit their columns."""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT, launch
+
+pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.xdist_group("site")]
+
+#: The words that people search for, and the page that has to come first.
+SEARCHES = {
+    "install": "installation",
+    "resume": "training_states",
+    "checkpoint": "training_states",
+    "multi-gpu": "distributed",
+    "metrics": "metrics",
+    "early stopping": "stopping",
+    "learning rate": "finding_settings",
+    "freeze": "finetuning",
+    "callbacks": "callbacks",
+    "tensorboard": "logging",
+    "out of memory": "failures",
+    # What a newcomer types.
+    "train": "quickstart",
+    "two gpus": "distributed",
+    "stop early on accuracy": "stopping",
+    "log to tensorboard": "logging",
+    "write a callback": "callbacks",
+    "freeze layers": "finetuning",
+    "find a learning rate": "finding_settings",
+    "what is slow": "monitoring",
+}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, built as ``make docs`` builds them."""
+    folder = tmp_path_factory.mktemp("site")
+    sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    done = launch([*sphinx, "-d", str(folder / "trees"), "docs", str(folder)])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(site: Path) -> dict[str, Any]:
+    """What a browser finds on the pages and in the search."""
+    if BROWSER is None:
+        pytest.skip("There is no Chromium or Chrome to look at the pages with")
+    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
+    pages = [page for page in pages if not page.startswith(("trees", "search", "genindex", "_static"))]
+    assert len(pages) > 40
+    (site / "probe.json").write_text(json.dumps({"pages": pages, "widths": [1440], "searches": list(SEARCHES)}))
+    shutil.copy(ROOT / "tests" / "probe.html", site)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        dumped = subprocess.run(
+            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1500,1000", "--dump-dom",
+             "--virtual-time-budget=120000", f"http://127.0.0.1:{server.server_port}/probe.html"],
+            capture_output=True, text=True, timeout=200, check=True,
+        ).stdout  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    found = re.search(r'<pre id="found">(.*?)</pre>', dumped, re.DOTALL)
+    return json.loads(html.unescape(found[1]))
+
+
+def test_no_line_of_code_and_no_table_is_wider_than_its_column(seen):
+    assert seen["done"]
+    assert seen["wide"] == {}
+
+
+@pytest.mark.parametrize("words", SEARCHES)
+def test_the_search_finds_the_right_page_first(seen, words):
+    assert seen["first"][words].split("#")[0] == f"{SEARCHES[words]}.html"
