@@ -1,11 +1,12 @@
-"""Train a small DCGAN on real handwritten digits, with a picture of what it draws after every few epochs.
+"""Train a small DCGAN on handwritten digits; draw a picture every few epochs.
 
     python examples/gan.py
     torchrun --standalone --nproc_per_node 2 examples/gan.py
 
-The architecture follows Radford et al., "Unsupervised Representation Learning with Deep Convolutional Generative
-Adversarial Networks" (2016), scaled down to 8 x 8 pixels. A classifier trained on the real digits judges the result:
-how sure is it of each drawn digit, and how many different digits are there?
+The architecture follows Radford et al., "Unsupervised Representation Learning with Deep
+Convolutional Generative Adversarial Networks" (2016), scaled down to 8 x 8 pixels. A
+classifier trained on the real digits judges the result: how sure is it of each drawn
+digit, and how many different digits are there?
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def create_discriminator() -> nn.Module:
 
 
 class GANTrainer(Trainer):
-    """Updates the discriminator, then the generator, in each step. The trainer's model is the generator."""
+    """Updates the discriminator, then the generator, which is the trainer's model."""
 
     def __init__(self, **kwargs: Any) -> None:
         generator = create_generator()
@@ -139,8 +140,9 @@ def main() -> None:
     )
     probabilities = judge.predict_proba(drawn.flatten(1))
     kinds = len(set(probabilities.argmax(1)))
+    sure = probabilities.max(1).mean()
     trainer.print(
-        f"A classifier is {probabilities.max(1).mean():.1%} sure of 1,000 drawn digits, of {kinds} kinds"
+        f"A classifier is {sure:.1%} sure of 1,000 drawn digits, of {kinds} kinds"
     )
     trainer.print(f"Pictures: {args.output}")
 

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 #: What a trainer takes: an optimizer, or several by name or number.
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
+#: What makes a scheduler of an optimizer; of several, also a dict of such by their names.
+SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 
 
 class CombinedOptimizer(Optimizer):
@@ -261,7 +263,7 @@ def follows_metric(scheduler: Any) -> bool:
     return next(iter(inspect.signature(scheduler.step).parameters), "epoch") != "epoch"
 
 
-def create_scheduler(create: Callable[..., Any] | Mapping[str, Callable[..., Any]], optimizer: Any) -> Any:
+def create_scheduler(create: SchedulerFactory, optimizer: Any) -> Any:
     """Return what a factory makes of the optimizer, or those in a dict of the optimizers of their names."""
     if not isinstance(create, Mapping):
         return create(optimizer)

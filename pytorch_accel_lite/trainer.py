@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -191,7 +191,7 @@ class Trainer:
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int = 1,
         gradient_clip_value: float | None = None,
-        create_scheduler_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+        create_scheduler_fn: optimizers.SchedulerFactory | None = None,
         train_dataloader_kwargs: dict[str, Any] | None = None,
         eval_dataloader_kwargs: dict[str, Any] | None = None,
         reset_run_history: bool = True,
