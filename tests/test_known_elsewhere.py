@@ -204,12 +204,6 @@ def test_a_class_in_place_of_an_instance(argument, value, answer):
     assert answer in message(TypeError, lambda: Trainer(**(given | {argument: value})))
 
 
-def test_several_optimizers_in_place_of_one():
-    model = make_model()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
-    assert "a trainer takes one optimizer" in message(TypeError, lambda: Trainer(model, nn.MSELoss(), optimizers))
-
-
 class Samples(list):
     """A dataset."""
 
