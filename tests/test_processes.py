@@ -303,6 +303,14 @@ def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
     assert not torch.equal(own[: len(own) // 2], own[len(own) // 2 :])  # shuffled again
 
 
+def test_a_table_that_each_process_has_a_part_of_is_refused(two_ranks):
+    pytest.importorskip("datasets")
+    for said in two_ranks(cases.data.hugging_face_tables):
+        assert "different rows, of lengths [12, 12]. Each would read only a share" in said["split"]
+        assert "different rows, of lengths [24, 24]" in said["shuffled"]
+        assert said["the same"] == "trained"
+
+
 def test_streams_that_are_not_shared_out_over_the_processes_are_refused(ranks):
     n = ranks.world_size
     for said in ranks(cases.data.streams_shared_out_wrongly):

@@ -1,9 +1,10 @@
-"""Streams that share themselves out: each process's own gives it a part of the data without being told."""
+"""Data that are already split by process: streams that share themselves out, and tables of which each has a part."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch.utils.data
@@ -96,3 +97,27 @@ def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
             "create_train_dataloader or create_eval_dataloader."
         )
     return share
+
+
+def check_same_rows(dataset: Any, ranks: Ranks) -> None:
+    """Check that a Hugging Face ``Dataset`` has the same rows on all processes, as it is about to be shared out.
+
+    To be called on every process. Compares a few rows as they are stored, before any transform.
+
+    :raises ValueError: when it was split before, by ``split_dataset_by_node`` for example
+    """
+    is_table = all(hasattr(dataset, name) for name in ("_fingerprint", "with_format", "num_rows"))
+    if ranks.world_size == 1 or not is_table:
+        return
+    stored = dataset.with_format("arrow")
+    rows = [stored[index].to_pydict() for index in sorted({0, len(dataset) // 2, len(dataset) - 1})]
+    mine = len(dataset), sha256(repr(rows).encode()).hexdigest()
+    found = ranks.all_gather_object(mine)
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"The processes have datasets with different rows, of lengths {[length for length, _ in found]}. Each "
+            "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
+            "every process, without split_dataset_by_node or shard(): the trainer shares it out. If each process "
+            "should read all of its own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or "
+            "create_eval_dataloader."
+        )

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from pytorch_accel_lite.data.iterables import PreShardedLoader, StreamLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
-from pytorch_accel_lite.data.self_sharding import find_own_share
+from pytorch_accel_lite.data.self_sharding import check_same_rows, find_own_share
 from pytorch_accel_lite.distributed import Ranks
 
 
@@ -35,4 +35,5 @@ def shard(
         if share is None:
             return StreamLoader(source, ranks, device, chosen)
         return PreShardedLoader(source, ranks, device, chosen, share.shared_by)
+    check_same_rows(source.dataset, ranks)
     return MapLoader(source, ranks, device, chosen)

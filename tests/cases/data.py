@@ -340,6 +340,28 @@ def streams_shared_out_wrongly() -> Any:
     return said
 
 
+def hugging_face_tables() -> dict[str, str]:
+    """What is said of tables that were split, or shuffled otherwise, on each process; and of the same on all."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    rows = Dataset.from_dict({"x": [[float(i)] for i in range(24)], "y": [[1.0]] * 24}).with_format("torch")
+    said = {}
+    for name, table in {
+        "split": split_dataset_by_node(rows, rank(), world_size()),
+        "shuffled": rows.shuffle(seed=rank()),
+        "the same": rows.shuffle(seed=0),
+    }.items():
+        model = nn.Linear(1, 1)
+        trainer = quiet_trainer(model)
+        try:
+            trainer.train(table, 1, collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in "xy"])
+            said[name] = "trained"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
 class NormalisedRows(nn.Sequential):
     """Batch norm over rows, which torch refuses to train on a single one."""
 
