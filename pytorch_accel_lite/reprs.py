@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-_WIDTH = 88
+_WIDTH = 80
 _SECRET = re.compile(
     r"(api|access|private|secret|auth)_?key|token$|secret|passw|passphrase|credential|authorization", re.IGNORECASE
 )
