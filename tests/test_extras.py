@@ -36,8 +36,10 @@ from tests.launching import forget
 
 forget("matplotlib", "PIL", installed=False)
 forget("tensorboard")
-# Nothing is installed but our dependencies, and perhaps our metadata.
-sys.path[:] = [sys.argv[1], *(path for path in sys.path if Path(path).name not in ("site-packages", "dist-packages"))]
+# Nothing is installed but our dependencies, and perhaps our metadata: not even as a checkout is that pip has installed.
+gone = ["site-packages", "dist-packages"]
+kept = [path for path in sys.path if Path(path).name not in gone and not [*Path(path).glob("*.egg-info")]]
+sys.path[:] = [sys.argv[1], *kept]
 history = InMemoryRunHistory()
 history.update_metric("loss", 1)
 snapshots = SnapshotCallback(lambda model, samples: torch.zeros(4, 4))
