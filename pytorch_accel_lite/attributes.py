@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite.optimizer_factories import is_made
 from pytorch_accel_lite.optimizers import optimized_parameters
 
 if TYPE_CHECKING:
@@ -30,9 +31,14 @@ def optimizers(trainer: Trainer) -> dict[str, Any]:
 
 
 def all_optimized_parameters(trainer: Trainer) -> list[nn.Parameter]:
-    """Return the parameters of the trainer's optimizer and of those that are attributes."""
-    own = [] if trainer.optimizer is None else [trainer.optimizer]
-    return [p for optimizer in (*own, *optimizers(trainer).values()) for p in optimized_parameters(optimizer)]
+    """Return the parameters of the trainer's optimizer, which may be yet to be made, and of those in attributes."""
+    found = list(optimizers(trainer).values())
+    own: list[nn.Parameter] = []
+    if is_made(trainer.optimizer):
+        found.insert(0, trainer.optimizer)
+    elif trainer.optimizer is not None:
+        own = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return [*own, *(parameter for optimizer in found for parameter in optimized_parameters(optimizer))]
 
 
 def trained(trainer: Trainer) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite.optimizer_factories import is_made
+
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
@@ -162,7 +164,7 @@ def parts_of(trainer: Trainer) -> dict[str, str]:
     return {
         "model": type(model).__name__,
         "parameters": parameter_count(model),
-        "optimizer": "None" if optimizer is None else type(optimizer).__name__,
+        "optimizer": type(optimizer).__name__ if is_made(optimizer) else repr(optimizer),
         "device": str(trainer.device),
         **({"processes": str(trainer.ranks.world_size)} if trainer.ranks.world_size > 1 else {}),
         **({"mixed_precision": precision} if precision != "no" else {}),

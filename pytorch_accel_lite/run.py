@@ -319,6 +319,8 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, wraps)
     trainer.prepared_model = prepared
     trainer.model = prepared.model
+    if training or prepared.outlives_runs:
+        prepared.make_optimizer(trainer.accelerator)
     trainer.optimizer = prepared.optimizer
 
 

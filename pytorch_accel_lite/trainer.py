@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, optimizers, replicas, reprs
+from pytorch_accel_lite import gradients, optimizer_factories, optimizers, replicas, reprs
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -81,7 +81,9 @@ class Trainer:
     :param loss_func: called as ``loss_func(model_outputs, targets)``, returns a scalar that is a mean over the
         batch (or a dict of such by name, whose sum is minimised); ``None`` for models that return their own loss
     :param optimizer: an optimizer over the model's parameters; a dict or a list of optimizers that step together, each
-        over some of them, which ``trainer.optimizer["name"]`` finds then; ``None`` when only evaluating or predicting
+        over some of them, which ``trainer.optimizer["name"]`` finds then; a function of the trainable parameters that
+        makes either, called when a run first prepares the model for training: ``partial(AdamW, lr=1e-3)``; ``None``
+        when only evaluating or predicting
     :param callbacks: callbacks, as instances or classes, called in this order
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
@@ -142,7 +144,7 @@ class Trainer:
         self,
         model: nn.Module,
         loss_func: Callable[..., Any] | None,
-        optimizer: optimizers.Optimizers | None,
+        optimizer: optimizer_factories.GivenOptimizer | None,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
         *,
@@ -157,7 +159,7 @@ class Trainer:
         arguments.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: Any = optimizers.combine(optimizer)
+        self.optimizer: Any = optimizer_factories.combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
@@ -225,8 +227,7 @@ class Trainer:
         :param reset_run_history: forget the metrics of earlier runs
         :param collate_fn: makes a batch of a list of samples
         :param resume_from: go on from a training state: its directory, or ``"latest"`` for the newest whole one in the
-            ``save_dir`` of the trainer's :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`, if any.
-            Give the same data and arguments as in the run that saved it.
+            ``save_dir`` of the ``SaveTrainingStateCallback``, if any. Give the data and arguments of the run before.
         :param eval_every_n_epochs: evaluate after every n epochs, and after the last
         :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"``, its evaluation included
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value the scheduler's ``step`` is given, as
@@ -235,8 +236,7 @@ class Trainer:
         :param auto_microbatch: when a batch does not fit into the device's memory, split it, and all that follow, into
             micro-batches, as many as are needed, and add up their gradients, which are those of the whole batch
         :param sanity_eval_batches: batches to evaluate before training, on each process, so that errors come early
-        :raises NonFiniteLossError: when :class:`~pytorch_accel_lite.callbacks.TerminateOnNaNCallback` saw a loss
-            that is infinite or NaN
+        :raises NonFiniteLossError: when ``TerminateOnNaNCallback`` saw a loss that is infinite or NaN
         """
         request = RunRequest(
             "training",

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.devices import accumulation_dtype, module_of, to_float
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.gradients import total_norm
+from pytorch_accel_lite.optimizer_factories import is_made
 from pytorch_accel_lite.optimizers import group_names
 from pytorch_accel_lite.utils import check_positive_int
 
@@ -42,7 +43,8 @@ class LearningRateMonitorCallback(TrainerCallback):
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
-            request.metrics.record(self, _rate_names(trainer))
+            knows = is_made(trainer.optimizer)  # else how many groups there will be is not known
+            request.metrics.record(self, _rate_names(trainer) if knows else (), and_others=not knows)
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         groups = trainer.optimizer.param_groups

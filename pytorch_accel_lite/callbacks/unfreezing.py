@@ -8,6 +8,7 @@ from torch import nn
 
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
+from pytorch_accel_lite.optimizer_factories import is_made
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
 
 if TYPE_CHECKING:
@@ -42,8 +43,12 @@ class GradualUnfreezingCallback(TrainerCallback):
         if trainer.train_dataloader is None or self._is_running:  # of an evaluation
             return
         model = trainer.get_model(keep_torch_compile=False)
-        self._add_to_optimizer(trainer.optimizer, [group for group in parameters_by_group(model) if group])
-        self._unfreeze(model, 1)
+        groups = [group for group in parameters_by_group(model) if group]
+        if is_made(trainer.optimizer):
+            self._add_to_optimizer(trainer.optimizer, groups)
+            self._unfreeze(model, 1)
+        else:  # it is made of what requires gradients when the model is prepared, and the epoch freezes afterwards
+            self._unfreeze(model, len(groups))
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._is_running = True

@@ -21,8 +21,9 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 from pytorch_accel_lite.checkpoint.files import StrPath, read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
 from pytorch_accel_lite.events import NonFiniteLossError, timed_as_saving
+from pytorch_accel_lite.optimizers import load_optimizer_state
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -51,8 +52,9 @@ def save_checkpoint(
     with attributes.evaluating_optimizers(self):
         here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
         checkpoint = {"model_state_dict": model_state(self.get_model(keep_torch_compile=False), here)}
-        if save_optimizer and self.optimizer is not None:
-            checkpoint["optimizer_state_dict"] = full_state_dict(self.optimizer.state_dict(), here)
+        state = None if self.optimizer is None or not save_optimizer else self.optimizer.state_dict()
+        if state is not None:  # as it is of an optimizer that is yet to be made
+            checkpoint["optimizer_state_dict"] = full_state_dict(state, here)
         if save_scheduler and self.scheduler is not None:
             checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
         if learned := loss_state(self):

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from pytorch_accel_lite.optimizers import sharded_like
+
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
 
@@ -79,7 +81,7 @@ def fit_model_state(
             )
         warnings.warn(f"{text}. The rest is loaded.", stacklevel=3)
     fitting = [key for key in state if key in own and key not in shapes]
-    return {names[key]: _sharded_like(own[key], state[key]) for key in fitting}
+    return {names[key]: sharded_like(own[key], state[key]) for key in fitting}
 
 
 def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,25 +95,3 @@ def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
 def _listed(what: str, keys: Collection[str], most: int = 10) -> str:
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return f"{what}: {', '.join(sorted(keys)[:most])}{more}" if keys else ""
-
-
-def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load the whole state of an optimizer, whose parameters may be sharded.
-
-    :raises ValueError: when it does not fit the optimizer's groups and parameters
-    """
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    sharded = {
-        index: {name: _sharded_like(parameters.get(index), value) for name, value in values.items()}
-        for index, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": sharded})
-
-
-def _sharded_like(own: Any, value: Any) -> Any:
-    is_sharded = hasattr(own, "full_tensor") and isinstance(value, torch.Tensor) and value.ndim > 0
-    if not is_sharded:  # as a step count is not, whose parameter is
-        return value
-    from torch.distributed.tensor import distribute_tensor  # takes longer to import than all else here
-
-    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.optimizer_factories import arguments_missing, is_made
 from pytorch_accel_lite.optimizers import follows_metric, parts_of, schedulers_in
 from pytorch_accel_lite.placeholders import Placeholder
 from pytorch_accel_lite.tracking import RunHistory
@@ -58,7 +59,8 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
     for name in ("gradient_clip_value", "gradient_clip_norm"):
         if getattr(request, name) is not None:
             check_positive_number(name, getattr(request, name))
-    _check_factories(create_scheduler_fn, optimizer)
+    if is_made(optimizer):
+        _check_factories(create_scheduler_fn, optimizer)
     _check_stepping(request.scheduler_interval, request.scheduler_metric)
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
@@ -111,12 +113,17 @@ def check_all_are_optimized(model: nn.Module, optimizer: Any, optimized: Iterabl
 
 
 def warn_of_what_is_not_trained(
-    modules: Iterable[nn.Module], loss_func: Any, own: Iterable[nn.Parameter], optimized: Iterable[nn.Parameter]
+    modules: Iterable[nn.Module],
+    loss_func: Any,
+    own: Iterable[nn.Parameter],
+    optimized: Iterable[nn.Parameter],
+    stacklevel: int,
 ) -> None:
     """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function.
 
     :param modules: the model, and the trainer's other modules
     :param own: what the trainer's own optimizer updates, and ``optimized`` what any of its optimizers does
+    :param stacklevel: where train() is called, seen from the caller
     """
     model, *others = modules
     own = list(own)
@@ -125,7 +132,7 @@ def warn_of_what_is_not_trained(
             f"None of the {len(own)} parameters of the optimizer belongs to the model, which training will leave "
             "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
             "that the trainer is given: again, whenever you make the model again.",
-            stacklevel=5,
+            stacklevel=stacklevel + 1,
         )
     elif own and isinstance(loss_func, nn.Module):
         known = {*model.parameters(), *optimized}
@@ -137,7 +144,7 @@ def warn_of_what_is_not_trained(
                 f"optimizer has: {', '.join(missed[:3])}{more}. Make the optimizer from [*model.parameters(), "
                 "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they are meant to stay as they "
                 "are.",
-                stacklevel=5,
+                stacklevel=stacklevel + 1,
             )
 
 
@@ -358,7 +365,6 @@ def check_constructor(
     """Check the arguments of a trainer."""
     _refuse_class("model", model, "...")
     _refuse_class("loss_func", loss_func, "")
-    _refuse_class("optimizer", optimizer, "model.parameters(), ...")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} must be a torch.nn.Module.")
     if hasattr(loss_func, "param_groups"):
@@ -369,7 +375,7 @@ def check_constructor(
         raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
     several = isinstance(optimizer, (Mapping, list, tuple))  # which are checked when they are combined
     if optimizer is not None and not several and not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer={optimizer!r} must be an instance of torch.optim.Optimizer, or None.")
+        _check_optimizer_factory(optimizer)
     if run_history is not None and not isinstance(run_history, RunHistory):
         raise TypeError(f"run_history={run_history!r} must be an instance of RunHistory, or None.")
     if accelerator is not None and not isinstance(accelerator, Accelerator):
@@ -378,6 +384,22 @@ def check_constructor(
         check_number("seed", seed, numbers.Integral, "a whole number, or None")
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")
+
+
+def _check_optimizer_factory(factory: Any) -> None:
+    """Check that something can make an optimizer from the model's parameters alone."""
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise TypeError(
+            f"optimizer={factory!r} must be an instance of torch.optim.Optimizer, several in a dict or a list, a "
+            "function that makes them from the model's parameters, such as functools.partial(AdamW, lr=1e-3), or None."
+        )
+    missing = arguments_missing(factory)
+    if missing:
+        name = getattr(factory, "__name__", repr(factory))
+        needed = ", ".join(f"{argument}=..." for argument in missing)
+        raise TypeError(
+            f"optimizer={name} is called with the model's parameters alone. Pass functools.partial({name}, {needed})."
+        )
 
 
 def _refuse_class(name: str, value: Any, arguments: str) -> None:

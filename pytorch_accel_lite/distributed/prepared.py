@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.optimizer_factories import UnmadeOptimizer
 from pytorch_accel_lite.optimizers import AcceleratedCombinedOptimizer, parts_of
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 # Where Accelerate adds nothing to an optimizer but bookkeeping, the user's own is stepped directly.
 _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
@@ -74,16 +77,42 @@ class PreparedModel:
         self.model = model
         self.optimizer = optimizer
         if self.outlives_runs or (training and not self.is_sharded):
-            self.model, self.optimizer = accelerator.prepare(model, optimizer)
+            self._prepare(accelerator)
         elif not self.is_sharded:
             self.model = accelerator.prepare_model(model, evaluation_mode=True)
         if self.is_plain:
             self.optimizer = optimizer
-        elif parts_of(optimizer) and self.optimizer is not optimizer:
-            self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
+        self._name_parts()
         self.has_run = not isinstance(self.model, DistributedDataParallel)
         if not self.has_run:
             self._first_call = self.model.register_forward_pre_hook(self._note_first_call)
+
+    def _prepare(self, accelerator: Accelerator) -> None:
+        """Give the model to Accelerate, and the optimizer if it is made."""
+        model = self.model
+        if not isinstance(self.optimizer, UnmadeOptimizer):
+            self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
+        elif accelerator.distributed_type in _PREPARED_TOGETHER:
+            self._given = model, self.optimizer.make(model)
+            self.model, self.optimizer = accelerator.prepare(*self._given)
+        elif accelerator.is_fsdp2:  # which Accelerate prepares together, too, but only to exchange the parameters
+            self.model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+            accelerator._optimizers.pop()
+        else:
+            self.model = accelerator.prepare(model)
+
+    def make_optimizer(self, accelerator: Accelerator) -> None:
+        """Make the optimizer from the parameters of the prepared model, where a factory was given for it."""
+        if not isinstance(self.optimizer, UnmadeOptimizer):
+            return
+        made = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
+        self._given = self._given[0], made
+        self.optimizer = made if self.is_plain else accelerator.prepare_optimizer(made)
+        self._name_parts()
+
+    def _name_parts(self) -> None:
+        if type(self.optimizer) is AcceleratedOptimizer and parts_of(self.optimizer):
+            self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
 
     def _note_first_call(self, *_: Any) -> None:
         self.has_run = True

@@ -24,6 +24,7 @@ from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.loops.own_step import begin_own_step
 from pytorch_accel_lite.loops.scheduling import align_windows, resume_schedule, schedule_was_for_others
+from pytorch_accel_lite.optimizer_factories import is_made
 from pytorch_accel_lite.optimizers import clear_gradients, optimized_parameters
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
@@ -33,12 +34,16 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
-def check_optimizers(trainer: Trainer) -> None:
-    """Check that what is to be trained is, as far as that can be known."""
-    modules = [trainer.model, *attributes.modules(trainer).values()]
+def check_optimizers(trainer: Trainer, stacklevel: int = 4) -> None:
+    """Check that what is to be trained is, as far as that can be known: later, when the optimizer is yet to be made."""
+    if not is_made(trainer.optimizer):
+        return
+    model = trainer.get_model(keep_torch_compile=False)
+    modules = [model, *attributes.modules(trainer).values()]
     optimized = attributes.all_optimized_parameters(trainer)
-    check_all_are_optimized(trainer.model, trainer.optimizer, optimized)
-    warn_of_what_is_not_trained(modules, trainer.loss_func, optimized_parameters(trainer.optimizer), optimized)
+    check_all_are_optimized(model, trainer.optimizer, optimized)
+    own = optimized_parameters(trainer.optimizer)
+    warn_of_what_is_not_trained(modules, trainer.loss_func, own, optimized, stacklevel)
 
 
 def find_data(
@@ -94,7 +99,11 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and begin to count."""
     request = run.request
     ranks = trainer.ranks
+    had_optimizer = is_made(trainer.optimizer)
     prepare_model(trainer, training=True)
+    if not had_optimizer:
+        check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)
+        check_optimizers(trainer, stacklevel=5)
     run.config = create_config(trainer, run, batch_size)
     check_same_on_all_ranks(run.config, ranks)
     run.window = GradientWindow(

@@ -1,0 +1,272 @@
+"""Optimizers that the trainer makes itself, once the model's parameters are in their final form."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, GradualUnfreezingCallback, LearningRateMonitorCallback
+from pytorch_accel_lite.finetuning import ModelFreezer
+from tests import cases
+from tests.cases.optimizer_factories import DATA, factory, made, sharded_by_accelerate, sharded_by_the_user, train_with
+from tests.cases.optimizers import two_optimizers
+from tests.launching import CAN_SHARD
+from tests.tasks import equal, largest_difference, listener, quiet_trainer, small_model, weights
+
+HERE = {"per_device_batch_size": 4, "train_dataloader_kwargs": {"shuffle": False}}
+SMALL = partial(AdamW, lr=0.02)
+
+
+class Counted:
+    """A factory that notes what it was called with."""
+
+    def __init__(self, make: Any = SMALL) -> None:
+        self.make = make
+        self.given: list[Any] = []
+
+    def __call__(self, parameters):
+        self.given.append(list(parameters))
+        return self.make(parameters)
+
+
+# ------------------------------------------------------------------------------------------- as made before
+
+
+def test_what_a_factory_makes_trains_to_the_bits_of_what_was_made_before():
+    assert equal(weights(train_with(factory).model), weights(train_with(made).model))
+
+
+def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
+    alone = cases.optimizer_factories.trained_and_resumed()
+    for found in (alone, *two_ranks(cases.optimizer_factories.trained_and_resumed)):
+        assert equal(found["whole"], found["made"])
+        assert largest_difference(found["whole"], alone["whole"]) < 1e-12
+        assert len(found["resumed"]) >= 8
+        assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
+
+
+@CAN_SHARD
+@pytest.mark.processes
+@pytest.mark.parametrize("case", [sharded_by_accelerate, sharded_by_the_user])
+def test_a_sharded_model_is_sharded_first(two_ranks, case):
+    for with_factory, with_optimizer in two_ranks(case):
+        assert equal(with_factory, with_optimizer)
+
+
+# ------------------------------------------------------------------------------------------- when, and with what
+
+
+def test_it_is_called_once_when_training_first_prepares_the_model():
+    model, count = small_model(), Counted()
+    seen: list[int] = []
+    callbacks = [listener(**{event: lambda trainer: seen.append(len(count.given)) for event in EVENTS})]
+    trainer = quiet_trainer(model, optimizer=count, callbacks=callbacks)
+    trainer.evaluate(DATA)
+    trainer.predict(DATA)
+    assert not count.given
+    assert repr(trainer.optimizer) == "Counted (not called yet)"
+    assert "optimizer=Counted (not called yet)" in repr(trainer)
+    with pytest.raises(AttributeError, match=r"no 'param_groups' yet: optimizer=Counted is called when train\(\)"):
+        print(trainer.optimizer.param_groups)
+    seen.clear()
+    trainer.train(DATA, 1)
+    first = trainer.optimizer
+    trainer.train(DATA, 1)
+    assert seen == [0, 1, 1, 1]
+    assert isinstance(trainer.optimizer, AdamW)
+    assert trainer.optimizer is first
+    assert "optimizer=AdamW" in repr(trainer)
+    assert list(map(id, count.given[0])) == list(map(id, model.parameters()))
+
+
+EVENTS = ["on_dataloaders_created", "on_training_run_start"]
+
+
+def test_it_is_given_what_requires_gradients_when_the_run_prepares_the_model():
+    for freezes_in_callback in (False, True):
+        model, count = small_model(), Counted()
+        freeze = partial(ModelFreezer(model).freeze, 0, 0)
+        callbacks = [listener(on_dataloaders_created=lambda trainer, freeze=freeze: freeze())]
+        if not freezes_in_callback:
+            freeze()
+        quiet_trainer(model, optimizer=count, callbacks=callbacks[: int(freezes_in_callback)]).train(DATA, 1)
+        assert list(map(id, count.given[0])) == list(map(id, model[2].parameters()))
+
+
+def test_it_may_ask_for_names_or_for_the_model():
+    given: list[Any] = []
+
+    def by_name(named_parameters):
+        given.append([name for name, _ in named_parameters])
+        return SGD([p for _, p in named_parameters], lr=0.1)
+
+    def of_model(model):
+        given.append(model)
+        return two_optimizers(model)
+
+    for make in (by_name, of_model):
+        model = small_model()
+        model[0].bias.requires_grad_(make is of_model)
+        trainer = quiet_trainer(model, optimizer=make)
+        trainer.train(DATA, 1)
+    assert given == [["0.weight", "2.weight", "2.bias"], model]
+    assert list(trainer.optimizer) == ["matrix", "rest"]
+
+
+def test_a_class_and_a_list_of_optimizers_will_do():
+    for make in (AdamW, lambda parameters: [SGD(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.1)]):
+        model = small_model()
+        before = weights(model)
+        quiet_trainer(model, optimizer=make).train(DATA, 1)
+        assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_compiled_model_has_its_plain_names():
+    given: list[Any] = []
+
+    def by_name(named_parameters):
+        given.extend(name for name, _ in named_parameters)
+        return SGD([p for _, p in named_parameters], lr=0.1)
+
+    model = small_model()
+    options = {"backend": "eager"}
+    quiet_trainer(model, optimizer=by_name, compile_model=options).train(DATA, 1)
+    quiet_trainer(torch.compile(small_model(), **options), optimizer=by_name).train(DATA, 1)
+    assert given == [name for name, _ in model.named_parameters()] * 2
+
+
+# ------------------------------------------------------------------------------------------- what works with it
+
+
+def test_rates_are_recorded_and_watched_whatever_the_groups():
+    def groups(parameters):
+        return SGD([{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}], lr=0.1)
+
+    watching = EarlyStoppingCallback(watch_metric="lr_1", greater_is_better=False, early_stopping_patience=5)
+    trainer = quiet_trainer(small_model(), optimizer=groups, callbacks=[LearningRateMonitorCallback, watching])
+    trainer.train(DATA, 2, DATA)
+    assert trainer.run_history.get_metric_values("lr_0") == [0.5, 0.5]
+    assert trainer.run_history.get_metric_values("lr_1") == [0.1, 0.1]
+
+
+def test_gradual_unfreezing_has_all_groups():
+    def trained(make):
+        model = small_model()
+        seen = []
+        note = listener(on_train_epoch_end=lambda t: seen.append([p.requires_grad for p in t.get_model().parameters()]))
+        quiet_trainer(model, optimizer=make(model), callbacks=[GradualUnfreezingCallback(), note]).train(
+            DATA, 2, **HERE
+        )
+        return weights(model), seen
+
+    found, seen = trained(factory)
+    expected, _ = trained(made)
+    assert equal(found, expected)
+    assert seen == [[False, False, True, True], [True] * 4]
+
+
+@pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])
+def test_tools_make_the_optimizer_and_leave_it_fresh(tool):
+    model, count = small_model(), Counted()
+    trainer = quiet_trainer(model, optimizer=count)
+    getattr(trainer, tool)(DATA)
+    assert len(count.given) == 1
+    assert not trainer.optimizer.state
+    trainer.train(DATA, 1, **HERE)
+    expected = small_model()
+    quiet_trainer(expected, optimizer=SMALL).train(DATA, 1, **HERE)
+    assert equal(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "training_state"])
+def test_a_state_that_is_loaded_before_training_is_the_optimizers_when_it_is_made(tmp_path, kind):
+    saved = quiet_trainer(small_model(), optimizer=SMALL)
+    saved.train(DATA, 1, **HERE)
+    getattr(saved, f"save_{kind}")(tmp_path / "saved")
+    fresh = quiet_trainer(small_model(1), optimizer=SMALL)
+    getattr(fresh, f"load_{kind}")(tmp_path / "saved")
+    getattr(fresh, f"save_{kind}")(tmp_path / "again")  # with the state of what is not made yet
+    last = quiet_trainer(small_model(2), optimizer=SMALL)
+    getattr(last, f"load_{kind}")(tmp_path / "again")
+    for trainer in (saved, fresh, last):
+        trainer.train(DATA, 1, **HERE)
+        assert equal(weights(trainer.model), weights(saved.model))
+
+
+def test_a_state_of_other_groups_is_refused_when_the_optimizer_is_made(tmp_path):
+    saved = quiet_trainer(small_model(), optimizer=lambda parameters: [SGD([p], lr=0.1) for p in parameters])
+    saved.save_checkpoint(tmp_path / "fresh.pt")
+    assert "optimizer_state_dict" not in torch.load(tmp_path / "fresh.pt")
+    saved.train(DATA, 1)
+    saved.save_checkpoint(tmp_path / "saved.pt")
+    trainer = quiet_trainer(small_model(), optimizer=AdamW)
+    trainer.load_checkpoint(tmp_path / "saved.pt")
+    with pytest.raises(ValueError, match="The state that was loaded for the optimizer does not fit what optimizer=Ada"):
+        trainer.train(DATA, 1)
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def needs_more(parameters, rate, *, beta):
+    return SGD(parameters, rate, beta)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            needs_more,
+            r"optimizer=needs_more is called with .* Pass functools.partial\(needs_more, rate=..., beta=...\)",
+        ),
+        (nn.Linear(1, 1), r"optimizer=Linear\(.* must be an instance of torch.optim.Optimizer, several in a dict"),
+    ],
+)
+def test_what_cannot_be_called_with_parameters_alone_is_refused_at_once(optimizer, message):
+    with pytest.raises(TypeError, match=message):
+        quiet_trainer(small_model(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "error", "message"),
+    [
+        (lambda parameters: 3, {}, TypeError, "optimizer=<lambda> returned 3. It must return a torch.optim.Opt"),
+        (
+            lambda parameters: [SGD(parameters[:1])],
+            {},
+            ValueError,
+            r"None of the optimizers '0' has the model's 0\.bia",
+        ),
+        (
+            SGD,
+            {"create_scheduler_fn": {"a": StepLR}},
+            TypeError,
+            "create_scheduler_fn is a dict, .* the trainer has one",
+        ),
+    ],
+)
+def test_what_it_makes_is_checked_before_training(make, kwargs, error, message):
+    trainer = quiet_trainer(small_model(), optimizer=make)
+    with pytest.raises(error, match=message):
+        trainer.train(DATA, 1, **kwargs)
+    assert not trainer.is_running
+    assert trainer.model is trainer.get_model()
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    trainer = quiet_trainer(small_model().requires_grad_(False), optimizer=AdamW)
+    with pytest.raises(ValueError, match="optimizer=AdamW: no parameter of Sequential requires a gradient"):
+        trainer.train(DATA, 1)
+
+
+def test_an_optimizer_of_other_parameters_is_warned_of_where_train_is_called():
+    trainer = quiet_trainer(small_model(), optimizer=lambda parameters: SGD([torch.zeros(1)], lr=0.1))
+    with pytest.warns(UserWarning, match="None of the 1 parameters of the optimizer belongs to the model") as caught:
+        trainer.train(DATA, 1)
+    assert caught[0].filename == __file__
