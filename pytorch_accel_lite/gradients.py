@@ -74,8 +74,11 @@ class GradientWindow:
         self.sizes = nominal * self.steps * self._ranks.world_size, true
         return loss * (local / (nominal * self.steps))
 
-    def finish(self, optimizer: Any) -> None:
-        """Correct the gradients when the window's true size differs from the nominal one, and begin the next."""
+    def finish(self, optimizer: Any) -> Count:
+        """Correct the gradients when the window's true size differs from the nominal one, and begin the next.
+
+        :return: what the gradients were multiplied by
+        """
         nominal, true = self.sizes or (1, 1)
         self.sizes = None
         if self.items_per_batch is not None and self._ranks.world_size > 1:
@@ -84,10 +87,11 @@ class GradientWindow:
         if isinstance(true, torch.Tensor):
             true = torch.where(true == 0, nominal, true)  # of a window without a single item, whose gradients are 0
         elif true in (0, nominal):
-            return
+            return 1
         gradients = [p.grad for p in optimized_parameters(optimizer) if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, nominal / true)
+        return nominal / true
 
 
 def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:

@@ -221,6 +221,15 @@ def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def needs_closure(optimizer: Any) -> bool:
+    """Whether an optimizer's ``step`` must be given a function that computes the gradients again, as LBFGS's must."""
+    try:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    except (AttributeError, ValueError):  # it is not a method, or not written in Python
+        return False
+    return closure is not None and closure.default is closure.empty
+
+
 def clear_gradients(optimizer: Any) -> None:
     """Clear the gradients as ``optimizer.zero_grad()`` does, which takes 20 times as long unless it is overridden."""
     if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:

@@ -28,6 +28,7 @@ from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
+    from pytorch_accel_lite.loops.closures import WindowReplay
     from pytorch_accel_lite.loops.own_step import OwnStep
     from pytorch_accel_lite.trainer import Trainer
 
@@ -45,6 +46,8 @@ class Run:
     :ivar loss_trackers: the running losses of the epoch or evaluation; ``recorded_losses`` the means of the last
     :ivar guarded_step: makes the steps when they may fail
     :ivar own_step: makes the steps when the trainer's ``train_step`` is overridden
+    :ivar replay: computes the gradients of an update again, where that may be needed
+    :ivar closure: what the optimizer's ``step`` is called with: nothing, or what computes the gradients again
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
     :ivar synced_buffers: buffers that it does not synchronise: those of the loss function and of attributes
@@ -79,6 +82,8 @@ class Run:
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     progress: Progress = field(default_factory=Progress)
     own_step: OwnStep | None = None
+    replay: WindowReplay | None = None
+    closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
     guarded_step: Callable[[Trainer, Run, Batch], BatchOutput | None] | None = None
     num_microbatches: int = 1
     must_warm_up_ddp: bool = False

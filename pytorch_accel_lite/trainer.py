@@ -32,7 +32,7 @@ from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.loops import evaluation, own_step, prediction, scheduling, setup, training
+from pytorch_accel_lite.loops import closures, evaluation, own_step, prediction, scheduling, setup, training
 from pytorch_accel_lite.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -80,10 +80,9 @@ class Trainer:
     :param model: the model to train
     :param loss_func: called as ``loss_func(model_outputs, targets)``, returns a scalar that is a mean over the
         batch (or a dict of such by name, whose sum is minimised); ``None`` for models that return their own loss
-    :param optimizer: an optimizer over the model's parameters; a dict or a list of optimizers that step together, each
-        over some of them, which ``trainer.optimizer["name"]`` finds then; a function of the trainable parameters that
-        makes either, called when a run first prepares the model for training: ``partial(AdamW, lr=1e-3)``; ``None``
-        when only evaluating or predicting
+    :param optimizer: an optimizer over the model's parameters; a dict or a list of several that step together, which
+        ``trainer.optimizer["name"]`` finds then; a function of the trainable parameters that makes either, called when
+        a run first prepares the model: ``partial(AdamW, lr=1e-3)``; ``None`` when only evaluating or predicting
     :param callbacks: callbacks, as instances or classes, called in this order
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
     :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
@@ -430,7 +429,7 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        self.optimizer.step()
+        self.optimizer.step(*self.current_run.closure)
 
     def scheduler_step(self) -> None:
         """Step the scheduler. Called once an update, unless a gradient scaler skipped it, or once an epoch."""
@@ -495,6 +494,7 @@ class Trainer:
 
     log = log
     update = own_step.update
+    recompute_gradients = closures.recompute_gradients
     gather = collectives.gather
     barrier = collectives.barrier
     broadcast_object = collectives.broadcast_object

@@ -59,6 +59,22 @@ def test_a_sharded_model_is_sharded_first(two_ranks, case):
         assert equal(with_factory, with_optimizer)
 
 
+def test_a_gradient_scaler_works_with_what_a_factory_makes(scaled_accelerator):
+    found = []
+    for make in (lambda model: two_optimizers, two_optimizers):
+        model = small_model()
+        names: list[Any] = []
+        note = listener(on_train_epoch_end=lambda trainer, names=names: names.append(type(trainer.optimizer["rest"])))
+        optimizer = make(model)
+        trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[note], accelerator=scaled_accelerator)
+        trainer.train(DATA, 2, gradient_clip_norm=0.5, **HERE)
+        found.append(weights(model))
+        assert names == [AdamW] * 2
+        assert trainer.optimizer["rest"] is trainer.optimizer.parts["rest"]
+        assert len(trainer.optimizer.state) == 4
+    assert equal(*found)
+
+
 # ------------------------------------------------------------------------------------------- when, and with what
 
 

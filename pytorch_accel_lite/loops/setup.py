@@ -20,6 +20,7 @@ from pytorch_accel_lite.checks.arguments import (
     warn_of_what_is_not_trained,
 )
 from pytorch_accel_lite.gradients import GradientWindow, parameters_not_in_model
+from pytorch_accel_lite.loops.closures import begin_replay
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.loops.guarded import guarded_step
 from pytorch_accel_lite.loops.own_step import begin_own_step
@@ -125,6 +126,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         run.window.is_guarded = ranks.world_size > 1
         run.guarded_step = guarded_step
     begin_own_step(trainer, run)
+    begin_replay(trainer, run)
 
 
 def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:
@@ -145,4 +147,4 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         resume_schedule(trainer, run, state)
     run.must_compare_replicas = trainer.check_replicas
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
-    run.must_warm_up_ddp = reorders and run.guarded_step is None and run.progress.update > 0
+    run.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0

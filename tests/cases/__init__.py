@@ -4,6 +4,7 @@ tests look at. With one process, tests call it directly."""
 from tests.cases import (
     beside_model,
     callbacks,
+    closures,
     data,
     evaluation,
     failures,
@@ -22,6 +23,7 @@ from tests.cases import (
 __all__ = [
     "beside_model",
     "callbacks",
+    "closures",
     "data",
     "evaluation",
     "failures",

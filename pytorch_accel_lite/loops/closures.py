@@ -1,0 +1,150 @@
+"""Gradients that are computed again within an update: for optimizers with a closure, as LBFGS, and schemes as SAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytorch_accel_lite import attributes
+from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
+from pytorch_accel_lite.loops.training import forward, forward_and_backward
+from pytorch_accel_lite.optimizers import needs_closure, parts_of
+from pytorch_accel_lite.randomness import capture_generators, preserving_generators, restore_generators
+from pytorch_accel_lite.restoring import replaced
+from pytorch_accel_lite.run import Run
+from pytorch_accel_lite.tracking import LossTrackers
+from pytorch_accel_lite.utils import is_overridden
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class WindowReplay:
+    """Keeps the batches of an accumulation window, to go forward and backward with them again."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Batch, dict[str, object]]] = []
+
+    def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
+        """Make the usual step, and keep its batch and the states of the generators before it."""
+        if run.window.sizes is None:
+            self._steps.clear()
+        self._steps.append((batch, capture_generators()))
+        return forward_and_backward(trainer, run, batch)
+
+    def recompute(self, trainer: Trainer, run: Run) -> torch.Tensor:
+        """Compute the gradients of the window as they were computed before, and return its mean loss."""
+        if not self._steps:
+            raise _refusal("there is no window: the steps of this method are not those of train()")
+        trainer.optimizer_zero_grad()
+        loss = torch.zeros((), device=trainer.device)
+        with _leaving_no_trace(trainer, run), torch.enable_grad():
+            for number, (batch, generators) in enumerate(self._steps, 1):
+                restore_generators(generators)
+                run.batch = batch
+                is_last = number == len(self._steps)
+                with gradient_sync(trainer.accelerator, trainer.model, is_last) if run.window.steps > 1 else NOTHING:
+                    loss = loss + self._step(trainer, run, batch)
+            if trainer.ranks.world_size > 1:
+                if run.averaged_here:
+                    average_gradients(run.averaged_here, trainer.ranks)
+                loss = trainer.ranks.sum_on_device(loss) / trainer.ranks.world_size
+            loss = loss * run.window.finish(trainer.optimizer)
+            trainer.clip_gradients()
+        return loss
+
+    def _step(self, trainer: Trainer, run: Run, batch: Batch) -> torch.Tensor:
+        """Add the gradients of a batch, and return its loss, weighted by its share of the window."""
+        output = forward(trainer, batch)
+        weighed = run.window.scale(output["loss"], *batch.samples(output), output.get("num_items_in_batch"))
+        trainer.backward_step(weighed)
+        return weighed.detach()
+
+
+@contextmanager
+def _leaving_no_trace(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Restore what going forward and backward changes besides gradients: each batch has been counted already."""
+    modules = [trainer.get_model(), *attributes.modules(trainer).values()]
+    buffers = list(dict.fromkeys(chain.from_iterable(module.buffers() for module in modules)))
+    before = [buffer.clone() for buffer in buffers]
+    counts = {
+        "batch": run.batch,
+        "loss_trackers": LossTrackers(),
+        "step_metrics": dict(run.step_metrics),
+        "gradient_norm": run.gradient_norm,
+    }
+    try:
+        with preserving_generators(), replaced(run, **counts):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def recompute_gradients(self: Trainer) -> torch.Tensor:
+    """Compute the gradients of the current update again, at the weights as they are now, and return the loss.
+
+    To be called in an overridden ``optimizer_step``, on every process; or given to an optimizer as its closure:
+    ``self.optimizer.step(self.recompute_gradients)``. Goes forward and backward with the batches of the accumulation
+    window, with the same random numbers, then weighs, averages over the processes and clips, as for the gradients
+    before, which are replaced. Losses, own numbers and buffers (the running statistics of batch norm) are left as the
+    first pass has made them.
+
+    :return: the mean loss of the window over all processes, a scalar without gradients
+    :raises RuntimeError: outside of ``optimizer_step``; or in a run where it does not work: with fp16 (bf16 works),
+        sharded models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
+    """
+    run = self.current_run
+    if run.replay is not None:
+        return run.replay.recompute(self, run)
+    if run.config is not None and self.is_running and (reason := _what_it_does_not_go_with(self, run)):
+        raise _refusal(f"it does not go with {reason}")
+    raise _refusal("only there the batches of an update are kept")
+
+
+def _refusal(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"recompute_gradients() works in an overridden optimizer_step, in train() and find_lr(): {reason}."
+    )
+
+
+def begin_replay(trainer: Trainer, run: Run) -> None:
+    """Let a run keep what gradients can be computed from again, if its optimizer or the user's step may need it."""
+    overridden = is_overridden(trainer, "optimizer_step")
+    parts = parts_of(trainer.optimizer)
+    optimizers = parts.values() or [getattr(trainer.optimizer, "optimizer", trainer.optimizer)]  # without Accelerate's
+    kinds = [type(optimizer).__name__ for optimizer in optimizers if needs_closure(optimizer)]
+    reason = _what_it_does_not_go_with(trainer, run)
+    if kinds and reason:
+        raise ValueError(
+            f"{kinds[0]} computes the gradients of an update several times, which does not go with {reason}."
+        )
+    if kinds and parts and not overridden:
+        raise ValueError(
+            f"{kinds[0]} computes the gradients of an update several times, so it cannot step together with others. "
+            "Give it alone, or override optimizer_step and step each of trainer.optimizer's parts there."
+        )
+    if (kinds or overridden) and not reason:
+        run.replay = WindowReplay()
+        run.guarded_step = run.replay.forward_and_backward
+    if kinds and not parts:
+        run.closure = (trainer.recompute_gradients,)
+
+
+def _what_it_does_not_go_with(trainer: Trainer, run: Run) -> str | None:
+    has_scaler = trainer.accelerator.scaler is not None
+    reasons = {
+        "auto_microbatch=True": run.request.auto_microbatch,
+        "SkipFailedBatchesCallback": run.request.skips_failed_batches,
+        "mixed_precision='fp16', whose scaler unscales gradients once (bf16 works)": has_scaler,
+        "a sharded model": trainer.is_sharded,
+        "an overridden train_step": run.own_step is not None,
+    }
+    return next((what for what, applies in reasons.items() if applies), None)

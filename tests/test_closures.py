@@ -1,0 +1,256 @@
+"""Gradients that are computed again within an update: LBFGS, SAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import GradientNormCallback, SkipFailedBatchesCallback
+from tests import cases
+from tests.cases.closures import DATA, SAM, SCHEMES, ascend, lbfgs, sgd
+from tests.launching import CAN_SHARD
+from tests.tasks import equal, largest_difference, listener, quiet_trainer, small_model, weights
+
+IN_ORDER = {"train_dataloader_kwargs": {"shuffle": False}}
+
+
+def noisy_model() -> nn.Module:
+    """A model with dropout and batch norm."""
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1)
+    return nn.Sequential(*layers).double()
+
+
+def seeded(trainer: Trainer) -> None:
+    torch.manual_seed(100 + trainer.progress.step)
+
+
+class Window:
+    """By hand: the gradients of a window of batches, each with random numbers of its own."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, batches: list[Any], first: int, clip: float | None) -> None:
+        self.model, self.optimizer, self.batches, self.first, self.clip = model, optimizer, batches, first, clip
+
+    def __call__(self) -> torch.Tensor:
+        size = sum(len(x) for x, _ in self.batches)
+        self.optimizer.zero_grad()
+        losses = []
+        for number, (x, y) in enumerate(self.batches, self.first):
+            torch.manual_seed(100 + number)
+            loss = nn.functional.mse_loss(self.model(x), y)
+            loss = loss if len(self.batches) == 1 else loss * (len(x) / size)
+            loss.backward()
+            losses.append(loss.detach())
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        return sum(losses)
+
+    def again(self) -> torch.Tensor:
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        with torch.enable_grad():
+            loss = self()
+        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        return loss
+
+
+def by_hand(scheme: str, make: Callable[..., Any], accumulation: int = 1, clip: float | None = None) -> nn.Module:
+    model = noisy_model()
+    optimizer = make(model)
+    batches = list(DataLoader(DATA, 6))
+    for _ in range(2):
+        for first in range(0, len(batches), accumulation):
+            window = Window(model, optimizer, batches[first : first + accumulation], first, clip)
+            window()
+            if scheme == "sam":
+                ascend(list(model.parameters()), window.again)
+                optimizer.step()
+            else:
+                optimizer.step(window.again)
+            optimizer.zero_grad()
+    return model
+
+
+def trained(scheme: str, make: Callable[..., Any], callbacks: Any = (), **kwargs: Any) -> Trainer:
+    model = noisy_model()
+    trainer_class, _ = SCHEMES[scheme]
+    callbacks = [listener(on_train_step_start=seeded), *callbacks]
+    trainer = trainer_class(model, nn.MSELoss(), make(model), callbacks=callbacks)
+    trainer.train(DATA, 2, per_device_batch_size=6, **IN_ORDER, **kwargs)
+    return trainer
+
+
+def wolfe(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
+# ------------------------------------------------------------------------------------------- as by hand
+
+
+@pytest.mark.parametrize(("scheme", "make"), [("lbfgs", lbfgs), ("lbfgs", wolfe), ("sam", sgd)])
+def test_dropout_and_running_statistics_have_the_bits_of_the_loop_by_hand(scheme, make):
+    trainer = trained(scheme, make)
+    assert torch.equal(torch.get_rng_state(), state_after_one_pass())
+    assert equal(weights(trainer.model), weights(by_hand(scheme, make)))
+    assert trainer.progress.update == 10
+
+
+def state_after_one_pass() -> torch.Tensor:
+    """The state of the generator after dropout has drawn for the last batch, once."""
+    model = noisy_model()
+    torch.manual_seed(104)
+    model(DATA.tensors[0][24:])
+    return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_windows_are_weighed_and_clipped_as_the_first_time(scheme, clip):
+    make = SCHEMES[scheme][1]
+    trainer = trained(scheme, make, gradient_accumulation_steps=2, gradient_clip_norm=clip)
+    assert largest_difference(weights(trainer.model), weights(by_hand(scheme, make, 2, clip))) < 1e-12
+
+
+def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
+    alone = cases.closures.trained_and_resumed()
+    for found in (alone, *two_ranks(cases.closures.trained_and_resumed)):
+        for scheme, got in found.items():
+            assert largest_difference(got["whole"], alone[scheme]["whole"]) < 1e-12
+            assert got["losses"] == pytest.approx(alone[scheme]["losses"], abs=1e-12)
+            assert len(got["resumed"]) >= 8
+            assert all(equal(resumed, got["whole"]) for resumed in got["resumed"])
+
+
+# ------------------------------------------------------------------------------------------- what it returns and leaves
+
+
+class Looks(Trainer):
+    """Recomputes without changing anything."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        self.log("mean", output["loss"])
+        return output
+
+    def optimizer_step(self):
+        before = [parameter.grad.clone() for parameter in self.model.parameters()]
+        loss = self.recompute_gradients()
+        assert not loss.requires_grad
+        self.found = [*getattr(self, "found", []), loss.item()]
+        assert all(map(torch.equal, before, (parameter.grad for parameter in self.model.parameters())))
+        super().optimizer_step()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_without_a_change_it_changes_nothing_and_returns_the_loss_of_the_window(accumulation):
+    found = {}
+    for trainer_class in (Trainer, Looks):
+        model = noisy_model()
+        trainer = trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[GradientNormCallback], seed=1)
+        trainer.train(DATA, 1, per_device_batch_size=6, gradient_accumulation_steps=accumulation, **IN_ORDER)
+        found[trainer_class] = weights(model), trainer.run_history
+    assert equal(found[Trainer][0], found[Looks][0])
+    history = found[Looks][1]
+    for name in ("train_loss_epoch", "gradient_norm_max"):
+        assert history[name] == found[Trainer][1][name]
+    assert history.get_metric_values("train_mean_epoch") == pytest.approx(history.get_metric_values("train_loss_epoch"))
+    sizes = [6 * accumulation] * (24 // 6 // accumulation) + [2]
+    assert len(trainer.found) == len(sizes)
+    mean = sum(loss * size for loss, size in zip(trainer.found, sizes, strict=True)) / 26
+    assert mean == pytest.approx(history.get_latest_metric("train_loss_epoch"))
+
+
+def test_batches_are_kept_only_where_gradients_may_be_computed_again():
+    model = small_model()
+    trainer = quiet_trainer(model)
+    trainer.train(DATA, 1)
+    assert trainer.current_run.replay is None
+    with pytest.raises(RuntimeError, match=r"in an overridden optimizer_step, .*: only there the batches"):
+        trainer.recompute_gradients()
+
+
+def test_lbfgs_learns_and_its_rates_can_be_tried():
+    model = small_model()
+    trainer = quiet_trainer(model, optimizer=torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
+    before = weights(model)
+    assert len(trainer.find_lr(DATA, 26, num_steps=10).lrs) >= 3
+    assert equal(weights(model), before)
+    trainer.train(DATA, 10, per_device_batch_size=26)
+    losses = trainer.run_history.get_metric_values("train_loss_epoch")
+    assert losses[-1] < 0.01 * losses[0]
+
+
+def test_a_factory_may_make_it():
+    trainer = quiet_trainer(small_model(), optimizer=torch.optim.LBFGS)
+    trainer.train(DATA, 1, per_device_batch_size=26)
+    assert isinstance(trainer.optimizer, torch.optim.LBFGS)
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"auto_microbatch": True}, "auto_microbatch=True"),
+        ({"callbacks": [SkipFailedBatchesCallback()]}, "SkipFailedBatchesCallback"),
+        ({"trainer_class": type("Own", (Trainer,), {"train_step": lambda *_: None})}, "an overridden train_step"),
+    ],
+)
+def test_what_does_not_go_with_a_closure_is_refused_before_training(kwargs, message):
+    model = small_model()
+    trainer_class = kwargs.pop("trainer_class", Trainer)
+    trainer = trainer_class(model, nn.MSELoss(), lbfgs(model), callbacks=kwargs.pop("callbacks", []))
+    with pytest.raises(ValueError, match=f"LBFGS computes .* several times, which does not go with {message}"):
+        trainer.train(DATA, 1, **kwargs)
+
+
+@CAN_SHARD
+@pytest.mark.processes
+def test_sharded_models_are_refused(two_ranks):
+    for said in two_ranks(cases.closures.sharded):
+        assert "LBFGS computes the gradients of an update several times, which does not go with a sharded model" in said
+
+
+def test_a_gradient_scaler_is_refused(scaled_accelerator):
+    model = small_model()
+    with pytest.raises(ValueError, match=r"LBFGS computes .* several times, .* mixed_precision='fp16'"):
+        quiet_trainer(model, optimizer=lbfgs(model), accelerator=scaled_accelerator).train(DATA, 1)
+
+
+def test_sam_says_what_does_not_go_with_it():
+    model = small_model()
+    with pytest.raises(RuntimeError, match=r"optimizer_step, .*: it does not go with auto_microbatch=True"):
+        SAM(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, auto_microbatch=True)
+
+
+def test_one_of_several_that_needs_a_closure_is_refused_unless_the_step_is_ones_own():
+    def optimizers(model: nn.Module) -> Any:
+        return {"first": lbfgs(model[0]), "second": sgd(model[2])}
+
+    class Each(Trainer):
+        def optimizer_step(self):
+            self.optimizer["first"].step(self.recompute_gradients)
+            self.optimizer["second"].step()
+
+    model = small_model()
+    with pytest.raises(ValueError, match=r"LBFGS computes .* several times, so it cannot step together with others"):
+        quiet_trainer(model, optimizer=optimizers(model)).train(DATA, 1)
+    before = weights(model)
+    Each(model, nn.MSELoss(), optimizers(model), callbacks=[]).train(DATA, 1)
+    assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tool", ["find_batch_size", "diagnose"])
+def test_tools_whose_updates_have_no_closure_refuse(tool):
+    model = small_model()
+    with pytest.raises(TypeError, match=f"{tool}.. makes updates without the closure that the optimizer needs"):
+        getattr(quiet_trainer(model, optimizer=lbfgs(model)), tool)(DATA)
+    with pytest.raises(RuntimeError, match="there is no window: the steps of this method are not those of train"):
+        getattr(SAM(model, nn.MSELoss(), sgd(model), callbacks=[]), tool)(DATA)
