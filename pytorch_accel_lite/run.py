@@ -44,7 +44,7 @@ class Run:
     :ivar made_loaders: those that were made for this run, whose workers end with it
     :ivar batch: the batch that is being worked on
     :ivar loss_trackers: the running losses of the epoch or evaluation; ``recorded_losses`` the means of the last
-    :ivar guarded_step: makes the steps when they may fail
+    :ivar special_step: makes the steps when these are not the usual ones: they may fail, or are the user's own
     :ivar own_step: makes the steps when the trainer's ``train_step`` is overridden
     :ivar replay: computes the gradients of an update again, where that may be needed
     :ivar closure: what the optimizer's ``step`` is called with: nothing, or what computes the gradients again
@@ -84,7 +84,7 @@ class Run:
     own_step: OwnStep | None = None
     replay: WindowReplay | None = None
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
-    guarded_step: Callable[[Trainer, Run, Batch], BatchOutput | None] | None = None
+    special_step: Callable[[Trainer, Run, Batch], BatchOutput | None] | None = None
     num_microbatches: int = 1
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False

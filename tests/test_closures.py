@@ -79,7 +79,7 @@ def by_hand(scheme: str, make: Callable[..., Any], accumulation: int = 1, clip: 
 
 def trained(scheme: str, make: Callable[..., Any], callbacks: Any = (), **kwargs: Any) -> Trainer:
     model = noisy_model()
-    trainer_class, _ = SCHEMES[scheme]
+    trainer_class = SCHEMES[scheme][0]
     callbacks = [listener(on_train_step_start=seeded), *callbacks]
     trainer = trainer_class(model, nn.MSELoss(), make(model), callbacks=callbacks)
     trainer.train(DATA, 2, per_device_batch_size=6, **IN_ORDER, **kwargs)
@@ -109,10 +109,10 @@ def state_after_one_pass() -> torch.Tensor:
     return torch.get_rng_state()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["lbfgs", "sam"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_windows_are_weighed_and_clipped_as_the_first_time(scheme, clip):
-    make = SCHEMES[scheme][1]
+    make = SCHEMES[scheme][2]
     trainer = trained(scheme, make, gradient_accumulation_steps=2, gradient_clip_norm=clip)
     assert largest_difference(weights(trainer.model), weights(by_hand(scheme, make, 2, clip))) < 1e-12
 

@@ -32,7 +32,7 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, wi
     """
     run = self.current_run
     is_filler = run.batch is not None and run.batch.num_samples == 0
-    if with_gradients and run.guarded_step is not None and self.ranks.world_size > 1 and torch.is_grad_enabled():
+    if with_gradients and run.window.is_guarded and torch.is_grad_enabled():
         raise RuntimeError(
             "gather(with_gradients=True) does not work on several processes with auto_microbatch=True or "
             "SkipFailedBatchesCallback: a step that fails on one of them would leave the others waiting."

@@ -133,7 +133,7 @@ def begin_replay(trainer: Trainer, run: Run) -> None:
         )
     if (kinds or overridden) and not reason:
         run.replay = WindowReplay()
-        run.guarded_step = run.replay.forward_and_backward
+        run.special_step = run.replay.forward_and_backward
     if kinds and not parts:
         run.closure = (trainer.recompute_gradients,)
 

@@ -188,7 +188,7 @@ def begin_own_step(trainer: Trainer, run: Run) -> None:
     """Let a run make the steps of a trainer that overrides ``train_step``."""
     if is_overridden(trainer, "train_step"):
         run.own_step = OwnStep(trainer, run)
-        run.guarded_step = run.own_step.forward_and_backward
+        run.special_step = run.own_step.forward_and_backward
 
 
 def _check(trainer: Trainer, run: Run) -> None:

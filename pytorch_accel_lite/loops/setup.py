@@ -124,7 +124,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
                 f"{trainer.accelerator.distributed_type.value}: a step that fails on one process cannot be taken back."
             )
         run.window.is_guarded = ranks.world_size > 1
-        run.guarded_step = guarded_step
+        run.special_step = guarded_step
     begin_own_step(trainer, run)
     begin_replay(trainer, run)
 

@@ -102,7 +102,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         trainer.call_event("on_train_step_start")
     try:
         with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
-            output = (run.guarded_step or forward_and_backward)(trainer, run, batch)
+            output = (run.special_step or forward_and_backward)(trainer, run, batch)
         updates = ends_window and window.sizes is not None  # they are None when all its batches were skipped
         if updates:
             (update if run.own_step is None else run.own_step.finish)(trainer, run)

@@ -14,6 +14,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import shared_folder, world_size
 from tests.cases.sharded import sharding_accelerator
+from tests.cases.training import Contrastive, both_ways
 from tests.tasks import regression_data, small_model, weights
 
 DATA = regression_data(26)
@@ -25,6 +26,10 @@ class SAM(Trainer):
     def optimizer_step(self) -> None:
         ascend(list(self.model.parameters()), self.recompute_gradients)
         super().optimizer_step()
+
+
+class ContrastiveSAM(Contrastive, SAM):
+    """With a loss over the samples of all processes."""
 
 
 def ascend(parameters: list[nn.Parameter], recompute: Callable[[], Any]) -> None:
@@ -46,9 +51,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-SCHEMES: dict[str, tuple[type[Trainer], Callable[[nn.Module], torch.optim.Optimizer]]] = {
-    "lbfgs": (Trainer, lbfgs),
-    "sam": (SAM, sgd),
+SCHEMES: dict[str, tuple[type[Trainer], Any, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "lbfgs": (Trainer, nn.MSELoss(), lbfgs),
+    "sam": (SAM, nn.MSELoss(), sgd),
+    "contrastive": (ContrastiveSAM, both_ways, sgd),
 }
 
 
@@ -56,9 +62,9 @@ def train_by(scheme: str, folder: Path | None = None, **kwargs: Any) -> Trainer:
     """Train with windows of two batches, the last of which are smaller."""
     model = small_model()
     states = SaveTrainingStateCallback(folder or "unused", save_every_n_steps=1, max_checkpoints=None)
-    trainer_class, make = SCHEMES[scheme]
+    trainer_class, loss_func, make = SCHEMES[scheme]
     callbacks = [] if folder is None else [states]
-    trainer = trainer_class(model, nn.MSELoss(), make(model), callbacks=callbacks, seed=0)
+    trainer = trainer_class(model, loss_func, make(model), callbacks=callbacks, seed=0)
     trainer.train(DATA, 2, per_device_batch_size=4 // world_size(), gradient_accumulation_steps=2, **kwargs)
     return trainer
 
