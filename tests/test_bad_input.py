@@ -570,7 +570,7 @@ def test_numpys_integers_are_taken():
 def test_a_loss_that_is_named_as_their_sum_is_refused():
     losses = {"loss": torch.tensor(1.0), "aux": torch.tensor(3.0)}
     trainer = make_trainer(trainer_class=returning(lambda output: {"loss": losses}))
-    with pytest.raises(ValueError, match=r"calculate_eval_batch_loss .* one called 'loss', as"):
+    with pytest.raises(ValueError, match=r"calculate_eval_batch_loss .* one called 'loss', like"):
         trainer.evaluate(make_data())
 
 

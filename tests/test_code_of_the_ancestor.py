@@ -158,9 +158,11 @@ def test_the_other_names_say_at_once_that_they_are_taken(name, value):
             super().__init__(*args, **kwargs)
             setattr(self, name, value)
 
-    with pytest.raises(AttributeError, match=rf"Taking\.{name} cannot be used.*Choose another name, my_{name} for"):
+    with pytest.raises(
+        AttributeError, match=rf"Taking\.{name} is reserved.*Choose another name, for example my_{name}\."
+    ):
         make_trainer(trainer_class=Taking)
-    with pytest.raises(TypeError, match=rf"Holding\.{name} cannot be used.*my_{name}"):
+    with pytest.raises(TypeError, match=rf"Holding\.{name} is reserved.*my_{name}"):
         type("Holding", (Trainer,), {name: value})
 
 
@@ -258,7 +260,7 @@ IGNORED = {
     "_prepare_model_optimizer_and_dataloaders": r"Trainer\(accelerator=Accelerator\(...\)\)",
     "_perform_forward_and_backward_passes": r"Override calculate_train_batch_loss\(batch\) or backward_step\(loss\)",
     "_run_evaluation": r"Override evaluation_run_start\(\)",
-    "_update_loss_tracker": r"return as 'loss' and 'batch_size' is tracked",
+    "_update_loss_tracker": r"whose 'loss' and 'batch_size' are tracked",
     "_add_epoch_loss_to_run_history": r"run_history\.update_metric\(\)",
     "_check_eval_batch_size": r"Remove it",
 }
@@ -302,7 +304,7 @@ def test_a_class_for_both_libraries_is_left_alone():
 
 
 def test_a_method_that_the_trainer_calls_on_itself_is_not_overridden_by_mistake():
-    with pytest.raises(TypeError, match=r"Mine\._check_data cannot be used for something else"):
+    with pytest.raises(TypeError, match=r"Mine\._check_data is reserved"):
         type("Mine", (Trainer,), {"_check_data": lambda self: None})
 
 

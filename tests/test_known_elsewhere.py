@@ -215,7 +215,7 @@ DATA: dict[str, tuple[Any, str]] = {
     "a tuple of tensors": ((INPUTS, TARGETS), "a tuple without targets for loss_func."),
     "a list of tensors": ([INPUTS, INPUTS], "a list without targets for loss_func."),
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
-    "a file's name": ("train.csv", "='train.csv' is no dataset: read what is there"),
+    "a file's name": ("train.csv", "='train.csv' is not a dataset: read its content"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
 }
 
@@ -286,7 +286,7 @@ def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("scheduler", "answer"),
     [
-        (StepLR, "=StepLR is called with the optimizer alone. Pass functools.partial(StepLR, step_size=...)."),
+        (StepLR, "=StepLR is called with the optimizer only. Pass functools.partial(StepLR, step_size=...)."),
         (OneCycleLR, "Pass functools.partial(OneCycleLR, max_lr=...)."),
     ],
 )

@@ -224,7 +224,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_training(schedulers, err
 
 
 def test_a_dict_of_schedules_needs_several_optimizers():
-    with pytest.raises(TypeError, match="create_scheduler_fn is a dict, for several optimizers by name, but the trai"):
+    with pytest.raises(TypeError, match="create_scheduler_fn is a dict, which is for several optimizers, but the tra"):
         trained_by(lambda model: torch.optim.SGD(model.parameters()), create_scheduler_fn={"a": StepLR})
 
 

@@ -109,7 +109,7 @@ def test_a_run_that_has_made_more_than_it_is_asked_for_makes_nothing_more(here, 
     resumed = make_trainer(seed=0)
     train(resumed, **{"epochs": None, **asked}, resume_from="states/update-000000005")
     assert resumed.progress.update == 5
-    assert "Nothing more to do" in capsys.readouterr().out
+    assert "Nothing left to do" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------- what ends it, and the end

@@ -93,7 +93,7 @@ def test_a_rate_that_was_set_by_hand_is_where_the_next_schedule_begins(capsys):
     for _ in range(2):
         train(trainer, epochs=2, create_scheduler_fn=COSINE)
         assert seen.rates[0] == 0.03
-    assert capsys.readouterr().out.count("The schedule begins from") == 1  # the second time
+    assert capsys.readouterr().out.count("The schedule starts from") == 1  # the second time
 
 
 def test_a_checkpoint_of_a_finished_run_is_trained_further_from_the_first_rate(tmp_path):
@@ -127,7 +127,7 @@ def test_a_run_without_a_scheduler_after_a_schedule_says_at_which_rate_it_trains
     assert seen.rates == [0.1 / 2**6] * 3
     said = capsys.readouterr().out
     assert "no scheduler and trains at the learning rate 0.00156" in said
-    assert "the optimizer began at 0.1" in said
+    assert "the optimizer started at 0.1" in said
     exec(said[said.index("for group") :], {"trainer": trainer})
     train(trainer)
     assert seen.rates == [0.1] * 3
@@ -205,7 +205,7 @@ class MakesNone(Trainer):
 
 def test_an_overridden_create_scheduler_that_needs_a_function_runs_without_one():
     trainer = make_trainer(trainer_class=UsesFunction)
-    with pytest.warns(UserWarning, match=r"UsesFunction.create_scheduler\(\) calls create_scheduler_fn, which train"):
+    with pytest.warns(UserWarning, match=r"UsesFunction.create_scheduler\(\) calls create_scheduler_fn, which was not"):
         train(trainer)
     assert trainer.scheduler is None
     train(trainer, create_scheduler_fn=partial(ExponentialLR, gamma=0.1))

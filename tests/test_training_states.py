@@ -327,7 +327,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
 def test_a_finished_run_does_nothing_more_and_says_so(tmp_path, capsys):
     whole = run(tmp_path)
     assert_same(run(tmp_path), whole)
-    assert "Nothing more to do: the run had finished" in capsys.readouterr().out
+    assert "Nothing left to do: the run had finished" in capsys.readouterr().out
 
 
 DAMAGES = {
@@ -365,7 +365,7 @@ def test_a_state_that_waited_for_its_successor_when_all_was_killed_gets_its_name
     newest.rename(waiting)
     capsys.readouterr()
     run(tmp_path)
-    assert "Nothing more to do: the run had finished" in capsys.readouterr().out
+    assert "Nothing left to do: the run had finished" in capsys.readouterr().out
     assert states(tmp_path)[-1] == newest
 
 
@@ -849,7 +849,7 @@ def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
 def test_a_job_that_would_restart_with_addresses_of_dead_ranks_is_warned_of(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.warns(UserWarning, match="Start it with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.warns(UserWarning, match="Launch it with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP"):
         quiet_trainer(small_model())
 
 

@@ -209,7 +209,7 @@ def test_a_plateau_that_follows_a_metric_the_wrong_way_round_is_an_error(mode, h
     arguments = {"scheduler_interval": "epoch", "scheduler_metric": "score", "eval_dataset": True, "epochs": 2}
     right = {"min": "max", "max": "min"}[mode]
     trainer = make_trainer([scores([1.0, 2.0], higher)])
-    match = f"scheduler_metric='score'.*has mode='{mode}'. Make it with mode='{right}'"
+    match = f"scheduler_metric='score'.*has mode='{mode}'. Create it with mode='{right}'"
     factory = partial(ReduceLROnPlateau, mode=mode)
     assert steps_of(trainer, ValueError, match, create_scheduler_fn=factory, **arguments) == 0
     train(trainer, create_scheduler_fn=partial(ReduceLROnPlateau, mode=right), **arguments)
