@@ -201,7 +201,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "create_scheduler_fn is a scheduler": (
         {"create_scheduler_fn": instance_of_step_lr},
         TypeError,
-        r"create_scheduler_fn=<.*StepLR.*must be a function.*for example functools\.partial",
+        r"create_scheduler_fn=<.*StepLR.*must be a function.*For example: functools\.partial",
     ),
     "create_scheduler_fn is a name": (
         {"create_scheduler_fn": "cosine"},
@@ -244,7 +244,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a plateau without scheduler_metric": (
         {"create_scheduler_fn": ReduceLROnPlateau},
         ValueError,
-        "ReduceLROnPlateau follows a metric.*scheduler_interval='epoch', scheduler_metric='eval_loss_epoch'",
+        "ReduceLROnPlateau follows a metric.*scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'",
     ),
     "scheduler_metric for StepLR": (
         {
@@ -541,7 +541,7 @@ def test_callbacks_refuse(make, error, match):
 
 def test_an_optimizer_of_another_model_is_warned_of():
     forgotten = torch.optim.SGD(make_model(1).parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*again"):
+    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*recreate"):
         train(make_trainer(optimizer=forgotten))
 
 

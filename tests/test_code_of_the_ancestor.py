@@ -158,16 +158,16 @@ def test_the_other_names_say_at_once_that_they_are_taken(name, value):
             super().__init__(*args, **kwargs)
             setattr(self, name, value)
 
-    with pytest.raises(
-        AttributeError, match=rf"Taking\.{name} is reserved.*Choose another name, for example my_{name}\."
-    ):
+    with pytest.raises(AttributeError, match=rf"Taking\.{name} is reserved.*Choose another name, for example my_"):
         make_trainer(trainer_class=Taking)
     with pytest.raises(TypeError, match=rf"Holding\.{name} is reserved.*my_{name}"):
         type("Holding", (Trainer,), {name: value})
 
 
 def test_the_message_says_what_a_name_stands_for():
-    with pytest.raises(AttributeError, match=r"trainer's own \(Whether a run of training, evaluation or prediction is"):
+    with pytest.raises(
+        AttributeError, match=r"the trainer itself \(Whether a run of training, evaluation or prediction"
+    ):
         make_trainer().is_running = True
 
 
@@ -414,7 +414,7 @@ def test_a_state_directory_of_the_ancestor_is_called_what_it_is(tmp_path):
     ancestor.skip_without_it()
     run_code(STATE_OF_THE_ANCESTOR, str(tmp_path / "theirs"))
     trainer = make_trainer(model=nn.Linear(4, 1), optimizer=None)
-    with pytest.raises(ValueError, match="is a training state of Accelerate, as pytorch-accelerated writes") as caught:
+    with pytest.raises(ValueError, match="is a training state of Accelerate, as written by pytorch-acc") as caught:
         trainer.load_training_state(tmp_path / "theirs")
     assert "damaged" not in str(caught.value)
     with pytest.raises(ValueError, match="is a training state of Accelerate"):
@@ -435,7 +435,7 @@ def test_numbers_of_numpy_in_a_checkpoint_are_loaded(tmp_path):
 def test_objects_of_numpy_that_could_run_code_are_still_refused(tmp_path):
     content = {"model_state_dict": make_model().state_dict(), "mine": np.array([pathlib.Path("x")], dtype=object)}
     torch.save(content, tmp_path / "theirs.pt")
-    with pytest.raises(ValueError, match="only code could rebuild"):
+    with pytest.raises(ValueError, match="without running code"):
         make_trainer(optimizer=None).load_checkpoint(tmp_path / "theirs.pt")
 
 

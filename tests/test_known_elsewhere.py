@@ -255,8 +255,8 @@ def test_tensors_are_data_for_those_who_need_no_targets():
 @pytest.mark.parametrize(
     ("value", "error", "answer"),
     [
-        (True, TypeError, "resume_from=True is no path. Pass 'latest' for the newest state"),
-        (3, TypeError, "resume_from=3 is no path."),
+        (True, TypeError, "resume_from=True is not a path. Pass 'latest' for the newest state"),
+        (3, TypeError, "resume_from=3 is not a path."),
         ("last", ValueError, "resume_from='last': there is no such directory. Pass 'latest' for the newest state"),
         ("auto", ValueError, "resume_from='auto'"),
     ],
@@ -269,7 +269,7 @@ def test_a_checkpoint_is_no_training_state(tmp_path):
     trainer = make_trainer()
     trainer.save_checkpoint(tmp_path / "model.pt")
     text = message(NotADirectoryError, lambda: train(trainer, resume_from=tmp_path / "model.pt"))
-    assert "is a file, and a training state is a directory" in text
+    assert "is a file, but a training state is a directory" in text
     assert "trainer.load_checkpoint(path)" in text
 
 

@@ -181,7 +181,7 @@ def test_a_parameter_of_two_optimizers_is_refused():
 
 
 def test_a_parameter_of_none_of_several_optimizers_is_refused_unless_it_is_frozen():
-    with pytest.raises(ValueError, match=r"None of the optimizers '0' has the model's 2\.weight, 2\.bias\. Give"):
+    with pytest.raises(ValueError, match=r"None of the optimizers '0' has the model's 2\.weight, 2\.bias\. Add"):
         trained_by(lambda model: [torch.optim.SGD(model[0].parameters())])
     trained_by(lambda model: [torch.optim.SGD(model.requires_grad_(False)[0].requires_grad_().parameters())])
 
@@ -208,13 +208,13 @@ def test_what_is_no_optimizer_is_refused(optimizer, error, message):
             r"create_scheduler_fn\['other'\]: no optimizer has that name, only 'matrix', 'r",
         ),
         ({"rest": 1}, TypeError, r"create_scheduler_fn\['rest'\]=1 must be a function"),
-        ({"rest": StepLR}, TypeError, r"create_scheduler_fn\['rest'\]=StepLR is called with the optimizer alone"),
+        ({"rest": StepLR}, TypeError, r"create_scheduler_fn\['rest'\]=StepLR is called with the optimizer only"),
         ({"rest": partial(OneCycleLR, max_lr=1, total_steps=2)}, ValueError, "OneCycleLR has total_steps=2"),
         ({"rest": ReduceLROnPlateau}, ValueError, "ReduceLROnPlateau follows a metric"),
         (
             {"rest": lambda optimizer: None},
             TypeError,
-            r"create_scheduler_fn\['rest'\].* returned None, which is no sch",
+            r"create_scheduler_fn\['rest'\].* returned None, which is not a sch",
         ),
     ],
 )

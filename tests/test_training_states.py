@@ -383,7 +383,7 @@ def test_states_of_which_none_is_whole_are_an_error(tmp_path):
     run(tmp_path, max_checkpoints=2)
     for state in states(tmp_path):
         DAMAGES["truncated"](state / "trainer.pt")
-    with pytest.raises(DamagedStateError, match="none is whole"):
+    with pytest.raises(DamagedStateError, match=r"All training states in .* are damaged"):
         run(tmp_path)
 
 
@@ -506,7 +506,7 @@ def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks
         assert "cannot change in the middle of this run: the model is sharded (FSDP)" in said["rewrap"]
         assert "do not work with weights that are sharded by FSDP" in said["skip"]
     for message in two_ranks.run(sharded.state_of_fsdp1, tmp_path):
-        assert message.startswith("Training states are not possible with FSDP: ")
+        assert message.startswith("Training states are not supported with FSDP: ")
         assert "Use FSDP with fsdp_version=2" in message
 
 
@@ -569,7 +569,7 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no training state at"):
         trainer.load_training_state(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DamagedStateError, match=r"is no training state: it has no manifest\.json"):
+    with pytest.raises(DamagedStateError, match=r"is not a training state: it has no manifest\.json"):
         trainer.load_training_state(tmp_path / "empty")
     with pytest.raises(ValueError, match="resume_from='latest' needs a SaveTrainingStateCallback"):
         trainer.train(regression_data(8), 1, resume_from="latest")
@@ -907,7 +907,7 @@ def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
     model = small_model(2)
     model[2] = torch.nn.Linear(8, 3).double()
     kept = model[2].weight.clone()
-    with pytest.warns(UserWarning, match=r"of another shape: 2\.bias .*, 2\.weight .* The rest is loaded"):
+    with pytest.warns(UserWarning, match=r"of a different shape: 2\.bias .*, 2\.weight .* The rest is loaded"):
         quiet_trainer(model).load_checkpoint(tmp_path / "model.pt", load_optimizer=False, strict=False)
     assert torch.equal(model[0].weight, small_model(1)[0].weight)
     assert torch.equal(model[2].weight, kept)

@@ -87,9 +87,7 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     if not named:
         raise ValueError(f"{method} returned an empty dict of losses.")
     if "loss" in named and len(named) > 1:
-        raise ValueError(
-            f"{method} returned a dict of losses with one called 'loss', the name of their sum. Rename it."
-        )
+        raise ValueError(f"{method} returned a dict of losses with one called 'loss', like their sum. Rename it.")
     for name, loss in named.items():
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")
