@@ -120,7 +120,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "per_device_batch_size=None": ({"per_device_batch_size": None}, TypeError, f"per_device_batch_size=None {WHOLE}"),
     **{
-        f"{name}={value!r}": ({name: value}, ValueError, f"{name}={value} must be greater than 0.*Leave it out")
+        f"{name}={value!r}": ({name: value}, ValueError, f"{name}={value} must be greater than 0.*Omit it")
         for name in ("gradient_clip_value", "gradient_clip_norm")
         for value in (0, 0.0, -1, -0.5, math.nan)
     },
@@ -154,7 +154,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "drop_last leaves nothing": (
         {"per_device_batch_size": 7, "train_dataloader_kwargs": {"drop_last": True}},
         ValueError,
-        r"train_dataset makes no batch.*drop_last=True.*Lower per_device_batch_size",
+        r"train_dataset gives no batch.*drop_last=True.*Lower per_device_batch_size",
     ),
     "drop_last leaves nothing to evaluate": (
         {"per_device_batch_size": 3, "eval_dataset": make_data(2), "eval_dataloader_kwargs": {"drop_last": True}},
@@ -392,7 +392,7 @@ PREDICT: dict[str, tuple[Any, type[Exception], str]] = {
         "predict: the model returned int.*Override calculate_predict_batch_output",
     ),
     "nothing": (lambda batch: None, TypeError, "predict: the model returned NoneType"),
-    "a scalar": (lambda batch: torch.tensor(1.0), ValueError, "predict: .*without a dimension for the samples"),
+    "a scalar": (lambda batch: torch.tensor(1.0), ValueError, "predict: .*without a sample dimension"),
 }
 
 

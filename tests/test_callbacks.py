@@ -37,7 +37,7 @@ from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, S
 from tests.tasks import CountsReads, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
 # The scores of these scripts are as good as one says.
-pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is not known")
+pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")
 
 
 @pytest.fixture
@@ -682,7 +682,7 @@ def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, arg
         other(here / "same.jsonl"),
         listener(on_train_step_start=lambda t: steps.append(1)),
     ]
-    with pytest.raises(ValueError, match=rf"{argument}=.*same.jsonl' is that of two callbacks, \w+ and \w+, which"):
+    with pytest.raises(ValueError, match=rf"{argument}=.*same.jsonl' is used by two callbacks, \w+ and \w+, which"):
         train(make_trainer(callbacks), eval_dataset=True)
     assert not steps
 
@@ -805,9 +805,7 @@ WATCHING: dict[str, Any] = {
 @pytest.mark.parametrize("name", WATCHING)
 def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
     first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
-    before = (
-        r"begins again: it watches 'accuracy' \(greater is better\), and its training state is of '\w*eval_loss_epoch'"
-    )
+    before = r"starts afresh: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss_epoch'"
     with pytest.warns(UserWarning, match=f"{name} {before}"):
         resumed(here, first, again)
     assert first.best_metric > 0.8  # a loss, which as an accuracy would be the best for ever
@@ -832,7 +830,7 @@ def test_the_best_states_by_another_metric_do_not_count_after_a_resume(here):
         train(make_trainer([record, saver], seed=0), epochs=epochs, eval_dataset=True, resume_from="latest")
 
     run(1, KeepBest("eval_loss_epoch"))
-    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback begins again: it watches 'new'"):
+    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback starts afresh: it watches 'new'"):
         run(4, KeepBest("new"))  # smaller than the loss or not, the first value is that of epoch 2
     assert sorted(path.name for path in Path("states").glob("update-*")) == ["update-000000006", "update-000000012"]
 

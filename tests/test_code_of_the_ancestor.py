@@ -165,9 +165,7 @@ def test_the_other_names_say_at_once_that_they_are_taken(name, value):
 
 
 def test_the_message_says_what_a_name_stands_for():
-    with pytest.raises(
-        AttributeError, match=r"the trainer itself \(Whether a run of training, evaluation or prediction"
-    ):
+    with pytest.raises(AttributeError, match=r"the trainer itself \(Whether a training, evaluation or prediction run"):
         make_trainer().is_running = True
 
 
@@ -188,7 +186,7 @@ def test_attributes_of_the_run_are_set_after_the_constructor():
             self.collate_fn = None
             super().__init__(*args, **kwargs)
 
-    with pytest.raises(AttributeError, match=r"Early: call super\(\).__init__\(...\) before you set"):
+    with pytest.raises(AttributeError, match=r"Early: call super\(\).__init__\(...\) before setting"):
         make_trainer(trainer_class=Early)
 
 

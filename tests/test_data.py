@@ -892,7 +892,7 @@ BAD_INPUT = [
     (lambda t: NamedDatasets({"a": [1]}, length="mean"), "length='mean' must be 'min' or 'max'"),
     (lambda t: LimitBatchesCallback(0), "num_batches=0 must be at least 1"),
     (lambda t: LimitEvalStepsCallback(-1), "num_eval_steps=-1 must be at least 1"),
-    (lambda t: t.evaluate(Words()), "No batch size can be told .* Return 'batch_size'"),
+    (lambda t: t.evaluate(Words()), "batch size cannot be determined .* Return 'batch_size'"),
 ]
 
 

@@ -327,7 +327,7 @@ def test_a_placeholder_within_a_function_is_an_error_before_training(rate):
     trainer = make_trainer()
     start = weights(trainer.model)
     with pytest.raises(
-        TypeError, match=r"placeholder.*within a function.*argument.*functools\.partial|functools\.partial"
+        TypeError, match=r"placeholder.*inside a function.*argument.*functools\.partial|functools\.partial"
     ):
         train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=rate))
     assert equal(weights(trainer.model), start)

@@ -111,11 +111,11 @@ def test_a_state_of_other_groups_is_refused():
     model = small_model()
     optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
     single = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="it has 1 parameter groups, the optimizers have 3"):
+    with pytest.raises(ValueError, match="it has 1 parameter groups, but the optimizers have 3"):
         optimizer.load_state_dict(single.state_dict())
     state = optimizer.state_dict()
     state["param_groups"][0]["params"] = [0]
-    with pytest.raises(ValueError, match="group 0 of the optimizer 'matrix' has 2 parameters, and had 1"):
+    with pytest.raises(ValueError, match="group 0 of the optimizer 'matrix' has 2 parameters, but had 1"):
         optimizer.load_state_dict(state)
 
 

@@ -111,7 +111,7 @@ def test_an_argument_that_contradicts_the_metric_is_an_error_before_training(whe
     average = ModelEmaCallback(save_path="other.pt", prefix="other_", callbacks=[scores([1.0])])
     name = "other_score" if "Ema" in where else "score"
     trainer = make_trainer([average, scores([1.0]), WATCHERS[where](name, False)])
-    with pytest.raises(ValueError, match="but the metric itself says that greater is better") as caught:
+    with pytest.raises(ValueError, match="but according to the metric itself greater is better") as caught:
         train(trainer, eval_dataset=True)
     assert str(caught.value).startswith(f"{where}{name!r}): greater_is_better=False")
     assert trainer.progress.step == 0
@@ -127,7 +127,7 @@ def test_where_it_is_not_known_smaller_ones_are_better_and_a_warning_says_so(whe
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", float(t.progress.epoch)))
     watcher = WATCHERS[where]("mine")
     trainer = make_trainer([record, watcher], seed=0)
-    with pytest.warns(UserWarning, match="whether greater values are better is not known") as caught:
+    with pytest.warns(UserWarning, match="whether greater values are better is unknown") as caught:
         train(trainer, epochs=2, eval_dataset=True)
     assert str(caught[0].message).startswith(where)
     assert "greater_is_better=True, or False" in str(caught[0].message)
