@@ -259,7 +259,7 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         run.made_loaders.add(loader)
         if loader.shared_by:
             data = "training" if training else "evaluation"
-            trainer.print(f"Each process reads its own part of the {data} data, as shared out by {loader.shared_by}.")
+            trainer.print(f"Each process reads its own part of the {data} data, as sharded by {loader.shared_by}.")
     return loader
 
 

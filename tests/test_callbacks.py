@@ -805,7 +805,7 @@ WATCHING: dict[str, Any] = {
 @pytest.mark.parametrize("name", WATCHING)
 def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
     first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
-    before = r"starts afresh: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss_epoch'"
+    before = r"starts afresh: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss"
     with pytest.warns(UserWarning, match=f"{name} {before}"):
         resumed(here, first, again)
     assert first.best_metric > 0.8  # a loss, which as an accuracy would be the best for ever

@@ -270,7 +270,7 @@ def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind)
     assert bool(found[0]["printed"]) == (kind != "whole")
     assert all(result["printed"] == "" for result in found[1:])
     if kind != "whole":
-        said = "Each process reads its own part of the {} data, as shared out by "
+        said = "Each process reads its own part of the {} data, as sharded by "
         assert all(said.format(which) in found[0]["printed"] for which in ("training", "evaluation"))
 
 

@@ -100,11 +100,11 @@ def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
 
 
 def check_same_rows(dataset: Any, ranks: Ranks) -> None:
-    """Check that a Hugging Face ``Dataset`` has the same rows on all processes, as it is about to be shared out.
+    """Check that a Hugging Face ``Dataset``, which is about to be sharded, has the same rows on all processes.
 
-    To be called on every process. Compares a few rows as they are stored, before any transform.
+    Call it on every process. Compares a few rows as they are stored, before any transform.
 
-    :raises ValueError: when it was split before, by ``split_dataset_by_node`` for example
+    :raises ValueError: if it has already been split, for example by ``split_dataset_by_node``
     """
     is_table = all(hasattr(dataset, name) for name in ("_fingerprint", "with_format", "num_rows"))
     if ranks.world_size == 1 or not is_table:
@@ -117,7 +117,7 @@ def check_same_rows(dataset: Any, ranks: Ranks) -> None:
         raise ValueError(
             f"The processes have datasets with different rows, of lengths {[length for length, _ in found]}. Each "
             "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
-            "every process, without split_dataset_by_node or shard(): the trainer shares it out. If each process "
-            "should read all of its own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or "
+            "every process, without split_dataset_by_node or shard(): the trainer shards it. If each process should "
+            "read all of its own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or "
             "create_eval_dataloader."
         )
