@@ -180,7 +180,7 @@ def layer_group_parameters(model: nn.Module, lr: float, decay: float = 1 / 2.6) 
 
     :param model: the model, not wrapped
     :param lr: learning rate of the last group, the head
-    :param decay: factor by which the learning rate of each group is smaller than that of the next
+    :param decay: ratio of the learning rate of each group to that of the next
     """
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)

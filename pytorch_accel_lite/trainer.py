@@ -310,7 +310,7 @@ class Trainer:
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
 
-    # ---------------------------------------------------------------- what a run is made of, to override
+    # ----------------------------------------------------------------------- parts of a run, to override
 
     def _create_callback_handler(self) -> CallbackHandler:
         handler = CallbackHandler(self._callbacks)

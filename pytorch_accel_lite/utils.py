@@ -220,7 +220,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
 def cores_per_process(processes: int) -> int:
     """Return the number of cores of this machine available to each process, at least one.
 
-    :param processes: number of processes on this machine, used if the launcher does not provide it
+    :param processes: number of processes in the job, assumed to be on this machine unless the launcher tells otherwise
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))

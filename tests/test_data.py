@@ -1062,7 +1062,7 @@ def test_a_stream_that_cannot_go_on_is_an_error_that_says_why(tmp_path):
     seen_batches(Numbers(30), 8, callbacks=[Saves(tmp_path)])
     with pytest.raises(ValueError, match=r"data ended after 1 batches of this epoch, but .* already seen 2\."):
         seen_batches(Numbers(8), 8, resume_from=tmp_path / "2")
-    with pytest.raises(ValueError, match=r"data ended after 15 samples of this epoch, but .* has had 16 of them"):
+    with pytest.raises(ValueError, match=r"data ended after 15 samples of this epoch, but .* already seen 16"):
         seen_batches(Numbers(15), 5, resume_from=tmp_path / "2")
     with pytest.raises(ValueError, match="in the middle of a batch of type Packed, which cannot be split"):
         seen_batches(

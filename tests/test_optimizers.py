@@ -189,7 +189,7 @@ def test_a_parameter_of_none_of_several_optimizers_is_refused_unless_it_is_froze
 @pytest.mark.parametrize(
     ("optimizer", "error", "message"),
     [
-        ({}, ValueError, "optimizer={} holds no optimizer"),
+        ({}, ValueError, "optimizer={} contains no optimizer"),
         ([None], TypeError, r"optimizer\['0'\]=None must be an instance of torch.optim.Optimizer"),
         ({1: torch.optim.SGD([torch.zeros(1)])}, TypeError, "names of optimizers must be strings, not 1"),
     ],

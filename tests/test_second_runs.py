@@ -239,7 +239,7 @@ def test_what_is_no_scheduler_is_refused_whoever_made_it():
 
     with pytest.raises(TypeError, match=r"create_scheduler\(\) returned 'cosine', which is not a scheduler"):
         train(make_trainer(trainer_class=Wrong))
-    with pytest.raises(TypeError, match="returned None, which is no scheduler"):
+    with pytest.raises(TypeError, match="returned None, which is not a scheduler"):
         train(make_trainer(), create_scheduler_fn=lambda optimizer: None)
 
 

@@ -193,7 +193,7 @@ def test_schedulers_and_trainers_that_do_not_fit_say_which_trainer_does():
 
 
 def test_when_a_timm_scheduler_is_stepped_is_not_the_users_choice():
-    with pytest.raises(ValueError, match=r"scheduler_interval='epoch': TrainerWithTimmScheduler steps.*Leave"):
+    with pytest.raises(ValueError, match=r"scheduler_interval='epoch': TrainerWithTimmScheduler steps.*Omit"):
         run(partial(scheduler.CosineLRScheduler, t_initial=9), scheduler_interval="epoch")
 
 

@@ -547,7 +547,7 @@ def test_objects_of_the_users_are_kept(tmp_path):
     other.register_for_checkpointing("other", again)
     with (
         pytest.warns(UserWarning, match="holds nothing for the registered object 'other'"),
-        pytest.warns(UserWarning, match="state of a registered object 'counter' that is gone"),
+        pytest.warns(UserWarning, match="state of registered object 'counter', which no longer exists"),
     ):
         other.load_training_state(tmp_path / "state")
     with pytest.raises(ValueError, match="already registered as 'counter'"):
@@ -608,9 +608,9 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
     (state,) = states(tmp_path)
     trainer = quiet_trainer(make_model(), callbacks=[Other])
     with (
-        pytest.warns(UserWarning, match="is gone"),
+        pytest.warns(UserWarning, match="no longer exists"),
         pytest.warns(UserWarning, match="nothing for the callback 'Other'"),
-        pytest.warns(UserWarning, match="state of a callback 'EarlyStoppingCallback' that is gone"),
+        pytest.warns(UserWarning, match="state of callback 'EarlyStoppingCallback', which no longer exists"),
     ):
         trainer.load_training_state(state)
 

@@ -119,7 +119,7 @@ def test_an_argument_that_contradicts_the_metric_is_an_error_before_training(whe
 
 def test_of_losses_of_the_run_greater_values_are_never_better(here):
     callback = SaveBestModelCallback("best.pt", greater_is_better=True)
-    assert steps_of(make_trainer([callback]), ValueError, "says that smaller is better", eval_dataset=True) == 0
+    assert steps_of(make_trainer([callback]), ValueError, "the metric itself smaller is better", eval_dataset=True) == 0
 
 
 @pytest.mark.parametrize("where", WATCHERS)
@@ -130,7 +130,7 @@ def test_where_it_is_not_known_smaller_ones_are_better_and_a_warning_says_so(whe
     with pytest.warns(UserWarning, match="whether greater values are better is unknown") as caught:
         train(trainer, epochs=2, eval_dataset=True)
     assert str(caught[0].message).startswith(where)
-    assert "greater_is_better=True, or False" in str(caught[0].message)
+    assert "greater_is_better=True or False" in str(caught[0].message)
     assert [warning.filename for warning in caught] == [train.__code__.co_filename]  # the line that calls train()
     if hasattr(watcher, "best_metric"):
         assert watcher.best_metric == 1.0

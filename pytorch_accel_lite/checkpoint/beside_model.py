@@ -114,7 +114,9 @@ def load_attribute_states(trainer: Trainer, states: Mapping[str, Any], source: S
     for name in owners.keys() - states.keys() if is_final else ():
         warnings.warn(f"The training state holds nothing for the trainer's attribute {name!r}.", stacklevel=3)
     for name in states.keys() - owners.keys() if is_final else ():
-        warnings.warn(f"The training state holds the state of an attribute {name!r} that is gone.", stacklevel=3)
+        warnings.warn(
+            f"The training state holds the state of attribute {name!r}, which no longer exists.", stacklevel=3
+        )
 
 
 def describe_attributes(trainer: Trainer) -> str:

@@ -202,4 +202,4 @@ def _restore_each(kind: str, owners: Mapping[str, Any], states: Mapping[str, Any
         else:
             warnings.warn(f"The training state holds nothing for the {kind} {name!r}.", stacklevel=3)
     for name in states.keys() - owners.keys():
-        warnings.warn(f"The training state holds the state of a {kind} {name!r} that is gone.", stacklevel=3)
+        warnings.warn(f"The training state holds the state of {kind} {name!r}, which no longer exists.", stacklevel=3)

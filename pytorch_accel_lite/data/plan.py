@@ -55,7 +55,7 @@ def global_batches(
 
 
 class WrongLengthError(ValueError):
-    """A sampler does not give as many indices as its length: unlike a batch that cannot be read, never skipped."""
+    """A sampler gives fewer or more indices than its length. Never skipped, unlike a batch that cannot be read."""
 
 
 def ended(source: str, given: str, done: int) -> WrongLengthError:

@@ -153,8 +153,8 @@ def run_evaluation(
     """
     if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
         raise RuntimeError(
-            "run_evaluation() evaluates within a training run that was given an eval_dataset. Pass one to train(), "
-            "or call evaluate(dataset)."
+            "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
+            "evaluate(dataset)."
         )
     run = self.current_run.derive()
     own = self.model
