@@ -632,7 +632,7 @@ def test_nan_is_never_the_best(script, best, greater, tmp_path):
 
 def test_when_all_are_nan_nothing_is_saved_or_loaded_and_that_is_said(tmp_path, capsys):
     trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
-    assert "No best model is saved: score has had no value that is a number." in capsys.readouterr().out
+    assert "No best model was saved: score never had a numeric value." in capsys.readouterr().out
     assert not (tmp_path / "best.pt").exists()
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
@@ -654,7 +654,7 @@ def test_the_best_model_is_loaded_unless_an_error_ends_the_run(error, is_loaded,
         train(trainer, epochs=3, eval_dataset=True)
     said = capsys.readouterr().out
     assert ("Loading the best model: epoch 1" in said) == is_loaded
-    assert ("The best model is not loaded, as the run failed. It is in" in said) != is_loaded
+    assert ("The run failed, so the best model is not loaded. It is in" in said) != is_loaded
     assert equal(weights(trainer.model), ends[0 if is_loaded else 1])
     trainer.load_checkpoint(tmp_path / "best.pt")
     assert equal(weights(trainer.model), ends[0])
@@ -906,7 +906,7 @@ def test_a_run_pauses_at_a_limit_of_time_and_resumed_goes_on(here):
         trainer = make_trainer([limit, SaveTrainingStateCallback("states", save_at_end=False)], seed=1)
         train(trainer, epochs=2, eval_dataset=True, resume_from="latest")
         updates.append(trainer.progress.update)
-        assert trainer.stop_reason in (None, "Stopping: the limit of 0:00:00.000001 is reached.")
+        assert trainer.stop_reason in (None, "Stopping: the time limit of 0:00:00.000001 is reached.")
     assert updates == [1, 2, 3, 3, 4, 5, 6, 6]  # after each update, and after the first epoch's evaluation
     assert trainer.stop_reason is None
     assert equal(weights(trainer.model), weights(whole.model))

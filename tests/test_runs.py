@@ -237,7 +237,7 @@ def test_a_stop_within_an_accumulation_window_says_that_nothing_is_saved(here, c
     stop = listener(on_train_step_end=lambda t, step, **_: raises(StopTrainingError("enough"))() if step == 2 else None)
     train(make_trainer([SaveTrainingStateCallback("states"), stop]), size=20, gradient_accumulation_steps=4)
     assert list(Path("states").glob("update-*")) == []
-    assert "No training state is saved: the run was stopped within an accumulation window" in capsys.readouterr().out
+    assert "No training state was saved: the run was stopped within an accumulation window" in capsys.readouterr().out
 
 
 def test_weights_that_are_not_finite_never_replace_good_ones(here):
@@ -382,7 +382,7 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
     trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
     trainer.evaluate(make_data())
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
-    with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own has not. Derive it from"):
+    with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own lacks. Derive it from"):
         train(make_trainer([MetricsFileCallback], run_history=Own()))
 
 

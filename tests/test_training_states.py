@@ -799,7 +799,7 @@ def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
         result = run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous, continue_on_error=True)
     finally:
         fills.free()
-    assert "could not be saved, and the run goes on. OSError: [Errno 27]" in capsys.readouterr().out
+    assert "could not be saved; the run continues. OSError: [Errno 27]" in capsys.readouterr().out
     names = [path.name for path in states(tmp_path)]
     assert names[0] == "update-000000003"
     assert "update-000000006" not in names
@@ -818,7 +818,7 @@ def test_a_run_may_go_on_when_the_weights_alone_do_not_fit_on_the_disk(tmp_path,
         trainer.train(regression_data(8), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "could not be saved, and the run goes on. OSError: " in capsys.readouterr().out
+    assert "could not be saved; the run continues. OSError: " in capsys.readouterr().out
     assert not list(tmp_path.glob("*update*"))
 
 

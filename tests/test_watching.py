@@ -224,7 +224,7 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     assert lines[3].endswith("score: 0.666667")
     assert lines[6].endswith("score: 0.333333")
     assert lines[7] == (
-        "score: 0.333333 is no improvement by more than 0.01 (best 0.666667, greater is better); 1 of 2 epochs of "
+        "score: 0.333333 has not improved by more than 0.01 (best 0.666667, greater is better); 1 of 2 epochs of "
         "patience used."
     )
     assert lines[10].endswith("score: 0.333333")
