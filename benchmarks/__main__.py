@@ -1,9 +1,8 @@
 """Measure trainers side by side: python -m benchmarks [--workloads loop tensors] [--rounds 5] [--quick].
 
-Every contender runs in a process of its own, in interleaved rounds; what is shown are medians of ratios to the
-hand-written loop of the same round, with the smallest and the largest. That loop takes part twice: the spread of its
-second copy, the control, says how far the other figures can be trusted. CPU time is what to look at on a machine that
-others use too.
+Every contender runs in its own process, in interleaved rounds. Results are medians of the ratios to the hand-written
+loop of the same round, with the minimum and maximum. That loop takes part twice: the spread of the second copy, the
+control, shows how reliable the other figures are. On a shared machine, look at the CPU time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TITLES = {
 
 
 def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
-    """Run a module in a process of its own and return the JSON of its last line; ``None`` when it lacks a package."""
+    """Run a module in its own process and return the JSON on its last line, or ``None`` if a package is missing."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if not arguments[0].startswith("gpu"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -50,17 +49,17 @@ def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
 
 
 def main(command: list[str] | None = None, run: Callable[..., dict[str, float] | None] = run_worker) -> None:
-    """Measure and write tables.
+    """Run the benchmarks and write tables.
 
-    :param command: the arguments of the command line
-    :param run: runs a module with arguments in a process of its own
+    :param command: command line arguments
+    :param run: runs a module with arguments in its own process
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=[*TITLES, *OTHERS], default=[*TITLES, *OTHERS])
-    parser.add_argument("--contenders", nargs="+", help="of a workload that has them, these rows only")
+    parser.add_argument("--contenders", nargs="+", help="measure only these contenders")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything works")
+    parser.add_argument("--quick", action="store_true", help="a few steps only, to check that everything works")
     arguments = parser.parse_args(command)
     unknown = set(arguments.contenders or ()) - set(CONTENDERS)
     if unknown and not OTHERS.keys() >= set(arguments.workloads):

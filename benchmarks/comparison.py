@@ -1,9 +1,8 @@
-"""What trainers compute: resuming in mid-epoch, evaluation on two processes, accumulated gradients.
+"""Comparison of what trainers compute when resuming mid-epoch, evaluating on two processes and accumulating gradients.
 
     python -m benchmarks.comparison docs/results/comparison.md
 
-Each trainer is set up as its documentation says, and trains a tiny model on the CPU. Trainers that are not installed
-are left out.
+Each trainer is set up as documented, and trains a tiny model on the CPU. Trainers that are not installed are omitted.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def by_hand(count: int) -> torch.Tensor:
 
 
 class Returning(nn.Module):
-    """Returns its loss, as models of transformers do."""
+    """A model that returns its loss, like those of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The same training by hand and with each trainer, as its own documentation recommends for a CPU.
+"""The same training by hand and with each trainer, set up as its documentation recommends for a CPU.
 
-A contender is a function that is given a task and a folder to write to. It imports what it needs, and returns a
-function that trains: that is what is measured. A package that is not installed shows as such in the table.
+A contender is a function of a task and a directory to write to. It imports what it needs, and returns the function that
+trains, which is what is measured. The table shows packages that are not installed as such.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.tasks import Task
 Train = Callable[[], None]
 Make = Callable[[Task, Path], Train]
 CONTENDERS: dict[str, Make] = {}
-# Those that take part in one workload only.
+# Contenders that take part in one workload only.
 ONLY_IN = {"by hand, indexing tensors": "tensors"}
 
 
@@ -33,7 +33,7 @@ def contender(name: str) -> Callable[[Make], Make]:
 
 
 def loader_of(task: Task) -> Iterable[Any]:
-    """Return ready batches as a list, or the usual loader."""
+    """Return prepared batches as a list, or the usual loader."""
     return task.batches() if task.ready else DataLoader(task.dataset, task.batch_size, shuffle=True)
 
 
@@ -46,7 +46,7 @@ def only(batches: list[Any]) -> Any:
 
 
 def torch_loader_of(task: Task) -> DataLoader[Any]:
-    """The same for trainers that insist on a DataLoader."""
+    """Return the same for trainers that require a DataLoader."""
     if task.ready:
         return DataLoader(task.batches(), batch_size=None, collate_fn=first)  # type: ignore[arg-type]
     return DataLoader(task.dataset, task.batch_size, shuffle=True)
@@ -72,7 +72,7 @@ CONTENDERS["by hand again (control)"] = by_hand
 
 @contender("by hand, indexing tensors")
 def by_hand_indexing(task: Task, folder: Path) -> Train:
-    """The least that shuffled data in memory can cost: a batch is picked by one operation from each tensor."""
+    """Train with the minimum cost of shuffled data in memory: one indexing operation per tensor and batch."""
     model, loss_func = task.make_model(), task.loss_func
     optimizer, tensors = task.make_optimizer(model), task.dataset.tensors  # type: ignore[attr-defined]
 

@@ -1,9 +1,9 @@
-"""How fast samples are fed, as ratios to torch's own DataLoader, measured side by side in one run.
+"""Data loading speed relative to torch's own DataLoader, measured side by side in one run.
 
     python -m benchmarks.feeding [--rounds 7]
 
-Rounds are interleaved and medians of ratios are printed, because machines are shared and noisy. The plain loader
-takes part a second time as the control: its ratio to itself shows how much the others can be trusted.
+Rounds are interleaved and medians of ratios are printed, because machines are shared and noisy. The plain loader takes
+part a second time as the control, whose ratio shows how reliable the others are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLES, FEATURES, BATCH = 60_000, 64, 32
 
 
 class Rows(Dataset[Any]):
-    """A plain map dataset, which is read one sample at a time."""
+    """A plain map dataset, read one sample at a time."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -70,7 +70,7 @@ def train_with_trainer(dataset: Any) -> None:
 
 
 def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Return for each contender its median time in seconds and the median of its ratios to the first."""
+    """Return each contender's median time in seconds and the median of its ratios to the first contender."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():

@@ -1,7 +1,8 @@
-"""Where a step goes: python -m benchmarks.gaps [loop|convnet] [--rounds 8].
+"""Where the time of a step goes: python -m benchmarks.gaps [loop|convnet] [--rounds 8].
 
-The hand-written loop and the trainer in turn in one process, with a mark before and after forward pass, loss, backward
-pass and optimizer. Shown are medians over all steps of all rounds, which other programs of the machine hardly touch.
+The hand-written loop and the trainer alternate in one process, with time stamps before and after the forward pass, the
+loss, the backward pass and the optimizer. Results are medians over all steps of all rounds, which other programs on the
+machine hardly affect.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def ours(task: Task, batches: list[Any]) -> list[float]:
 
 
 def gaps(marks: list[float]) -> list[list[float]]:
-    """Return, for each part of a step, its times in microseconds; the first steps are left out."""
+    """Return the times in microseconds of each part of a step, without the first steps."""
     passed = [1e6 * (after - before) for before, after in itertools.pairwise(marks)]
     return [passed[part + 10 * len(PARTS) :: len(PARTS)] for part in range(len(PARTS))]
 

@@ -1,4 +1,4 @@
-"""Workloads that are no plain training loop: evaluation, two processes, start-up, saving, memory, a GPU."""
+"""Workloads other than a plain training loop: evaluation, two processes, start-up, saving, memory, a GPU."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Measures = dict[str, Callable[[], dict[str, float] | None]]
 
 @dataclass(frozen=True)
 class Other:
-    """A workload: its title, what its ratios are to, and its contenders, each measured by one call."""
+    """A workload: its title, the reference of its ratios, and its contenders, each measured by one call."""
 
     title: str
     reference: str
     measures: Callable[[bool, Run], Measures]
-    unit: str = ""  # of figures that are no ratios
+    unit: str = ""  # for figures that are not ratios
 
 
 def timed(action: Callable[[], Any]) -> dict[str, float]:
@@ -45,7 +45,7 @@ def timed(action: Callable[[], Any]) -> dict[str, float]:
 
 
 def in_process(kind: str, names: list[str], quick: bool, run: Run) -> Measures:
-    """Let each contender of this module run in a process of its own."""
+    """Return calls that run each contender of this module in its own process."""
     return {name: partial(run, "benchmarks.others", kind, name, "quick" if quick else "full") for name in names}
 
 
@@ -117,7 +117,7 @@ SETTINGS = ["as it is", "again (control)", "fused AdamW", "batches of 128", "sam
 
 
 def two_processes(name: str, quick: bool, run: Run) -> dict[str, float] | None:
-    """Train on 2 processes and return what the first took."""
+    """Train on 2 processes and return the time of the first."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     arguments = ["benchmarks.others", "rank", name, "quick" if quick else "full"]
@@ -190,7 +190,7 @@ def time_import(statement: str) -> dict[str, float] | None:
         f"import time; w, c = time.perf_counter(), time.process_time()\n{statement}\n"
         "print(time.process_time() - c, time.perf_counter() - w)"
     )
-    # With compiled files, as an installed package has them: what runs from a checkout writes them the first time.
+    # With bytecode files, as an installed package has them; a checkout writes them on the first run.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(2):
         done = subprocess.run(
@@ -217,7 +217,7 @@ def saving(quick: bool, run: Run) -> Measures:
     trainer.train(task.dataset, 1, None, task.batch_size)
     writer = BackgroundWriter(trainer.accelerator)
 
-    def save(synced: bool, keep: Any = keep) -> None:  # the folder lives as long as this function
+    def save(synced: bool, keep: Any = keep) -> None:  # keeps the directory alive as long as this function
         with open(folder / "plain.pt", "wb") as file:
             torch.save({"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)
             if synced:
@@ -253,7 +253,7 @@ def resident_bytes() -> int:
 
 
 def memory_growth(name: str, quick: bool) -> dict[str, float]:
-    """Return the growth of resident memory, in MiB, between a tenth and the end of 100,000 updates."""
+    """Return the growth of resident memory in MiB over the last nine tenths of 100,000 updates."""
     steps, task = 1000 if quick else 100_000, make_task("loop", True)
     batches, model = task.batches(), task.make_model()
     optimizer, loss_func = task.make_optimizer(model), task.loss_func
@@ -286,7 +286,7 @@ def memory_growth(name: str, quick: bool) -> dict[str, float]:
 
 
 def watching(folder: Path) -> dict[str, list[Any]]:
-    """Return the callbacks that watch a run, each alone and all together."""
+    """Return the monitoring callbacks, each alone and all together."""
     from pytorch_accel_lite import callbacks as c
 
     each: list[Any] = [
@@ -314,7 +314,7 @@ WATCHING = ["the default ones, no bar", "ProgressBarCallback", "LearningRateMoni
 
 
 def time_in_callbacks(name: str, quick: bool) -> dict[str, float]:
-    """Return what callbacks take of the steps of a small convnet, by the clock of ``TimingCallback`` in that run."""
+    """Return the time of callbacks in the steps of a small convnet, as measured by ``TimingCallback`` in that run."""
     from benchmarks.contenders import ours
     from pytorch_accel_lite.callbacks import TimingCallback
 
@@ -322,7 +322,7 @@ def time_in_callbacks(name: str, quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
         timing = TimingCallback(show=False)
         train = ours(task, [*watching(Path(folder))[name], timing])
-        for _ in range(2):  # what is imported at the first use is not what a step costs
+        for _ in range(2):  # the first run includes imports, which a step does not
             train()
     taken = sum(seconds for part, seconds in timing.totals.items() if part.endswith("Callback"))
     taken -= timing.totals["TimingCallback"]
@@ -346,7 +346,7 @@ def gpu_task(kind: str, quick: bool) -> tuple[nn.Module, list[Any]]:
 
 
 def gpu(kind: str, name: str, quick: bool) -> dict[str, float]:
-    """Train in bf16 on a GPU, compiled or not; count the synchronisations of a step. Without a GPU it only runs."""
+    """Train in bf16 on a GPU, compiled or not, and count the synchronisations per step. Also runs without a GPU."""
     from accelerate import Accelerator
 
     from pytorch_accel_lite import Trainer, get_default_callbacks

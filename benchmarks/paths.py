@@ -1,7 +1,7 @@
-"""What a step costs on each path that people use: python -m benchmarks.paths [--rounds 15] [--only seed].
+"""The overhead of a step for common set-ups: python -m benchmarks.paths [--rounds 15] [--only seed].
 
-Microseconds a step over the loop written by hand on the same data, in turn in one process; medians over all rounds.
-The control is the hand-written loop over itself: it shows how much the others can be trusted.
+Results are microseconds per step in addition to the hand-written loop on the same data, alternating in one process;
+medians over all rounds. The control compares that loop with itself, and shows how reliable the other figures are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUIET = get_default_callbacks(progress_bar=False)
 
 
 class ReadsBatches(Dataset[Any]):
-    """Reads many samples at once."""
+    """A dataset that reads a batch of samples at once."""
 
     def __init__(self, task: Task) -> None:
         self.x, self.y = task.dataset.tensors  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def collated(batch: Any) -> Any:
 
 
 class Timed(Trainer):
-    """Knows how long its last epoch took."""
+    """A trainer that measures its last epoch."""
 
     def train_epoch_start(self) -> None:
         super().train_epoch_start()
@@ -84,7 +84,7 @@ def ours(task: Task, trainer_class: type[Timed], data: Any, callbacks: Iterable[
 
 
 def paths(task: Task, folder: str) -> dict[str, tuple[Callable[[], float], Callable[[], float]]]:
-    """Return, by name, the hand-written loop and what is compared with it."""
+    """Return, by name, the hand-written loop and the trainer to compare with it."""
     ready, data = task.batches(), ReadsBatches(task)
 
     def hand() -> float:
@@ -113,7 +113,7 @@ def paths(task: Task, folder: str) -> dict[str, tuple[Callable[[], float], Calla
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paths", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="paths with this in their names")
+    parser.add_argument("--only", default="", help="only set-ups whose name contains this")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

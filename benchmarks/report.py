@@ -17,7 +17,7 @@ PACKAGES = (
 
 
 def interleave(measure: Mapping[str, Callable[[], dict[str, float] | None]], rounds: int) -> Rounds:
-    """Measure all contenders in turn, so many times over; one that gives ``None`` is left out."""
+    """Measure all contenders in turn for a number of rounds, omitting those that return ``None``."""
     results: Rounds = {name: [] for name in measure}
     for number in range(rounds):
         for name, call in measure.items():
@@ -30,7 +30,7 @@ def interleave(measure: Mapping[str, Callable[[], dict[str, float] | None]], rou
 
 
 def ratios(results: Rounds, reference: str, quantity: str) -> dict[str, list[float]]:
-    """Return, for each round, what each took relative to the reference in the same round."""
+    """Return each contender's ratios to the reference of the same round."""
     base = [values[quantity] for values in results[reference]]
     return {
         name: [values[quantity] / before for values, before in zip(rounds, base, strict=False)]
@@ -39,7 +39,7 @@ def ratios(results: Rounds, reference: str, quantity: str) -> dict[str, list[flo
 
 
 def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "wall")) -> str:
-    """Return a Markdown table: the median of the ratios, and their smallest and largest."""
+    """Return a Markdown table of the ratios' medians, minima and maxima."""
     head = " | ".join(f"{quantity} time".replace("cpu", "CPU") for quantity in quantities)
     lines = [f"| | {head} |", "|---|" + "---|" * len(quantities)]
     by_quantity = [ratios(results, reference, quantity) for quantity in quantities]
@@ -57,7 +57,7 @@ def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "
 
 
 def plain_table(results: Rounds, unit: str) -> str:
-    """Return a Markdown table of medians as they were measured."""
+    """Return a Markdown table of the medians themselves."""
     names = list(dict.fromkeys(name for rounds in results.values() for values in rounds for name in values))
     lines = [f"| | {' | '.join(names)} ({unit}) |", "|---|" + "---|" * len(names)]
     for contender, rounds in results.items():
@@ -67,7 +67,7 @@ def plain_table(results: Rounds, unit: str) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return what the figures depend on."""
+    """Return the properties of the machine and the package versions that affect the figures."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -78,7 +78,7 @@ def machine() -> dict[str, str]:
 
 
 def _describe(on: Mapping[str, str]) -> str:
-    """Return the machine and the versions in a line."""
+    """Return the machine and the versions as one line."""
     versions = ", ".join(f"{name} {on[name]}" for name in PACKAGES if name in on)
     return f"Python {on['python']}, {on['machine']}, {on['cpu']}, {versions}"
 
@@ -94,7 +94,7 @@ def _cpu_name() -> str:
 def write(folder: Path, workload: str, title: str, results: Rounds, reference: str, unit: str = "") -> None:
     """Write a workload's figures as Markdown and JSON, and print them.
 
-    :param unit: show the figures as they are, in this unit, instead of as ratios to the reference
+    :param unit: show absolute figures in this unit instead of ratios to the reference
     """
     folder.mkdir(parents=True, exist_ok=True)
     rounds = max(map(len, results.values()))

@@ -1,4 +1,4 @@
-"""What the contenders train: models, data and sizes, the same for each."""
+"""The models, data and sizes that all contenders train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 @dataclass(frozen=True)
 class Task:
-    """A model and an optimizer, data, and how many updates to make of them.
+    """A model, an optimizer, data, and the number of updates.
 
-    :param ready: give the contenders a list of prepared batches instead of the dataset
+    :param ready: give contenders a list of prepared batches instead of the dataset
     """
 
     make_model: Callable[[], nn.Module]
@@ -87,7 +87,7 @@ def random_data(samples: int, *shape: int) -> TensorDataset:
 
 
 def text_data(samples: int, length: int = 64) -> TensorDataset:
-    """Return the sources of Python's own standard library, byte by byte, with the next byte as the target."""
+    """Return the source code of Python's standard library as bytes, with the next byte as the target."""
     text, files = b"", sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     while len(text) <= samples * length:
         text += files.pop().read_bytes()
@@ -96,14 +96,14 @@ def text_data(samples: int, length: int = 64) -> TensorDataset:
 
 
 def text_task(batch_size: int, steps: int) -> Task:
-    """Return the transformer on text."""
+    """Return the task of training the transformer on text."""
     return Task(make_transformer, adamw, text_data(batch_size * steps), batch_size, steps, ready=True)
 
 
 def make_task(workload: str, quick: bool = False) -> Task:
     """Return the task of a workload.
 
-    :param quick: a few steps only, to see that everything works
+    :param quick: use a few steps only, to check that everything works
     """
     if workload == "convnet":
         steps = 5 if quick else 500

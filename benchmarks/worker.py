@@ -1,4 +1,4 @@
-"""One contender on one workload, in a process of its own: prints what it took as one line of JSON."""
+"""Run one contender on one workload, and print its times as one line of JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.tasks import make_task
 
 
 def count_updates() -> list[int]:
-    """Count the steps of all optimizers from now on, at no cost that differs between contenders."""
+    """Count the steps of all optimizers from now on, at the same cost for every contender."""
     counts = [0]
 
     def count(*_: object) -> None:
@@ -38,7 +38,7 @@ def measure(contender: str, workload: str, quick: bool) -> dict[str, object]:
                 return {"missing": error.name}
             raise
         counts = count_updates()
-        if workload == "first":  # from the start of the process
+        if workload == "first":  # measured from the start of the process
             wall, cpu = float(os.environ["STARTED_AT"]), 0.0
         else:
             warm_up()
@@ -52,7 +52,7 @@ def measure(contender: str, workload: str, quick: bool) -> dict[str, object]:
 
 
 def warm_up() -> None:
-    """Let torch load what it loads at the first use."""
+    """Make torch load what it loads on first use."""
     task = make_task("loop", quick=True)
     CONTENDERS["by hand"](task, Path())()
 

@@ -1,9 +1,9 @@
-"""An event of your own, fired by an overridden step: callbacks hear of hard batches.
+"""A custom event, fired by an overridden step, that tells callbacks about hard batches.
 
     python examples/custom_event.py
 
-Any name that begins with on_ will do; an event reaches the callbacks that have a method
-of its name.
+Any name that starts with on_ works; an event reaches the callbacks that have a method
+with its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
 
 
 class TrainerWithHardBatches(Trainer):
-    """Fires ``on_hard_batch`` when a loss is far above the mean of the epoch so far."""
+    """Fire ``on_hard_batch`` if a loss is far above the mean of the epoch so far."""
 
     factor = 1.8
 
@@ -27,9 +27,8 @@ class TrainerWithHardBatches(Trainer):
 
     def calculate_train_batch_loss(self, batch):
         output = super().calculate_train_batch_loss(batch)
-        loss = output[
-            "loss"
-        ].item()  # reads the device in every step: fine for an example on the CPU
+        # Reads the device in every step, which is fine for an example on the CPU.
+        loss = output["loss"].item()
         if self.losses and loss > self.factor * sum(self.losses) / len(self.losses):
             self.callback_handler.call_event(
                 "on_hard_batch", self, batch=batch, loss=loss
@@ -39,7 +38,7 @@ class TrainerWithHardBatches(Trainer):
 
 
 class CountHardBatches(TrainerCallback):
-    """Counts hard batches by epoch, and remembers the labels of the hardest."""
+    """Count hard batches per epoch, and remember the labels of the hardest."""
 
     def __init__(self) -> None:
         self.count, self.highest, self.labels = 0, 0.0, []
@@ -71,10 +70,10 @@ def main() -> None:
     )
     trainer.train(data, num_epochs=5, per_device_batch_size=8)
     counts = trainer.run_history.get_metric_values("hard_batches")
-    trainer.print(f"\nHard batches by epoch: {counts}")
+    trainer.print(f"\nHard batches per epoch: {counts}")
     trainer.print(
-        f"The hardest had a loss of {counting.highest:.2f}; "
-        f"its digits: {counting.labels}"
+        f"The hardest had a loss of {counting.highest:.2f} "
+        f"and the digits {counting.labels}"
     )
 
 

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 2 examples/digits.py
 
 The data are the 1,797 scans of the UCI "Optical Recognition of Handwritten Digits" test
-set, which scikit-learn brings.
+set, which comes with scikit-learn.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         "--output",
         type=Path,
         default=Path("runs/digits"),
-        help="where to save model and curves",
+        help="where to save the model and the curves",
     )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

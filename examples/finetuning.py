@@ -3,9 +3,9 @@
     python examples/finetuning.py
     torchrun --standalone --nproc_per_node 2 examples/finetuning.py
 
-The new head is trained first, then one more group of layers each epoch. The data are
-those of examples/digits.py. Only ten scans of each of the digits 5 to 9 are used for
-fine-tuning, where starting from a pretrained model pays.
+The new head is trained first, then one more group of layers every two epochs. The data
+are those of examples/digits.py. Only ten scans of each digit from 5 to 9 are used for
+fine-tuning, so starting from a pretrained model pays off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pytorch_accel_lite.finetuning import ModelFreezer
 
 
 def load_half(digits: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images of some digits, and their labels counted from 0."""
+    """Return the images of a range of digits, and their labels counted from 0."""
     data = load_digits()
     images, labels = (
         torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16,
@@ -38,7 +38,7 @@ def load_half(digits: range) -> tuple[torch.Tensor, torch.Tensor]:
 def split(
     images: torch.Tensor, labels: torch.Tensor, per_class: int
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Return the first scans of each class for training, and the others for testing."""
+    """Split off the first ``per_class`` scans of each class for training."""
     position = torch.stack([(labels == label).cumsum(0) for label in range(5)])[
         labels, torch.arange(len(labels))
     ]
@@ -58,7 +58,7 @@ def block(channels_in: int, channels_out: int) -> nn.Module:
 
 
 class DigitsModel(nn.Module):
-    """Its attributes are the layer groups."""
+    """A small convolutional network whose attributes are the layer groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class DigitsModel(nn.Module):
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures the accuracy of every evaluation over all processes."""
+    """Measure the accuracy of every evaluation over all processes."""
 
     def on_eval_epoch_start(self, trainer, **kwargs):
         self.correct = torch.zeros(2, device=trainer.device)
@@ -123,7 +123,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=6, help="of each phase")
+    parser.add_argument("--epochs", type=int, default=6, help="epochs per phase")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = DigitsModel()

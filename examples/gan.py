@@ -1,12 +1,12 @@
-"""Train a small DCGAN on handwritten digits; draw a picture every few epochs.
+"""Train a small DCGAN on handwritten digits, drawing a picture every few epochs.
 
     python examples/gan.py
     torchrun --standalone --nproc_per_node 2 examples/gan.py
 
 The architecture follows Radford et al., "Unsupervised Representation Learning with Deep
 Convolutional Generative Adversarial Networks" (2016), scaled down to 8 x 8 pixels. A
-classifier trained on the real digits judges the result: how sure is it of each drawn
-digit, and how many different digits are there?
+classifier trained on the real digits judges the result by how confident it is about
+each generated digit, and by how many different digits there are.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def create_discriminator() -> nn.Module:
 
 
 class GANTrainer(Trainer):
-    """Updates the discriminator, then the generator, which is the trainer's model."""
+    """Update the discriminator, then the generator, which is the trainer's model."""
 
     def __init__(self, **kwargs: Any) -> None:
         generator = create_generator()
@@ -81,14 +81,14 @@ class GANTrainer(Trainer):
 
     @torch.no_grad()
     def draw(self, noise: torch.Tensor) -> torch.Tensor:
-        """Return images in the range from 0 to 1, shaped (N, 8, 8), on the CPU."""
+        """Return images of shape (N, 8, 8) with values from 0 to 1, on the CPU."""
         model = self.get_model()
         model.eval()
         return (model(noise.to(self.device)).squeeze(1).cpu() + 1) / 2
 
 
 class PictureCallback(TrainerCallback):
-    """Draws the same noise after every few epochs."""
+    """Draw images from the same noise every few epochs."""
 
     def __init__(self, folder: Path, every_n_epochs: int) -> None:
         self.folder = folder

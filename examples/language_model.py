@@ -1,10 +1,10 @@
-"""A small language model of bytes, trained on the sources of the standard library.
+"""A small byte-level language model, trained on the standard library's source code.
 
     python examples/language_model.py
     torchrun --standalone --nproc_per_node 2 examples/language_model.py
 
-Lines have different lengths, so batches have different numbers of tokens. The loss is a
-mean over tokens: with ``num_items_in_batch`` every token weighs the same, over
+Lines differ in length, so batches differ in their number of tokens. The loss is a mean
+over tokens: with ``num_items_in_batch``, every token has the same weight across
 micro-batches, accumulation and processes.
 """
 
@@ -37,7 +37,7 @@ END, PADDING, LENGTH = 0, -100, 80
 
 
 def load_lines() -> list[torch.Tensor]:
-    """Return lines of source code as bytes, each ending in END, at most LENGTH long."""
+    """Return lines of source code as bytes, ending in END and at most LENGTH long."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [folder / f"{module}.py" for module in MODULES]
     lines = [
@@ -54,7 +54,7 @@ def collate(lines: list[torch.Tensor]) -> torch.Tensor:
 
 
 class LanguageModel(nn.Module):
-    """Predicts each byte of a line from those before it."""
+    """A GRU that predicts each byte of a line from the preceding ones."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -70,9 +70,8 @@ class LanguageModel(nn.Module):
 class LanguageModelTrainer(Trainer):
     def _loss(self, lines: torch.Tensor) -> dict:
         targets = lines
-        inputs = nn.functional.pad(lines[:, :-1], (1, 0), value=END).clamp(
-            min=END
-        )  # what comes before each target
+        # The byte before each target.
+        inputs = nn.functional.pad(lines[:, :-1], (1, 0), value=END).clamp(min=END)
         logits = self.model(inputs)
         num_tokens = (targets != PADDING).sum()
         loss = cross_entropy(
@@ -93,7 +92,7 @@ class LanguageModelTrainer(Trainer):
 
 @torch.no_grad()
 def complete(model: nn.Module, start: str, length: int = 40) -> str:
-    """Return a line that the model writes, always taking the likeliest byte."""
+    """Complete a line with the model, always choosing the most likely byte."""
     written = list(start.encode())
     while len(written) < length:
         byte = model(torch.tensor([[END, *written]]))[0, -1].argmax().item()
@@ -121,7 +120,7 @@ def main() -> None:
     )
     trainer.train(
         train,
-        max_num_train_steps=args.updates,  # of all processes together
+        max_num_train_steps=args.updates,
         eval_dataset=valid,
         per_device_batch_size=32 // trainer.accelerator.num_processes,
         gradient_accumulation_steps=2,
@@ -138,7 +137,7 @@ def main() -> None:
         f"\n{bits:.2f} bits per byte on {len(valid)} lines the model has never seen, "
         f"after {trainer.progress.update} updates."
     )
-    trainer.print(f"A line of its own: {complete(model.cpu(), '    return ')!r}")
+    trainer.print(f"A generated line: {complete(model.cpu(), '    return ')!r}")
 
 
 if __name__ == "__main__":

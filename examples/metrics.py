@@ -1,9 +1,9 @@
-"""Metrics in a callback and in the loop, of a model and of the average of its weights.
+"""Metrics in a callback and in the loop, for a model and its averaged weights.
 
     python examples/metrics.py
 
-Both ways give the same accuracy. The callback needs no class of one's own, and is exact
-on any number of processes. The data are those of examples/digits.py.
+Both ways give the same accuracy. The callback needs no subclass, and is exact on any
+number of processes. The data are those of examples/digits.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback
 
 
 class AccuracyTrainer(Trainer):
-    """Measures the accuracy in the loop."""
+    """A trainer that measures the accuracy in the loop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.accuracy = MulticlassAccuracy(
-            10, average="micro"
-        )  # an attribute: it is moved to the device
+        # As an attribute, it is moved to the device.
+        self.accuracy = MulticlassAccuracy(10, average="micro")
 
     def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
         output = super().calculate_eval_batch_loss(batch)
@@ -72,7 +71,7 @@ def main() -> None:
         f"in the callback: {latest('accuracy'):.4f}, "
         f"in the loop: {latest('accuracy_in_the_loop'):.4f}"
     )
-    trainer.print(f"of the averaged weights: {latest('ema_model_accuracy'):.4f}")
+    trainer.print(f"with averaged weights: {latest('ema_model_accuracy'):.4f}")
 
 
 if __name__ == "__main__":

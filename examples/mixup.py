@@ -1,6 +1,6 @@
 """Mixup and CutMix with timm in an overridden training step, and averaged weights.
 
-Evaluation stays as it is, of the model and of the average of its weights.
+Both the model and its averaged weights are evaluated on unmixed images.
 
     python examples/mixup.py
 
@@ -26,9 +26,9 @@ from pytorch_accel_lite.callbacks import ModelEmaCallback
 
 
 class MixupTrainer(Trainer):
-    """Trains on mixed images, whose targets are probabilities.
+    """Train on mixed images, whose targets are probabilities.
 
-    ``loss_func`` is for evaluation only.
+    ``loss_func`` is used only for evaluation.
     """
 
     mixup = Mixup(
@@ -42,9 +42,7 @@ class MixupTrainer(Trainer):
 
     def calculate_train_batch_loss(self, batch):
         images, labels = batch
-        if (
-            len(images) % 2
-        ):  # timm mixes a batch with its reverse and asks for an even number
+        if len(images) % 2:  # timm mixes a batch with its reverse: it must be even
             images, labels = (
                 torch.cat([images, images[:1]]),
                 torch.cat([labels, labels[:1]]),

@@ -2,8 +2,8 @@
 
     python examples/progressive_resizing.py
 
-The images, shapes in random colours, are drawn into class folders of a temporary
-directory; the model is timm's ResNet. Needs the extra ``timm``.
+The images are shapes in random colours, drawn into class folders of a temporary
+directory. The model is timm's ResNet. Needs the extra ``timm``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = ("circle", "square", "triangle")
 
 
 def draw(shape: str, rng: random.Random) -> Image.Image:
-    """Draw a shape of random size, place and colour on a dark background."""
+    """Draw a shape of random size, position and colour on a dark background."""
     image = Image.new("RGB", (64, 64), tuple(rng.randrange(60) for _ in range(3)))
     colour, r = tuple(rng.randrange(120, 256) for _ in range(3)), rng.randrange(12, 24)
     x, y = rng.randrange(r, 64 - r), rng.randrange(r, 64 - r)
@@ -59,7 +59,7 @@ def images(folder: Path, size: int) -> ImageFolder:
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures the accuracy of every evaluation over all processes."""
+    """Measure the accuracy of every evaluation over all processes."""
 
     def on_eval_epoch_start(self, trainer, **kwargs):
         self.correct = torch.zeros(2, device=trainer.device)
@@ -91,11 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         train = draw_folder(Path(name, "train"), per_class=60, seed=1)
         valid = draw_folder(Path(name, "valid"), per_class=30, seed=2)
-        for size in (
-            32,
-            48,
-            64,
-        ):  # the model and the optimizer go on where they are; the history too
+        for size in (32, 48, 64):  # model, optimizer and history carry over
             trainer.train(
                 images(train, size),
                 num_epochs=2,

@@ -1,4 +1,4 @@
-"""What a trainer holds as attributes beside its model: heads, critics, teachers, metrics, and what trains them."""
+"""Attributes of a trainer besides its model: heads, critics, teachers, metrics and their optimizers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SAVED_BY_THEMSELVES = ("model", "optimizer", "scheduler", "registered_objects")
 
 
 def modules(trainer: Trainer) -> dict[str, nn.Module]:
-    """Return the modules that are attributes, by name, the loss function among them; not the model."""
+    """Return the modules that are attributes, by name, including the loss function but not the model."""
     return _find(trainer, lambda value: isinstance(value, nn.Module))
 
 
 def optimizers(trainer: Trainer) -> dict[str, Any]:
-    """Return the optimizers that are attributes, by name; not the trainer's own."""
-    own = getattr(trainer.optimizer, "param_groups", None)  # Accelerate's wrapper has those of the optimizer in it
+    """Return the optimizers that are attributes, by name, except the trainer's own."""
+    own = getattr(trainer.optimizer, "param_groups", None)  # the same for Accelerate's wrapper
     found = _find(trainer, lambda value: isinstance(value, torch.optim.Optimizer))
     return {name: optimizer for name, optimizer in found.items() if optimizer.param_groups is not own}
 
@@ -42,9 +42,9 @@ def all_optimized_parameters(trainer: Trainer) -> list[nn.Parameter]:
 
 
 def trained(trainer: Trainer) -> dict[str, Any]:
-    """Return, by name, what is saved with the trainer: the modules of which something is trained, and what trains them.
+    """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
 
-    Nothing that is saved anyway: what is the model's or the loss function's, the optimizer, registered objects.
+    Excludes what is saved anyway: the model, the loss function and their parts, the optimizer, registered objects.
     """
     if not trainer.saves_attributes:
         return {}
@@ -63,7 +63,7 @@ def trained(trainer: Trainer) -> dict[str, Any]:
 
 
 def untrained(trainer: Trainer) -> list[str]:
-    """Return the names of the modules with parameters of which no optimizer trains any: teachers, averaged weights."""
+    """Return the names of modules that have parameters but none that is trained: teachers, averaged weights."""
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*trainer.registered_objects.values(), trainer.loss_func]))
     known = set(map(id, trainer.model.parameters()))
@@ -73,7 +73,7 @@ def untrained(trainer: Trainer) -> list[str]:
 
 
 def set_optimizer_modes(trainer: Trainer, training: bool) -> None:
-    """Set the optimizers that have modes, as schedule-free ones, which hold other weights for training, to one."""
+    """Set the mode of optimizers that have modes, such as schedule-free ones, which use other weights for training."""
     if trainer.prepared_model is not None:
         trainer.prepared_model.trains = training
     for optimizer in (trainer.optimizer, *optimizers(trainer).values()):
@@ -84,7 +84,7 @@ def set_optimizer_modes(trainer: Trainer, training: bool) -> None:
 
 @contextmanager
 def evaluating_optimizers(trainer: Trainer) -> Iterator[None]:
-    """Set optimizers that have modes to that of evaluation for a block."""
+    """Set optimizers that have modes to evaluation mode for a block."""
     if trainer.prepared_model is None or not trainer.prepared_model.trains:
         yield
         return
@@ -96,7 +96,7 @@ def evaluating_optimizers(trainer: Trainer) -> Iterator[None]:
 
 
 def _find(trainer: Trainer, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the attributes of a kind, also those in lists, tuples and dicts, as ``critics.0``."""
+    """Return the attributes of a kind, including elements of lists, tuples and dicts, named like ``critics.0``."""
     found = {}
     for name, value in vars(trainer).items():
         if name in _SAVED_BY_THEMSELVES:

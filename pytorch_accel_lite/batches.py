@@ -1,4 +1,4 @@
-"""What a batch is: its size, how it is fed to a model, and how outputs become one again."""
+"""Batches: finding their size, splitting them, feeding them to a model, and concatenating outputs."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ from torch import nn
 from pytorch_accel_lite.checks.losses import check_loss, shapes_are_known
 
 BatchOutput = dict[str, Any]
-_IGNORED_LABEL = -100  # of torch's cross entropy
+_IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 def find_batch_size(batch: Any, expected: int | None = None) -> int:
-    """Return how many samples a batch holds.
+    """Return the number of samples in a batch.
 
-    :param expected: how many were collated, ``None`` when that is not known. It is the answer where anything in the
-        batch is as long; else (the collate function has left some out) the length of the first tensor with dimensions.
-    :raises ValueError: when nothing tells it
+    :param expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the
+        batch has this length. Otherwise, the collate function has dropped some, and the length of the first tensor
+        with dimensions is returned.
+    :raises ValueError: if the size cannot be determined
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else None
     if isinstance(first, torch.Tensor) and first.ndim and expected in (None, first.shape[0]):
-        return first.shape[0]  # the usual case, without a look at abstract types
+        return first.shape[0]  # the usual case, without slow checks of abstract types
     if expected is not None and any(_is_as_long(part, expected) for part in _parts(batch)):
         return expected
     length = next((len(tensor) for tensor in _tensors(batch)), expected)
     if length is None:
         raise ValueError(
-            f"No batch size can be told from a batch of type {type(batch).__name__} without tensors. Return "
+            f"The batch size cannot be determined from a batch of type {type(batch).__name__} without tensors. Return "
             "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss."
         )
     return length
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with dimensions in something nested."""
+    """Yield the tensors with dimensions in nested data."""
     return (part for part in _parts([data]) if isinstance(part, torch.Tensor) and part.ndim)
 
 
 def _parts(data: Any) -> Iterator[Any]:
-    """Yield what something nested consists of, and what that consists of."""
+    """Yield all parts of nested data, at every level."""
     values: Iterable[Any] = ()
     if isinstance(data, Mapping):
         values = data.values()
@@ -65,7 +66,7 @@ def _parts(data: Any) -> Iterator[Any]:
 
 
 def _is_as_long(data: Any, size: int) -> bool:
-    """Whether something has an element for each of so many samples."""
+    """Whether data have an element for each of ``size`` samples."""
     if isinstance(data, torch.Tensor):
         return data.ndim > 0 and len(data) == size
     if isinstance(data, Mapping):
@@ -74,10 +75,10 @@ def _is_as_long(data: Any, size: int) -> bool:
 
 
 def is_list_of_samples(data: Any, size: int) -> bool:
-    """Whether a list has an element for each sample, and not a column of all of them in each element.
+    """Whether a list has one element per sample, rather than a column over all samples in each element.
 
-    Where it could be either, as many elements as samples, those of samples are alike: in their types and, but for the
-    length, in their shapes.
+    If both are possible, because it has as many columns as samples, elements of a list of samples all have the same
+    type and, except for the length, the same shape.
     """
     if not isinstance(data, (list, tuple)) or len(data) != size:
         return False
@@ -87,18 +88,19 @@ def is_list_of_samples(data: Any, size: int) -> bool:
 
 
 def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
-    """Split a batch into so many parts, as even as possible, each with its size; not more than it has samples.
+    """Split a batch as evenly as possible, and return each part with its size.
 
     Tensors whose first dimension is that of the samples are split, and so are lists with an element for each sample.
-    Anything else is in every part.
+    Anything else is repeated in every part.
 
-    :param size: how many samples it has
-    :raises ValueError: when nothing in it has an element for each
+    :param parts: number of parts, capped at the number of samples
+    :param size: number of samples in the batch
+    :raises ValueError: if nothing in the batch has an element for each sample
     """
     if not any(_is_as_long(part, size) for part in _parts([batch])):
         raise ValueError(
             f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
-            f"for each of its {size} samples. Let collate_fn return tensors, lists or dicts of such."
+            f"for each of its {size} samples. Let collate_fn return tensors, or lists or dicts of tensors."
         )
     parts = min(parts, size)
     bounds = [size * part // parts for part in range(parts + 1)]
@@ -106,7 +108,7 @@ def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
 
 
 def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
-    """Return some of the ``size`` samples of a batch, see :func:`split_batch`."""
+    """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
     if isinstance(data, torch.Tensor):
         return data[begin:end] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):
@@ -119,20 +121,20 @@ def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
 
 
 def _signature(model: nn.Module) -> inspect.Signature:
-    """Return the arguments of a model's ``forward``; those of its class, when it was replaced by a mere wrapper."""
+    """Return the signature of a model's ``forward``, or that of its class if a bare wrapper has replaced it."""
     try:
         signature = inspect.signature(model.forward)
         if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
             return inspect.signature(partial(type(model).forward, model))
         return signature
-    except (TypeError, ValueError):  # of a scripted module, say, which knows them otherwise
+    except (TypeError, ValueError):  # for example of a scripted module
         return inspect.signature(lambda *args, **kwargs: None)
 
 
 class BatchAdapter:
     """Feeds batches to a model in the ways that :meth:`Trainer.calculate_train_batch_loss` documents.
 
-    ``model`` is given at each call, because it is wrapped while training; which keys its ``forward`` takes is
+    ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
     looked up once.
     """
 
@@ -149,9 +151,9 @@ class BatchAdapter:
         self._first_label = _first_label(model)
 
     def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, num_samples: int | None) -> BatchOutput:
-        """Return the model's outputs for a batch, the loss of them, and what that is a mean over.
+        """Return the model's outputs for a batch, their loss, and the number of items that the loss is a mean over.
 
-        :param num_samples: how many were collated into the batch, if that is known
+        :param num_samples: number of samples collated into the batch, or ``None`` if unknown
         """
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
@@ -170,7 +172,7 @@ class BatchAdapter:
             items = _count_labels(batch, self._first_label)
             if items is None:
                 return {"loss": loss, "model_outputs": outputs}
-            # Without any label the mean is NaN, of which no part counts.
+            # Without labels the mean is NaN, and must not count.
             loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
             return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": items}
         if isinstance(batch, Mapping):
@@ -183,7 +185,7 @@ class BatchAdapter:
         return {"loss": loss_func(outputs, targets), "model_outputs": outputs}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's outputs for a batch, whose targets, if any, are not used."""
+        """Return the model's outputs for a batch, ignoring its targets, if any."""
         if isinstance(batch, Mapping):
             batch = {k: v for k, v in batch.items() if k not in TARGET_KEYS}
         elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -191,7 +193,7 @@ class BatchAdapter:
         return self._call(model, batch)[0]
 
     def _call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Return the model's outputs, and the targets: what the batch holds besides the inputs (or ``None``)."""
+        """Return the model's outputs and the targets: everything in the batch except the inputs, or ``None``."""
         if isinstance(batch, Mapping):
             inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
             if not inputs:
@@ -205,19 +207,19 @@ class BatchAdapter:
         return model(batch), None
 
     def _own_loss(self, outputs: Any, left_out: Any, batch: Any) -> Any:
-        """Return the loss that the model itself returned."""
+        """Return the loss from the outputs of the model."""
         if isinstance(batch, Mapping) and left_out and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._name}.forward takes no argument named {', '.join(map(repr, left_out))}: left out of "
-                "the call. Drop them from the dataset, or override calculate_train_batch_loss to use them.",
+                f"{self._name}.forward takes no argument named {', '.join(map(repr, left_out))}: ignored. Drop such "
+                "keys from the dataset, or override calculate_train_batch_loss to use them.",
                 stacklevel=2,
             )
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
             raise ValueError(
                 f"loss_func is None and {self._name} returned no loss in its {type(outputs).__name__}. "
-                "Pass a loss_func, or feed the model the labels that make it return one."
+                "Pass a loss_func, or feed the model labels so that it returns a loss."
             )
         return loss
 
@@ -225,9 +227,9 @@ class BatchAdapter:
 def _first_label(model: nn.Module) -> int | None:
     """Return the position of the first label in each row that counts in the loss of a Hugging Face model.
 
-    ``None`` for models whose loss is no mean over the labels, and for those of others.
+    ``None`` for models whose loss is not a mean over the labels, and for other models.
     """
-    get_base_model = getattr(model, "get_base_model", None)  # of adapters (PEFT)
+    get_base_model = getattr(model, "get_base_model", None)  # adapters (PEFT)
     if callable(get_base_model):
         model = get_base_model()
     if not hasattr(model, "loss_type") or "_loss_function" in vars(model):
@@ -235,14 +237,14 @@ def _first_label(model: nn.Module) -> int | None:
     forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     calls_it = "loss_function" in getattr(forward, "co_names", ())
     if calls_it and model.loss_type in (None, "ForCausalLM", "ForConditionalGeneration"):
-        return 1  # each label is predicted from what comes before it
+        return 1  # each label is predicted from the tokens before it
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     is_seq2seq = is_encoder_decoder and "ForConditionalGeneration" in type(model).__name__  # old ones have no loss_type
     return 0 if is_seq2seq or model.loss_type in ("ForMaskedLM", "ForTokenClassification") else None
 
 
 def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
-    """Return how many labels of a batch are not ignored, from a position in each row on; ``None`` when not known."""
+    """Return the number of labels that are not ignored, starting from a position in each row; ``None`` if unknown."""
     if first is None or not isinstance(batch, Mapping):
         return None
     name, first = ("shift_labels", 0) if batch.get("shift_labels") is not None else ("labels", first)
@@ -253,21 +255,22 @@ def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
 
 
 def _targets_of(rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
-    """The one key that forward does not take; else all such keys; else a key with a usual name."""
+    """Return the value of the one key that forward does not take, all if there are several, or a usual target key."""
     if rest:
         return next(iter(rest.values())) if len(rest) == 1 else rest
     return next((batch[key] for key in TARGET_KEYS if key in batch), None)
 
 
 def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:
-    """Check what a step returned, and add what it left out.
+    """Check the output of a step and add missing entries.
 
-    :param data: what the step was given, and ``num_samples`` how many samples were collated into it, if that is known
-    :param method: the method that returned it, for errors
+    :param data: the batch
+    :param num_samples: number of samples collated into the batch, or ``None`` if unknown
+    :param method: name of the method that returned the output, for errors
     """
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
-        check_loss(output, method, training)  # the usual case is done without a look at abstract types
+        check_loss(output, method, training)  # the usual case needs no slow checks of abstract types
         losses = output["loss"] = _as_scalars(output["loss"]) if training else output["loss"]
     if "batch_size" not in output:
         output["batch_size"] = find_batch_size(data, num_samples or None)
@@ -276,7 +279,7 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
     if isinstance(size, int) and size < 1:
         raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
-    if num_samples == 0:  # the batch only keeps this process in step with the others
+    if num_samples == 0:  # a filler batch
         output["batch_size"] = 0
     if not isinstance(losses, torch.Tensor) and losses is not None:
         output["loss"] = total_loss(losses)
@@ -285,35 +288,35 @@ def complete_output(output: BatchOutput, data: Any, num_samples: int | None, met
 
 
 def _as_scalars(losses: Any) -> Any:
-    """Return losses with those of one element, of shape (1,) say, as scalars."""
+    """Return losses, with those of one element, such as those of shape (1,), as scalars."""
     if isinstance(losses, Mapping):
         return {name: _as_scalars(loss) for name, loss in losses.items()}
     return losses.reshape(()) if losses.numel() == 1 else losses
 
 
 def total_loss(losses: Any) -> torch.Tensor:
-    """Return the loss that is minimised: the sum, when there are several by name."""
+    """Return the loss to minimise: the sum, if there are several by name."""
     total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses
     return total
 
 
 class ListOfSamples(list[Any]):
-    """Outputs with an element for each sample, as models for detection return them, whatever the elements are."""
+    """Outputs with an arbitrary element for each sample, as returned by detection models."""
 
 
 def to_cpu(outputs: Any, size: int | None = None) -> Any:
     """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
 
-    Entries without a dimension for the samples (a mean loss, say) and entries that are no tensors are left out of
-    dicts; elsewhere they are an error.
+    Entries without a sample dimension, such as a mean loss, and entries that are not tensors are dropped from dicts;
+    elsewhere they raise an error.
 
-    :param size: how many samples they are of: a list with an element for each is kept as such
+    :param size: number of samples, so that a list with an element for each is kept as such
     """
     if size is not None and type(outputs) is list and is_list_of_samples(outputs, size):
         return ListOfSamples(recursively_apply(lambda tensor: tensor.detach().cpu(), outputs))
     if isinstance(outputs, torch.Tensor):
         if not outputs.ndim:
-            raise ValueError("predict: the model returned a tensor without a dimension for the samples.")
+            raise ValueError("predict: the model returned a tensor without a sample dimension.")
         return outputs.detach().cpu()
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
@@ -322,13 +325,13 @@ def to_cpu(outputs: Any, size: int | None = None) -> Any:
     if isinstance(outputs, (list, tuple)):
         return honor_type(outputs, map(to_cpu, outputs))
     raise TypeError(
-        f"predict: the model returned {type(outputs).__name__}; tensors, or tuples, lists and dicts of tensors, "
-        "were expected. Override calculate_predict_batch_output to return such."
+        f"predict: the model returned {type(outputs).__name__}, but must return tensors, or tuples, lists or dicts of "
+        "tensors. Override calculate_predict_batch_output to convert its outputs."
     )
 
 
 def concatenate_if_possible(parts: Sequence[Any]) -> Any:
-    """Concatenate nested outputs along their first dimension, or lists; return the list of parts where that fails."""
+    """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
     if next(_tensors(parts), None) is None:
         return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
     try:
@@ -355,6 +358,6 @@ def concatenate(parts: Sequence[Any]) -> Any:
     if len({len(part) for part in parts}) > 1:
         raise ValueError(
             f"predict: the model returned lists of {sorted({len(part) for part in parts})} elements, which cannot be "
-            "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list of one for each sample."
+            "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list with one per sample."
         )
     return honor_type(first, map(concatenate, zip(*parts, strict=True)))

@@ -14,13 +14,13 @@ class ModelEma(nn.Module):
     """A copy of a model whose weights and buffers are an exponential moving average of the model's.
 
     After each update, ``average = decay * average + (1 - decay) * value``, for all floating-point parameters and
-    buffers together; others (counts, say) are copied. Polyak and Juditsky, "Acceleration of Stochastic Approximation
+    buffers together; others, such as counts, are copied. Polyak and Juditsky, "Acceleration of Stochastic Approximation
     by Averaging" (1992), in the exponential form of TensorFlow's ``ExponentialMovingAverage``.
 
     :param model: the model, not wrapped for distributed training
-    :param decay: how much of the average is kept at an update, from 0 to 1
-    :param warmup: let the decay grow from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of updates, so
-        that the first weights are forgotten soon (as TensorFlow does when it is given the number of updates)
+    :param decay: fraction of the average that is kept at each update, from 0 to 1
+    :param warmup: whether to increase the decay from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of
+        updates, so that the first weights are forgotten quickly (as in TensorFlow if given the number of updates)
     :ivar module: the averaged model, in evaluation mode
     """
 
@@ -29,14 +29,14 @@ class ModelEma(nn.Module):
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
-        for buffer in self.module.buffers():  # one that was expanded has several elements in one place
+        for buffer in self.module.buffers():  # elements of an expanded buffer share memory
             buffer.data = buffer.contiguous()
         self.decay = decay
         self.warmup = warmup
         self.num_updates = 0
 
     def update(self, model: nn.Module) -> None:
-        """Let the average follow the model, which has just been updated."""
+        """Update the average from the model, after each update of the model."""
         averages = []
         values = []
         overridden = type(self).update_fn is not ModelEma.update_fn
@@ -52,17 +52,17 @@ class ModelEma(nn.Module):
                     average.copy_(value)
             if averages and decay == 0:
                 torch._foreach_copy_(averages, values)
-            elif averages and decay < 1:  # not by lerp: infinities, as masks have them, would become NaN
+            elif averages and decay < 1:  # lerp would turn infinities, as in masks, into NaN
                 torch._foreach_mul_(averages, decay)
                 torch._foreach_add_(averages, values, alpha=1 - decay)
         self.num_updates += 1
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
-        """Return the new average of one tensor. Override it for another rule, which then takes it one by one."""
+        """Return the new average of one tensor. Override it to change the rule; it is then applied tensor by tensor."""
         return self.decay * ema_model_weights + (1 - self.decay) * updated_model_weights
 
     def set(self, model: nn.Module) -> None:
-        """Begin again from the model's present weights and buffers."""
+        """Restart the average from the model's current weights and buffers."""
         with torch.no_grad():
             for average, value in self._pairs(model):
                 average.copy_(value)

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class StopTrainingError(Exception):
-    """Raise it in a callback to end the run early and in order: the ending events fire, ``train`` returns.
+    """Raise it in a callback to end the run early but in order: the ending events fire, and ``train`` returns.
 
-    On one process the run stops where it is raised. In a job of several processes a rank may raise it alone:
-    the request is passed on, and all ranks stop after the same update.
+    With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
+    to the others, and all ranks stop after the same update.
     """
 
 
 class RunPausedError(StopTrainingError):
-    """Raise it in a callback to end the run after the current update, but not the training: resumed, it goes on."""
+    """Raise it in a callback to pause training: the run ends after the current update, and can be resumed later."""
 
 
 class RunInterruptedError(RunPausedError):
-    """A signal, number ``signum``, asked for the end of the run."""
+    """A signal, number ``signum``, requested the end of the run."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"Stopping because of {signal.Signals(signum).name}.")
@@ -47,13 +47,13 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class CallbackMethodNotImplementedError(Exception):
-    """Never raised: an event that a callback does not define is passed over. For code that catches or imports it."""
+    """Never raised, as events that a callback does not define are skipped. Kept for code that imports it."""
 
 
 class TrainerCallback:
-    """Base class of everything that listens to a run. Override the events you need; the others do nothing.
+    """Base class of all callbacks. Override the events you need; the others do nothing.
 
-    This is the whole loop, with the event that fires at each point::
+    This is the complete loop, with the event that fires at each point::
 
         train(...)
             on_dataloaders_created                           (their lengths are not used yet)
@@ -93,15 +93,15 @@ class TrainerCallback:
         predict(...)
             on_predict_run_start, on_predict_step_end for each batch, on_predict_run_end
 
-        on_init_end fires once, when a trainer has been made; on_exception when an error ends a run.
+        on_init_end fires once, when a trainer has been created; on_exception when an error ends a run.
 
-    Where both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
-    batches from 0 within an epoch; ``trainer.progress`` holds all counts. An event passes the trainer, and all else by
-    keyword: name what you need and accept ``**kwargs`` for the rest, as arguments may be added. A method that could not
-    be called as its event is refused when the callback is added.
+    If both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
+    batches from 0 within an epoch; ``trainer.progress`` holds all counts. An event passes the trainer by position and
+    everything else by keyword: name the arguments you need and accept ``**kwargs`` for the rest, as more may be added.
+    Adding a callback raises an error if one of its methods does not accept the arguments of its event.
 
-    ``configure_run`` is called first, so that a callback can declare what it needs of a run. A callback with
-    ``state_dict()`` and ``load_state_dict(state)`` declares what a training state must keep.
+    ``configure_run`` is called first, so that a callback can declare what it needs from a run. A callback with
+    ``state_dict()`` and ``load_state_dict(state)`` is saved in training states.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -111,12 +111,12 @@ class TrainerCallback:
     __repr__ = constructor_call
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
-        """Declare what this callback needs of a run. Called once for each run, before its dataloaders are made.
+        """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
 
-        :param request: what the run is asked to do; change what you need,
+        :param request: the settings requested for the run, to be changed as needed;
             see :class:`~pytorch_accel_lite.run_config.RunRequest`
         """
-        # What callbacks written for version 0.1 say in attributes.
+        # Callbacks written for version 0.1 use attributes.
         request.saves_training_states |= bool(getattr(self, "saves_training_states", False))
         request.skips_failed_batches |= bool(getattr(self, "skips_failed_batches", False))
         request.auto_microbatch |= bool(getattr(self, "splits_batches", False))
@@ -147,7 +147,7 @@ class TrainerCallback:
     def on_backward_end(
         self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
     ) -> None:
-        """The gradients of a batch have been added."""
+        """The gradients of a batch have been accumulated."""
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
@@ -161,18 +161,18 @@ class TrainerCallback:
         """A training step is complete, its update included."""
 
     def on_update_end(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
-        """A step that made an update is complete, also when its own batch was skipped."""
+        """A step with an update is complete, even if the batch of this step was skipped."""
 
     def on_train_step_checkpoint(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
-        """Every callback has seen a step that made an update: the place to save."""
+        """All callbacks have handled a step with an update: the place to save."""
 
     def on_train_batch_skipped(
         self, trainer: Trainer, *, failures: list[dict[str, Any]], error: BaseException | None, step: int, **kwargs: Any
     ) -> None:
-        """A batch has failed and is left out by all ranks.
+        """A batch has failed and is skipped on all ranks.
 
         :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
-        :param error: the exception itself on the rank that raised it, elsewhere ``None``
+        :param error: the exception on the rank that raised it, ``None`` on the others
         """
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -197,10 +197,10 @@ class TrainerCallback:
         """An epoch is complete, its evaluation included."""
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Every callback has seen the end of the epoch: the place to save."""
+        """All callbacks have handled the end of the epoch: the place to save."""
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        """The run has ended: finished, stopped early, or by an error that all ranks met together."""
+        """The run has ended: it finished, was stopped early, or failed with an error raised on all ranks."""
 
     def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """``evaluate`` begins."""
@@ -212,7 +212,7 @@ class TrainerCallback:
         """``predict`` begins."""
 
     def on_predict_step_end(self, trainer: Trainer, *, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-        """A batch has been predicted; ``batch_output`` is what the model returned for it."""
+        """A batch has been predicted; ``batch_output`` holds the outputs of the model."""
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """``predict`` has ended."""
@@ -221,9 +221,9 @@ class TrainerCallback:
         """The run was stopped early; ``trainer.stop_reason`` says why."""
 
     def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
-        """An error ends the run: close what is open.
+        """An error ends the run: release resources.
 
-        Other ranks may not be here, so do not communicate with them.
+        Do not communicate with other ranks, which may not have failed.
         """
 
 
@@ -231,7 +231,7 @@ EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.s
 
 
 def _doing_nothing(event: Callable[..., None]) -> Callable[..., None]:
-    """Let ``super().on_train_step_end(trainer)`` pass less than the event does, which is declared for editors."""
+    """Make ``super().on_train_step_end(trainer)`` work without the keywords, which are declared for editors."""
 
     @wraps(event)
     def nothing(*args: Any, **kwargs: Any) -> None:
@@ -249,7 +249,7 @@ _R = TypeVar("_R")
 
 
 class _Listeners(dict[str, tuple[Listener, ...]]):
-    """The bound methods that listen to each event, in order: found when an event is first looked up."""
+    """The bound methods that listen to each event, in order, found when an event is first looked up."""
 
     def __init__(self, find: Callable[[str], Iterable[Listener]]) -> None:
         super().__init__()
@@ -263,15 +263,15 @@ class _Listeners(dict[str, tuple[Listener, ...]]):
 class CallbackHandler:
     """Calls the callbacks of a trainer, in the order in which they were given.
 
-    :param callbacks: instances of :class:`TrainerCallback`, or its subclasses, which are then instantiated
-        without arguments. Several callbacks of one class are fine.
+    :param callbacks: instances of :class:`TrainerCallback`, or subclasses of it, which are instantiated without
+        arguments. Several callbacks of the same class are allowed.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
-        #: Who listens to each event, in order: one that nobody hears costs a look-up.
+        #: The listeners of each event, in order. An event without listeners costs only a look-up.
         self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
-        #: Returns a context for what it is called with: a callback about to hear an event, or the phase ``"saving"``.
+        #: Called with the callback about to be called, or the phase ``"saving"``; returns a context that times it.
         self.timer: Callable[[object], AbstractContextManager[None]] | None = None
         self._muted: set[tuple[int, str]] = set()
         self.add_callbacks(callbacks)
@@ -304,7 +304,7 @@ class CallbackHandler:
         self.listeners.clear()
 
     def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:
-        """Say whether a callback of this handler is called at events that it defines, which costs time at each step."""
+        """Set whether a callback is called at events that it defines, as calls at every step cost time."""
         muted = {(id(callback), event) for event in events}
         self._muted = self._muted - muted if listens else self._muted | muted
         for event in events:
@@ -316,14 +316,14 @@ class CallbackHandler:
         return [type(callback).__name__ for callback in self.callbacks]
 
     def configure_run(self, trainer: Trainer, request: RunRequest) -> None:
-        """Let every callback declare what it needs of a run."""
+        """Let every callback declare what it needs from a run."""
         for callback in self.callbacks:
             callback.configure_run(trainer, request)
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method named ``event``, which may be one of your own, of every callback that defines it.
+        """Call the method named ``event``, which may be your own event, of every callback that defines it.
 
-        What is to end the run is raised when all have been called: of several the first stop, else the first pause.
+        Requests to end the run are raised after all have been called: the first stop, or else the first pause.
         """
         listeners = self.listeners[event]
         if len(listeners) == 1 and self.timer is None:
@@ -339,9 +339,9 @@ class CallbackHandler:
             raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
 
     def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
-        """Call an event as :meth:`call_event` does; give ``ask`` what is to end the run, and go on with the next.
+        """Call an event like :meth:`call_event`, but pass requests to end the run to ``ask`` and continue.
 
-        What comes after a callback that asks for an end, on one process of several say, may communicate.
+        The next callbacks must run even if one of several processes requests the end, as they may communicate.
         """
         timer = self.timer
         for listener in self.listeners[event]:
@@ -358,7 +358,7 @@ class CallbackHandler:
                 raise
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
-        """Call an event on every callback, also when some raise; return what they raised. For the end of a run."""
+        """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
         errors = []
         for listener in self.listeners[event]:
             try:
@@ -392,7 +392,7 @@ class CallbackHandler:
 
 
 def timed_as_saving(method: Callable[Concatenate[Trainer, _P], _R]) -> Callable[Concatenate[Trainer, _P], _R]:
-    """Make a method of the trainer one that the callback handler's timer, if there is one, counts as saving."""
+    """Decorate a method of the trainer so that the callback handler's timer, if any, counts it as saving."""
 
     @wraps(method)
     def call(trainer: Trainer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,4 +1,4 @@
-"""Fine-tuning: freezing the layers of a pretrained model, and smaller learning rates far from its head."""
+"""Fine-tuning: freezing layers of a pretrained model, and smaller learning rates for layers far from its head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from pytorch_accel_lite.utils import check_positive_number
 
-#: The modules that ``freeze_batch_norms`` is about.
+#: The modules affected by ``freeze_batch_norms``.
 BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -21,24 +21,24 @@ class _PartOfModel(NamedTuple):
 class LayerGroup(_PartOfModel):
     """A module that is an attribute of the model.
 
-    :param layer_group_idx: its index, counted from the first group and from the last
-    :param is_frozen: whether it has parameters that can be frozen, and none of them is trained
+    :param layer_group_idx: the index of the group, counted from the first group and from the last
+    :param is_frozen: whether the group has parameters that can be frozen, and all of them are
     """
 
 
 class Layer(_PartOfModel):
-    """A module that has no modules of its own; ``layer_group_idx`` is that of its :class:`LayerGroup`."""
+    """A module without submodules; ``layer_group_idx`` is that of its :class:`LayerGroup`."""
 
 
 class ModelFreezer:
     """Freezes and unfreezes the layer groups of a model, which are the modules that are its attributes.
 
-    Parameters that the model itself owns (a class token, say) go with the first group, a parameter that several groups
-    share with the first of them. Freeze before the trainer's run starts; in the middle of a run on several processes,
-    call ``trainer.rewrap_model()`` afterwards.
+    Parameters owned by the model itself, such as a class token, belong to the first group; a parameter shared by
+    several groups belongs to the first of them. Freeze before the run starts. In the middle of a run on several
+    processes, call ``trainer.rewrap_model()`` afterwards.
 
     :param model: the model, not wrapped
-    :param freeze_batch_norms: freeze batch norms too; otherwise they are trained in frozen groups as well
+    :param freeze_batch_norms: whether to freeze batch norms, too; otherwise they are trained even in frozen groups
     """
 
     def __init__(self, model: nn.Module, freeze_batch_norms: bool = False) -> None:
@@ -53,7 +53,7 @@ class ModelFreezer:
         return [LayerGroup((i, i - len(groups)), group, _is_frozen(owned)) for i, group, owned in groups]
 
     def get_layers(self) -> list[Layer]:
-        """Return the modules without modules of their own, in the order of the groups."""
+        """Return the modules without submodules, in the order of the groups."""
         return [
             Layer(group.layer_group_idx, module, _is_frozen(list(module.parameters())))
             for group in self.get_layer_groups()
@@ -66,18 +66,18 @@ class ModelFreezer:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
-        """Freeze the layer groups between two indices, both included and in any order; by default all but the last.
+        """Freeze the layer groups between two indices, inclusive and in any order; by default all but the last.
 
-        :param from_index: one end; negative ones count from the last group
-        :param to_index: the other end
-        :param set_modules_as_eval: keep what is frozen in evaluation mode, also when the model is set to training mode:
-            no dropout, and batch norms that are frozen keep their statistics
-        :raises IndexError: when there is no such group
+        :param from_index: one end of the range; negative indices count from the last group
+        :param to_index: the other end of the range
+        :param set_modules_as_eval: whether to keep frozen modules in evaluation mode even if the model is set to
+            training mode: without dropout, and with fixed statistics of frozen batch norms
+        :raises IndexError: if there is no such group
         """
         for _, group, parameters in self._between(from_index, to_index):
             for parameter in parameters:
                 parameter.requires_grad = False
-                parameter.grad = None  # else an optimizer would go on using it
+                parameter.grad = None  # otherwise an optimizer would keep using it
             for module in group.modules() if set_modules_as_eval else ():
                 if not self._spares(module):
                     _keep_in_eval(module)
@@ -87,9 +87,8 @@ class ModelFreezer:
     ) -> dict[int, dict[str, list[nn.Parameter]]]:
         """Unfreeze the layer groups between two indices, as in :meth:`freeze`; by default all.
 
-        :param set_modules_as_training: set the modules to training mode
-        :return: by the index of each group that was frozen, ``{"params": [...]}``: what has been unfrozen, in the form
-            that ``optimizer.add_param_group`` takes
+        :param set_modules_as_training: whether to set the modules to training mode
+        :return: the unfrozen parameters by group index, as ``{"params": [...]}`` for ``optimizer.add_param_group``
         """
         unfrozen = {}
         for index, group, parameters in self._between(from_index, to_index):
@@ -108,7 +107,7 @@ class ModelFreezer:
         groups = self._groups()
         if not groups:
             raise ValueError(
-                f"{type(self.model).__name__} has no layer groups: no module is an attribute of it. Set "
+                f"{type(self.model).__name__} has no layer groups, as none of its attributes is a module. Set "
                 "requires_grad of its parameters yourself."
             )
         ends = []
@@ -117,7 +116,7 @@ class ModelFreezer:
                 raise TypeError(f"{name}={index!r} must be a whole number, not {type(index).__name__}.")
             if not -len(groups) <= index < len(groups):
                 raise IndexError(
-                    f"{name}={index} is no layer group: {type(self.model).__name__} has {len(groups)}, from 0 to "
+                    f"{name}={index} is not a layer group: {type(self.model).__name__} has {len(groups)}, from 0 to "
                     f"{len(groups) - 1} or from {-len(groups)} to -1."
                 )
             ends.append(index % len(groups))
@@ -138,12 +137,12 @@ def _is_frozen(parameters: list[nn.Parameter]) -> bool:
 
 
 def _stay_in_eval(module: nn.Module, inputs: Any) -> None:
-    """Undo, before each forward pass, what ``model.train()`` did. A function of this module, so that models pickle."""
+    """Undo the effect of ``model.train()`` before each forward pass. A module-level function, so that models pickle."""
     module.training = False
 
 
 def stays_in_eval(module: nn.Module) -> bool:
-    """Whether a :class:`ModelFreezer` keeps a module in evaluation mode, whatever ``model.train()`` did."""
+    """Whether a :class:`ModelFreezer` keeps a module in evaluation mode, in spite of ``model.train()``."""
     return _stay_in_eval in module._forward_pre_hooks.values()
 
 
@@ -154,7 +153,7 @@ def _keep_in_eval(module: nn.Module) -> None:
 
 
 def _release_from_eval(module: nn.Module) -> None:
-    """Remove the hook by what it calls: a copied model has it too, but no handle to it."""
+    """Remove the hook by its function, as a copied model has the hook but no handle to it."""
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _stay_in_eval]:
         del module._forward_pre_hooks[key]
 
@@ -162,7 +161,7 @@ def _release_from_eval(module: nn.Module) -> None:
 def parameters_by_group(model: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer group, each parameter once.
 
-    What the model itself owns is in the first group; what several groups share is in the first of them.
+    Parameters owned by the model itself are in the first group, shared ones in the first group that has them.
     """
     owners = dict.fromkeys(model.parameters(recurse=False), 0)
     groups = list(model.children())
@@ -176,12 +175,12 @@ def layer_group_parameters(model: nn.Module, lr: float, decay: float = 1 / 2.6) 
     """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
 
     Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"
-    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of :class:`ModelFreezer`;
-    those without parameters do not count. Give the result to the optimizer: ``AdamW(layer_group_parameters(...))``.
+    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of :class:`ModelFreezer`
+    that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``.
 
     :param model: the model, not wrapped
-    :param lr: the learning rate of the last group, the head
-    :param decay: each group has the learning rate of the one after it times this factor
+    :param lr: learning rate of the last group, the head
+    :param decay: ratio of the learning rate of each group to that of the next
     """
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)

@@ -1,4 +1,4 @@
-"""Gradients of an accumulation window: those of its mean loss over samples, however they were batched."""
+"""Gradients of an accumulation window: those of the mean loss over its samples, however they were batched."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 NOTHING = nullcontext()
 Count = int | float | torch.Tensor
-_NO_GRADIENT = -1  # in place of its number of sparse dimensions, which is 0 where it is dense
+_NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
 
 
 class GradientWindow:
-    """Weighs the micro-batches of one update, so that their gradients add up to those of the whole window.
+    """Weights the micro-batches of one update so that their gradients add up to those of the whole window.
 
     Each loss is a mean over a number of items (samples, or ``num_items_in_batch``). It is scaled by its share of a
-    *nominal* window, in which every micro-batch of every rank has the same size; just before clipping, the
-    gradients are multiplied by nominal/true size, which is 1 for all but ragged windows. That is exact for
+    *nominal* window, in which every micro-batch of every rank has the same size. Just before clipping, the gradients
+    are multiplied by the ratio of nominal to true size, which is 1 except for ragged windows. This is exact for
     micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages.
 
-    :param device: where gradients are
-    :param steps: micro-batches of each rank in a full window
-    :param batch_size: samples in a nominal micro-batch of one rank
+    :param device: the device of the gradients
+    :param steps: number of micro-batches per rank in a full window
+    :param batch_size: number of samples in a nominal micro-batch of one rank
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
@@ -41,21 +41,21 @@ class GradientWindow:
         self._device = device
         self.steps = steps
         self._batch_size = batch_size
-        #: Its nominal and its true size so far; ``None`` when nothing has been added since the last update.
+        #: The nominal size, and the true size so far; ``None`` if nothing has been added since the last update.
         self.sizes: tuple[float, Count] | None = None
-        #: Whether batches are split into parts, which are weighed then even on one process.
+        #: Whether batches are split into parts, which must be weighted even with one process.
         self.is_split = False
-        #: Whether ranks may fail within a step, in which they must not communicate then.
+        #: Whether a rank may fail within a step, so that ranks must not communicate there.
         self.is_guarded = False
-        #: Items in a nominal micro-batch, fixed at the first batch that returns ``num_items_in_batch``.
+        #: Number of items in a nominal micro-batch, fixed by the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
 
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss weighted by its share of the window.
 
-        :param num_samples: samples of this rank's micro-batch; 0 for a batch that only keeps ranks in step
-        :param total_samples: samples of this micro-batch over all ranks
-        :param items: what the loss is a mean over, when these are not samples
+        :param num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
+        :param total_samples: number of samples in this micro-batch over all ranks
+        :param items: number of items that the loss is a mean over, if these are not samples
         """
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
             self.sizes = 1, 1
@@ -66,8 +66,8 @@ class GradientWindow:
         if items is not None:
             local = added = _as_weight(items) if num_samples else 0
             if self.items_per_batch is None and self.is_guarded:
-                self.items_per_batch = nominal  # any number will do that is the same on all ranks
-            elif self.items_per_batch is None:  # once in a run: the only read of the device
+                self.items_per_batch = nominal  # arbitrary, but the same on all ranks
+            elif self.items_per_batch is None:  # once per run: the only read from the device
                 self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
             nominal = self.items_per_batch
         true = added if self.sizes is None else self.sizes[1] + added
@@ -75,17 +75,17 @@ class GradientWindow:
         return loss * (local / (nominal * self.steps))
 
     def finish(self, optimizer: Any) -> Count:
-        """Correct the gradients when the window's true size differs from the nominal one, and begin the next.
+        """Correct the gradients if the window's true size differs from the nominal one, and start a new window.
 
-        :return: what the gradients were multiplied by
+        :return: the factor by which the gradients were multiplied
         """
         nominal, true = self.sizes or (1, 1)
         self.sizes = None
         if self.items_per_batch is not None and self._ranks.world_size > 1:
             zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
-            true = self._ranks.sum_on_device(zero + _as_weight(true))  # to copy a number to a device would wait for it
+            true = self._ranks.sum_on_device(zero + _as_weight(true))  # copying a number to a device would wait for it
         if isinstance(true, torch.Tensor):
-            true = torch.where(true == 0, nominal, true)  # of a window without a single item, whose gradients are 0
+            true = torch.where(true == 0, nominal, true)  # a window without any items has gradients of 0
         elif true in (0, nominal):
             return 1
         gradients = [p.grad for p in optimized_parameters(optimizer) if p.grad is not None]
@@ -95,7 +95,7 @@ class GradientWindow:
 
 
 def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:
-    """Within a window, gradients stay on their rank; they are averaged once, at its end."""
+    """Return a context that keeps gradients on their rank within a window; they are averaged once, at its end."""
     accelerator.sync_gradients = ends_window
     if ends_window or accelerator.num_processes == 1:
         return NOTHING
@@ -103,7 +103,7 @@ def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window:
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Average gradients over the ranks, as ``DistributedDataParallel`` does. A rank that has none counts as zero."""
+    """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     sparse_dims = [_NO_GRADIENT if p.grad is None else p.grad.sparse_dim() for p in trained]
     gradients: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -121,7 +121,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) ->
 
 
 def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
-    """Return a gradient with so many sparse dimensions, as it has on another rank."""
+    """Return a gradient as a sparse tensor with the number of sparse dimensions that it has on another rank."""
     gradient = parameter.grad
     if gradient is None:
         indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
@@ -133,44 +133,44 @@ def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
 
 
 def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
-    """Return what an optimizer trains that is not the model's: parameters of the loss function, say."""
+    """Return the parameters of an optimizer that are not in the model, such as those of the loss function."""
     own = set(model.parameters())
     return [parameter for parameter in optimized_parameters(optimizer) if parameter not in own]
 
 
 def updated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
-    """Return what an update changes: the optimizer's parameters; the model's too, where it works on copies of them."""
+    """Return the parameters that an update changes: the optimizer's, and the model's if it optimizes copies of them."""
     optimized = list(optimized_parameters(trainer.optimizer))
     has_model = len(parameters_not_in_model(trainer.model, trainer.optimizer)) < len(optimized)
-    if has_model or trainer.current_run.own_step is not None:  # in which it may be that of another module
+    if has_model or trainer.current_run.own_step is not None:  # it may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
 
 
 def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], norm: float) -> Any:
-    """Clip gradients by their total norm, and return what it was."""
+    """Clip gradients by their total norm, and return the norm before clipping."""
     if are_sharded(parameters):
-        # Accelerate compares them with the parameters of each model that it knows, which fails where it knows several.
+        # Accelerate compares them with the parameters of every model it knows, which fails if there are several.
         accelerator.unscale_gradients()
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
     return accelerator.clip_grad_norm_(parameters, norm)
 
 
 def skip_update(self: Trainer) -> None:
-    """Leave out the update that is about to happen: weights, optimizer and scheduler stay as they are.
+    """Skip the update that is about to happen, leaving weights, optimizer and scheduler unchanged.
 
-    To be called in ``on_optimizer_step_start``, on every process. ``progress.update`` counts it all the same.
+    Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
     """
     self.current_run.skips_update = True
     scaler = self.accelerator.scaler
-    if scaler is not None:  # it would complain of gradients that are unscaled twice
+    if scaler is not None:  # otherwise it would complain about gradients being unscaled twice
         scaler.update(scaler.get_scale())
 
 
 def total_norm(trainer: Trainer) -> torch.Tensor:
-    """The total norm of the gradients of an update, on the device; before they were clipped by norm, if they were.
+    """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
 
-    For ``on_optimizer_step_start``. The same on all processes; computed when first asked for.
+    For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed.
     """
     run = trainer.current_run
     if run.gradient_norm is None:
@@ -182,5 +182,5 @@ def total_norm(trainer: Trainer) -> torch.Tensor:
 
 
 def _as_weight(count: Count) -> Count:
-    """Return a count as float64 where that exists: dividing whole numbers would give float32."""
+    """Return a count as float64, if the device supports it: dividing integers would give float32."""
     return count.to(accumulation_dtype(count.device)) if isinstance(count, torch.Tensor) else count

@@ -1,4 +1,4 @@
-"""What notebooks show of trainers, histories, run configs, diagnoses and worst samples: loaded when one is shown."""
+"""HTML representations of trainers, histories, run configs, diagnoses and worst samples in notebooks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _MOST_EPOCHS = 50
 
 
 def of_trainer(trainer: Trainer) -> str | None:
-    """Show what a trainer trains, with what, where, and what listens."""
-    if "current_run" not in vars(trainer):  # its constructor has not come so far
+    """Show the model, optimizer, device and callbacks of a trainer."""
+    if "current_run" not in vars(trainer):  # its constructor has not finished
         return None
     parts = parts_of(trainer)
     listening = "\n".join(map(repr, trainer.callback_handler)) or "none"
@@ -30,7 +30,7 @@ def of_trainer(trainer: Trainer) -> str | None:
 
 
 def of_history(history: InMemoryRunHistory) -> str:
-    """Show the last values of all metrics in each epoch."""
+    """Show the last value of every metric in each epoch."""
     state = history.state_dict()
     by_metric = {
         name: dict(zip(state["epochs"][name], values, strict=True)) for name, values in state["metrics"].items()
@@ -47,12 +47,12 @@ def of_history(history: InMemoryRunHistory) -> str:
 
 
 def of_run_config(config: TrainerRunConfig) -> str:
-    """Show the settings of a run that are worth reading."""
+    """Show the notable settings of a run."""
     return _table(type(config).__name__, [(name, short(value, name)) for name, value in config.notable().items()])
 
 
 def of_diagnosis(found: Diagnosis) -> str:
-    """Show where the time of a step goes, and what to change."""
+    """Show where the time of a step is spent, with advice."""
     return _table(found.summary(), found.parts(), notes=found.advice or ["Nothing stands out."])
 
 
@@ -67,5 +67,5 @@ def _cell(value: Any) -> str:
 
 
 def _table(title: str, rows: Iterable[Sequence[Any]], columns: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Return a table; without columns its rows are names and values."""
+    """Return an HTML table; without columns, its rows are names and values."""
     return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes)

@@ -1,4 +1,4 @@
-"""Several optimizers, with schedulers by the same names, that act as one; optimizers with modes."""
+"""Several named optimizers, and their schedulers, that act as one; optimizers with modes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-#: What a trainer takes: an optimizer, or several by name or number.
+#: An optimizer, or several by name or number, as a trainer takes them.
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
-#: What makes a scheduler of an optimizer; of several, also a dict of such by their names.
+#: A function that creates a scheduler from an optimizer, or a dict of such functions by optimizer name.
 SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers that step together, each with its own parameters, known by name.
+    """Several named optimizers that step together, each with its own parameters.
 
-    Made by a trainer of a dict or a list of optimizers, which is numbered then. Parameter groups are those of its
-    parts, in order, so schedulers, clipping and mixed precision treat it as one optimizer; so is its state.
+    Created by a trainer from a dict of optimizers, or from a list, whose elements are numbered. It has the parameter
+    groups and the state of all its parts, so schedulers, clipping and mixed precision treat it as one optimizer.
 
-    :param optimizers: optimizers that share no parameter, by name
-    :raises ValueError: when there is none, or two have the same parameter
+    :param optimizers: optimizers by name, which must not share parameters
+    :raises ValueError: if there are no optimizers, or two have the same parameter
     """
 
     _parts: dict[str, Optimizer]
@@ -33,7 +33,7 @@ class CombinedOptimizer(Optimizer):
         parts = dict(optimizers)
         first, *others = (part.defaults for part in parts.values())
         common = {name: value for name, value in first.items() if all(name in other for other in others)}
-        # Optimizer.__init__ would make groups of its own; this makes all else that it makes.
+        # Unlike Optimizer.__init__, this sets up everything except parameter groups.
         super().__setstate__({"_parts": parts, "defaults": common})
 
     def __getitem__(self, name: str) -> Optimizer:
@@ -59,23 +59,23 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """What the parts keep for each parameter. A new dict each time."""
+        """The state of all parts, by parameter. A new dict each time."""
         return {parameter: kept for part in self._parts.values() for parameter, kept in part.state.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: only one of the parts can have a new group.
+        """Raise an error, as groups must be added to one of the parts.
 
         :raises TypeError: always
         """
         raise TypeError(
-            f"Parameter groups are added to one of the optimizers {_listed(self._parts)}: "
-            f"trainer.optimizer[{next(iter(self._parts))!r}].add_param_group(...), for example."
+            f"Add parameter groups to one of the optimizers {_listed(self._parts)}, for example with "
+            f"trainer.optimizer[{next(iter(self._parts))!r}].add_param_group(...)."
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of all parts.
 
-        :param closure: computes the gradients and returns the loss; called once, before any part steps
+        :param closure: a function that computes the gradients and returns the loss; called once, before any part steps
         """
         loss = None
         if closure is not None:
@@ -86,7 +86,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def note_step(self) -> None:
-        """Say that a part was stepped by itself: torch warns of schedulers whose optimizer was not stepped before."""
+        """Note that a part was stepped on its own, or torch would warn that the scheduler is stepped too early."""
         self._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -98,15 +98,15 @@ class CombinedOptimizer(Optimizer):
                 part.zero_grad(set_to_none=False)
 
     def train(self) -> None:
-        """Set those parts that have modes to that of training."""
+        """Set the parts that have modes to training mode."""
         _set_mode(self._parts.values(), "train")
 
     def eval(self) -> None:
-        """Set those parts that have modes to that of evaluation."""
+        """Set the parts that have modes to evaluation mode."""
         _set_mode(self._parts.values(), "eval")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as one optimizer has it: parameters are numbered through all parts."""
+        """Return the state as that of a single optimizer, with parameters numbered across all parts."""
         whole: dict[str, Any] = {"state": {}, "param_groups": []}
         extra = {}
         for name, part in self._parts.items():
@@ -115,18 +115,18 @@ class CombinedOptimizer(Optimizer):
             whole["state"] |= {number + first: kept for number, kept in own.pop("state").items()}
             groups = own.pop("param_groups")
             whole["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
-            if own:  # what an optimizer keeps beside, a count of steps say
+            if own:  # other entries of an optimizer, such as a step count
                 extra[name] = own
         return whole | ({"parts": extra} if extra else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load a state returned by :meth:`state_dict`.
 
-        :raises ValueError: when groups or parameters have other numbers
+        :raises ValueError: if the number of groups or parameters differs
         """
         saved = list(state_dict["param_groups"])
         if len(saved) != len(self.param_groups):
-            raise ValueError(f"it has {len(saved)} parameter groups, the optimizers have {len(self.param_groups)}.")
+            raise ValueError(f"it has {len(saved)} parameter groups, but the optimizers have {len(self.param_groups)}.")
         shares = {}
         first = 0
         for name, part in self._parts.items():
@@ -141,7 +141,7 @@ class CombinedOptimizer(Optimizer):
             for number, (own, group) in enumerate(zip(part.param_groups, groups, strict=True)):
                 if len(own["params"]) != len(group["params"]):
                     raise ValueError(
-                        f"group {number} of the optimizer {name!r} has {len(own['params'])} parameters, and had "
+                        f"group {number} of the optimizer {name!r} has {len(own['params'])} parameters, but had "
                         f"{len(group['params'])}."
                     )
             first = end
@@ -156,7 +156,7 @@ class CombinedOptimizer(Optimizer):
 
 
 class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """What Accelerate makes of a :class:`CombinedOptimizer`, with its parts by name."""
+    """Accelerate's wrapper of a :class:`CombinedOptimizer`, with access to its parts by name."""
 
     def __getitem__(self, name: str) -> Optimizer:
         part: Optimizer = self.optimizer[name]
@@ -164,10 +164,10 @@ class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class CombinedScheduler:
-    """Schedulers of a trainer's several optimizers, by their names, that are stepped together.
+    """The schedulers of several optimizers, which are stepped together.
 
-    :param optimizer: the trainer's, of which each scheduler has a part
-    :param schedulers: by name
+    :param optimizer: the trainer's optimizer, of which each scheduler has a part
+    :param schedulers: the schedulers, by optimizer name
     """
 
     def __init__(self, optimizer: Any, schedulers: Mapping[str, Any]) -> None:
@@ -179,13 +179,13 @@ class CombinedScheduler:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The schedulers, by the names of their optimizers."""
+        """The schedulers, by optimizer name."""
         return dict(self._parts)
 
     def step(self, metrics: Any = None) -> None:
         """Step each scheduler.
 
-        :param metrics: given to those that follow a metric, as ``ReduceLROnPlateau``
+        :param metrics: the value passed to schedulers that follow a metric, such as ``ReduceLROnPlateau``
         """
         for part in self._parts.values():
             if metrics is None or not follows_metric(part):
@@ -202,12 +202,12 @@ class CombinedScheduler:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load a state returned by :meth:`state_dict`.
 
-        :raises ValueError: when the names differ
+        :raises ValueError: if the names differ
         """
         if state_dict.keys() != self._parts.keys():
-            raise ValueError(f"it is of schedulers for {_listed(state_dict)}, not for {_listed(self._parts)}.")
+            raise ValueError(f"it holds schedulers for {_listed(state_dict)}, not for {_listed(self._parts)}.")
         for name, part in self._parts.items():
             part.load_state_dict(state_dict[name])
 
@@ -231,7 +231,7 @@ def needs_closure(optimizer: Any) -> bool:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """Clear the gradients as ``optimizer.zero_grad()`` does, which takes 20 times as long unless it is overridden."""
+    """Clear the gradients like ``optimizer.zero_grad()``, but 20 times as fast unless that is overridden."""
     if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -241,7 +241,7 @@ def clear_gradients(optimizer: Any) -> None:
 
 
 def combine(optimizer: Any) -> Any:
-    """Return a dict or a list of optimizers as one; anything else as it is."""
+    """Combine a dict or a list of optimizers into one; return anything else unchanged."""
     if isinstance(optimizer, Mapping):
         return CombinedOptimizer(optimizer)
     if isinstance(optimizer, (list, tuple)):
@@ -274,13 +274,13 @@ def sharded_like(own: Any, value: Any) -> Any:
 
 
 def parts_of(optimizer: Any) -> dict[str, Optimizer]:
-    """Return the optimizers in a combined one by name, as Accelerate has prepared it too; of another, none."""
+    """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for any other."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner.parts if isinstance(inner, CombinedOptimizer) else {}
 
 
 def group_names(optimizer: Any) -> list[str]:
-    """Return a name for each parameter group: ``""`` for the only one, else its number; of several, theirs before."""
+    """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
     parts = parts_of(optimizer)
     if not parts:
         return _numbered(optimizer.param_groups)
@@ -292,12 +292,12 @@ def group_names(optimizer: Any) -> list[str]:
 
 
 def follows_metric(scheduler: Any) -> bool:
-    """Whether a scheduler is stepped with the value of a metric, as ``ReduceLROnPlateau`` is."""
+    """Whether a scheduler is stepped with the value of a metric, like ``ReduceLROnPlateau``."""
     return next(iter(inspect.signature(scheduler.step).parameters), "epoch") != "epoch"
 
 
 def create_scheduler(create: SchedulerFactory, optimizer: Any) -> Any:
-    """Return what a factory makes of the optimizer, or those in a dict of the optimizers of their names."""
+    """Create the scheduler of the optimizer, or from a dict of factories those of several optimizers."""
     if not isinstance(create, Mapping):
         return create(optimizer)
     parts = parts_of(optimizer)
@@ -305,13 +305,13 @@ def create_scheduler(create: SchedulerFactory, optimizer: Any) -> Any:
 
 
 def schedulers_in(scheduler: Any) -> dict[str, Any]:
-    """Return the schedulers of several optimizers by name, ``""`` being the name of one that stands alone."""
+    """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
     return scheduler.parts if isinstance(scheduler, CombinedScheduler) else {"": scheduler}
 
 
 def _check_parts(optimizers: Mapping[str, Optimizer]) -> None:
     if not optimizers:
-        raise ValueError(f"optimizer={optimizers!r} holds no optimizer. Pass at least one, or None.")
+        raise ValueError(f"optimizer={optimizers!r} contains no optimizer. Pass at least one, or None.")
     owners: dict[torch.Tensor, str] = {}
     for name, part in optimizers.items():
         if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Values that are known only when a run starts, to be used in scheduler factories."""
+"""Placeholders for values that are known only when a run starts, for use in scheduler factories."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class PlaceholderError(ValueError):
-    """A placeholder has no value in this run. The message names it and says what to do."""
+    """A placeholder has no value in this run. The message names it and gives advice."""
 
 
 def _operators(symbol: str, apply: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Placeholder], ...]:
-    """Return the methods of an operator: for a placeholder on its left, and for one on its right."""
+    """Return the methods of an operator, for a placeholder on its left and on its right."""
 
     def combine(left: Any, right: Any) -> Placeholder:
         for operand in (left, right):
@@ -37,8 +37,8 @@ def _operators(symbol: str, apply: Callable[[Any, Any], Any]) -> tuple[Callable[
 class Placeholder:
     """An immutable arithmetic expression over values of a run, evaluated by :meth:`resolve`.
 
-    ``+ - * / // %`` work with numbers and other placeholders on either side, as do ``round``, ``math.floor``,
-    ``math.ceil`` and ``-x``; for the smaller or larger of two, see :meth:`TrainerPlaceholderValues.min`.
+    Supports ``+ - * / // %`` with numbers and other placeholders on either side, ``round``, ``math.floor``,
+    ``math.ceil`` and ``-x``. For the smaller or larger of two, see :meth:`TrainerPlaceholderValues.min`.
     """
 
     _text: str
@@ -48,7 +48,7 @@ class Placeholder:
     def resolve(self, trainer: Trainer) -> Any:
         """Return the value of the expression in the trainer's current run.
 
-        :raises PlaceholderError: when a value does not exist in this run
+        :raises PlaceholderError: if a value does not exist in this run
         """
         return self._compute(trainer)
 
@@ -88,8 +88,8 @@ class Placeholder:
     def _not_yet(self, *_: Any) -> NoReturn:
         raise TypeError(
             f"The placeholder {self!r} has no value before the run starts, so it cannot be compared or converted, "
-            "nor used within a function (lr_lambda, for example): give it as an argument of a functools.partial. "
-            "Use round(...) or // for whole numbers, and TrainerPlaceholderValues.min/max for the smaller/larger."
+            "nor used inside a function such as lr_lambda: pass it as an argument of a functools.partial. Use "
+            "round(...) or // for integers, and TrainerPlaceholderValues.min/max for the smaller/larger of two values."
         )
 
     __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __bool__ = _not_yet
@@ -108,7 +108,7 @@ def _call(function: Callable[..., Any], *operands: Any) -> Placeholder:
 
 _NO_LENGTH = (
     "the training data have no length. Pass the number of updates to the scheduler yourself, "
-    "or give max_num_train_steps to train() and use MAX_NUM_TRAIN_STEPS."
+    "or pass max_num_train_steps to train() and use MAX_NUM_TRAIN_STEPS."
 )
 
 
@@ -131,7 +131,7 @@ def _named(name: str, read: Callable[[Trainer], Any], missing: str = _NO_LENGTH)
 
 
 class TrainerPlaceholderValues:
-    """Quantities of a run, usable before they are known, in the arguments of a scheduler factory.
+    """Quantities of a run for use in the arguments of a scheduler factory, before their values are known.
 
     For example::
 
@@ -141,7 +141,7 @@ class TrainerPlaceholderValues:
             total_steps=TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH,
         )
 
-    Updates are those of the whole job: their number does not grow with the number of processes.
+    All processes take part in every update, so the number of updates does not grow with the number of processes.
     """
 
     #: The number of epochs of the run.
@@ -150,42 +150,42 @@ class TrainerPlaceholderValues:
         operator.attrgetter("run_config.num_epochs"),
         "the training data have no length, so the run is limited by max_num_train_steps only. Use MAX_NUM_TRAIN_STEPS.",
     )
-    #: Optimizer updates in an epoch (the last, shorter accumulation window counts as one).
+    #: The number of optimizer updates in an epoch (a shorter last accumulation window counts as one).
     NUM_UPDATE_STEPS_PER_EPOCH = _named(
         "NUM_UPDATE_STEPS_PER_EPOCH", operator.attrgetter("run_config.num_update_steps_per_epoch")
     )
-    #: The same number, under the name that the ancestor's users know: every process makes every update.
+    #: The same number, under its name in pytorch-accelerated: every process takes part in every update.
     PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH = _named(
         "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH", operator.attrgetter("run_config.num_local_update_steps_per_epoch")
     )
-    #: Optimizer updates in the whole run.
+    #: The number of optimizer updates in the run.
     MAX_NUM_TRAIN_STEPS = _named("MAX_NUM_TRAIN_STEPS", operator.attrgetter("run_config.max_num_train_steps"))
-    #: Batches that each process reads in an epoch of training.
+    #: The number of batches that each process reads in a training epoch.
     TRAIN_DATALOADER_LEN = _named("TRAIN_DATALOADER_LEN", lambda trainer: len(trainer.train_dataloader))
-    #: Batches that each process reads in an evaluation.
+    #: The number of batches that each process reads in an evaluation.
     EVAL_DATALOADER_LEN = _named(
         "EVAL_DATALOADER_LEN",
         lambda trainer: sum(map(len, trainer.eval_dataloaders)) or None,
-        "there are no evaluation data with a length. Pass eval_dataset to train(), or do not use it here.",
+        "there is no evaluation dataset with a length. Pass eval_dataset to train(), or do not use this placeholder.",
     )
 
     @staticmethod
     def min(*values: Placeholder | float) -> Placeholder:
-        """The smallest of the given numbers and placeholders."""
+        """Return the smallest of the given numbers and placeholders."""
         return _call(min, *values)
 
     @staticmethod
     def max(*values: Placeholder | float) -> Placeholder:
-        """The largest of the given numbers and placeholders."""
+        """Return the largest of the given numbers and placeholders."""
         return _call(max, *values)
 
 
 def replace_trainer_placeholder_values(trainer: Trainer, instance: Any) -> Any:
-    """Replace every placeholder in ``instance`` by its value in the trainer's run.
+    """Replace every placeholder in ``instance`` with its value in the trainer's run.
 
-    :param instance: a ``functools.partial``; placeholders are found among its positional and keyword arguments,
-        also inside lists, tuples, sets, dicts and inner partials. Anything else is returned as it is.
-    :raises PlaceholderError: when a value does not exist in this run
+    :param instance: a ``functools.partial``, whose positional and keyword arguments are searched for placeholders,
+        including nested lists, tuples, sets, dicts and partials. Anything else is returned unchanged.
+    :raises PlaceholderError: if a value does not exist in this run
     """
     replace = partial(replace_trainer_placeholder_values, trainer)
     kind = type(instance)

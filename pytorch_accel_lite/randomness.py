@@ -1,6 +1,6 @@
-"""Random numbers: seeding the generators, keeping their states, and restoring them.
+"""Random numbers: seeding the generators, capturing their states, and restoring them.
 
-The generators are those of python, numpy and torch, and that of torch for this process's GPU or other accelerator.
+The generators are those of python, numpy and torch, including torch's for this process's GPU or other accelerator.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int, after: int = 0) -> int:
-    """Combine whole numbers into one well-spread 64-bit seed (the finaliser of SplitMix64, Steele et al. 2014).
+    """Combine integers into one well-distributed 64-bit seed (the finaliser of SplitMix64, Steele et al. 2014).
 
-    :param after: what ``mix`` returned for the numbers that come before these
+    :param after: the result of ``mix`` for preceding numbers
     """
     state = after
     for number in numbers:
@@ -32,12 +32,12 @@ def mix(*numbers: int, after: int = 0) -> int:
 
 
 def seed_run(seed: int) -> None:
-    """Seed all generators at the start of a run, on each process another way."""
+    """Seed all generators at the start of a run, differently on each process."""
     set_seed(seed, device_specific=True)
 
 
 def seed_generators(seed: int, with_torch: bool = True) -> None:
-    """Seed the generators of the CPU, which is ten times as fast as keeping and restoring their states."""
+    """Seed the generators of the CPU, which is ten times as fast as capturing and restoring their states."""
     if with_torch:
         # torch.manual_seed also visits every device, which costs a hundred times as much.
         torch.default_generator.manual_seed(seed >> 1)
@@ -46,7 +46,7 @@ def seed_generators(seed: int, with_torch: bool = True) -> None:
 
 
 def _modules_of_torch() -> dict[str, Any]:
-    """Return what gets and sets the states of torch's generators, by their names in a training state."""
+    """Return the modules that get and set the states of torch's generators, by their names in a training state."""
     modules: dict[str, Any] = {"torch": torch}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
@@ -55,7 +55,7 @@ def _modules_of_torch() -> dict[str, Any]:
 
 
 def capture_generators() -> dict[str, Any]:
-    """Return the states of all generators, as they can be stored in a training state."""
+    """Return the states of all generators, in a form that a training state can store."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -70,13 +70,13 @@ def restore_generators(states: dict[str, Any]) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     for name, module in _modules_of_torch().items():
-        if name in states:  # not those of a GPU in a training state that was saved without one
+        if name in states:  # a training state saved without a GPU has none for it
             module.set_rng_state(states[name])
 
 
 @contextmanager
 def preserving_generators(*only: str) -> Iterator[None]:
-    """Restore the generators after a block of code: all, or ``only`` those that are named."""
+    """Restore the states of all generators after a block, or of ``only`` the named ones."""
     states = capture_generators()
     try:
         yield

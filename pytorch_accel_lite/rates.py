@@ -1,4 +1,4 @@
-"""The rates that an optimizer had before a schedule changed them, with which the next schedule begins."""
+"""The rates that an optimizer had before a schedule changed them, from which the next schedule starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# What schedules change in parameter groups. torch and timm keep the first values in the groups too, as "initial_lr".
+# Options that schedules change in parameter groups. torch and timm also store the initial rate there, as "initial_lr".
 _SCHEDULED = ("lr", "momentum", "betas")
 
 #: The values that schedules change, by name, for each parameter group.
@@ -15,43 +15,43 @@ Options = list[dict[str, Any]]
 
 
 def plain(value: Any) -> Any:
-    """Return a number of torch or numpy as one of Python, which any state can hold."""
+    """Convert a number of torch or numpy to a Python number, which any state can hold."""
     return value.item() if hasattr(value, "item") else value
 
 
 def set_option(group: dict[str, Any], name: str, value: Any) -> None:
     """Set an option of a parameter group."""
     if isinstance(group[name], torch.Tensor):
-        group[name].fill_(value)  # compiled optimizers hold on to the tensor
+        group[name].fill_(value)  # compiled optimizers keep a reference to the tensor
     else:
         group[name] = value
 
 
 def learning_rates(optimizer: Any, name: str = "lr") -> list[Any]:
-    """Return the learning rate of each parameter group, ``None`` for those that have none.
+    """Return the learning rate of each parameter group, ``None`` for groups without one.
 
-    :param name: ``"initial_lr"`` for those before any schedule, as far as they are known
+    :param name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, as far as they are known
     """
     return [plain(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
 
 
 def scheduled_options(optimizer: Any) -> Options:
-    """Return what a schedule changes, as it is now."""
+    """Return the current values of the options that schedules change."""
     return [{name: plain(group[name]) for name in _SCHEDULED if name in group} for group in optimizer.param_groups]
 
 
 def set_options(optimizer: Any, options: Options) -> None:
-    """Set what a schedule changes."""
+    """Set the options that schedules change."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             set_option(group, name, value)
 
 
 def initial_options(optimizer: Any, left: Sequence[Any] = ()) -> Options:
-    """Return what a schedule changes, as it was before any schedule.
+    """Return the values that the options had before any schedule changed them.
 
-    :param left: the learning rates that the last schedule left: one that differs by now was set by hand, and is
-        an initial one itself
+    :param left: the learning rates at the end of the last schedule. A rate that differs from them was set by hand, and
+        counts as an initial one.
     """
     options = scheduled_options(optimizer)
     for number, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=True)):
@@ -63,7 +63,7 @@ def initial_options(optimizer: Any, left: Sequence[Any] = ()) -> Options:
 
 
 def note_initial_options(optimizer: Any, initial: Options) -> None:
-    """Keep in an optimizer what a schedule has changed, as torch does: ``OneCycleLR`` has another ``initial_lr``."""
+    """Store the initial values in the optimizer like torch, since ``OneCycleLR`` sets a different ``initial_lr``."""
     for group, values in zip(optimizer.param_groups, initial, strict=False):  # groups may have been added
         for name, value in values.items():
             if name == "lr" or plain(group[name]) != value:

@@ -1,4 +1,4 @@
-"""Whether all processes still hold the same weights: where gradients are not averaged, they drift apart in silence."""
+"""Checking that all processes hold the same weights, which silently diverge if gradients are not averaged."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_replicas(self: Trainer) -> None:
-    """Check that all processes hold the same weights, to the last bit. To be called on every process.
+    """Check that all processes hold the same weights, to the last bit. Call it on every process.
 
-    Looks at every trained parameter: the optimizer's, and those of optimizers that a subclass holds as attributes.
-    Weights that are spread over the processes are left out.
+    Checks every trained parameter: those of the optimizer, and of optimizers that are attributes of a subclass. Sharded
+    weights are skipped.
 
-    :raises RuntimeError: names the ranks that differ, the parameter, and the likely cause
+    :raises RuntimeError: if they differ; names the ranks, the parameter and the likely cause
     """
     prepared = self.prepared_model
     if self.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
@@ -42,7 +42,7 @@ def compare_replicas(self: Trainer) -> None:
 def _likely_cause(trainer: Trainer) -> str:
     prepared = trainer.prepared_model
     bypasses = "bypasses the averaging of gradients. Call self.model(...) in your step methods."
-    on_purpose = "Pass check_replicas=False to the Trainer if the weights are meant to differ."
+    on_purpose = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
     if prepared is not None and not prepared.has_run:
         return f"trainer.model was never called in this run: a step that calls the bare module {bypasses} {on_purpose}"
     unused = _without_gradient(trainer.model)
@@ -50,25 +50,26 @@ def _likely_cause(trainer: Trainer) -> str:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         return (
             f"The loss does not depend on {', '.join(unused[:3])}{more}, and torch averages no gradients until it has "
-            "those of every parameter. Call requires_grad_(False) on parameters that are not used; where they are used "
-            "in some steps only, pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+            "those of every parameter. Call requires_grad_(False) on unused parameters; if they are used in some steps "
+            "only, pass accelerator=Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
             "find_unused_parameters=True)]) to the Trainer."
         )
     return (
         "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
-        f"the run without rewrap_model(), or a module that is trained beside the model: each of them {bypasses} "
-        "Average the gradients of a module beside it by self.accelerator.prepare(module). Other causes: optimizers "
-        f"that were made with other settings, or modules with other weights, on each process. {on_purpose}"
+        f"the run without rewrap_model(), or a module that is trained besides the model: each of these {bypasses} "
+        "To average the gradients of an additional module, call self.accelerator.prepare(module). Other causes: "
+        "optimizers created with different settings, or modules with different weights, on each process. "
+        f"{on_purpose}"
     )
 
 
 def _without_gradient(model: nn.Module) -> list[str]:
-    """Return the parameters for whose gradients ``DistributedDataParallel`` still waits after a backward pass."""
+    """Return the parameters whose gradients ``DistributedDataParallel`` is still waiting for after a backward pass."""
     check = getattr(getattr(model, "reducer", None), "_check_reducer_finalized", None)
     try:
         if check is not None:
             check()
-    except RuntimeError as error:  # what the next forward pass would say
+    except RuntimeError as error:  # the error that the next forward pass would raise
         waiting = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         names = [name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad]
         places = map(int, waiting[1].split()) if waiting else []
@@ -77,7 +78,7 @@ def _without_gradient(model: nn.Module) -> list[str]:
 
 
 def _trained_parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
-    """Return what the trainer's optimizers update, by the names that it has in the trainer's modules."""
+    """Return the parameters that the trainer's optimizers update, by their names in the trainer's modules."""
     names: dict[int, str] = {}
     for prefix, module in {"": unwrap(trainer.model), **attributes.modules(trainer)}.items():
         for name, parameter in module.named_parameters(prefix):
@@ -88,18 +89,18 @@ def _trained_parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
 
 
 def _sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return for each tensor the sum of its elements, read as whole numbers: it changes with every single bit."""
+    """Return the sum over each tensor's elements, interpreted as integers: flipping any bit changes it."""
     sums = []
     for tensor in tensors:
         data = tensor.detach()
         if data.is_complex():
             data = torch.view_as_real(data)
         sums.append(data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
-    return torch.stack(sums).tolist() if sums else []  # one read of the device
+    return torch.stack(sums).tolist() if sums else []  # a single read from the device
 
 
 def _first_difference(ranks: Ranks, names: list[str], sums: list[int]) -> str | None:
-    """Say which ranks differ in which parameter, ``None`` when none do."""
+    """Describe which ranks differ in which parameter; ``None`` if they all agree."""
     digests = ranks.all_gather_object(hash(tuple(sums)))
     if len(set(digests)) == 1:
         return None

@@ -1,4 +1,4 @@
-"""What ``repr`` shows: calls of constructors, with values that are short and keep secrets to themselves."""
+"""Representations as constructor calls, with short values and hidden secrets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IN_URL = re.compile(r"(://[^/:@\s]*:)[^/@\s]+@")
 
 
 class _Short(reprlib.Repr):
-    """Representations of one short line, of whatever a user may pass."""
+    """Represents any value in one short line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Short(reprlib.Repr):
         return f"{{{', '.join(shown)}{', ...' if len(x) > self.maxdict else ''}}}"
 
     def named(self, name: object, value: Any, level: int) -> str:
-        """Represent a value by its name: what unlocks something is not shown."""
+        """Represent a value, hiding it if its name suggests a secret."""
         is_secret = isinstance(name, str) and _SECRET.search(name) and isinstance(value, (str, bytes))
         return "'***'" if is_secret else self.repr1(value, level)
 
@@ -60,7 +60,7 @@ class _Short(reprlib.Repr):
             return f"partial({self.repr1(x.func, level)}, ...)"
         if isinstance(x, np.generic):
             return self.repr1(x.item(), level)
-        if isinstance(x, (torch.Tensor, np.ndarray)):  # without its numbers, which a device may hold
+        if isinstance(x, (torch.Tensor, np.ndarray)):  # without its values, which may be on a device
             return f"{name}(shape={tuple(x.shape)})"
         if isinstance(x, type) or inspect.isroutine(x):
             return str(x.__name__)
@@ -74,20 +74,20 @@ _short = _Short()
 
 
 def short(value: Any, name: str = "") -> str:
-    """Represent a value in one short line: long ones are abbreviated, and strings whose name says that they are secret.
+    """Represent a value in one short line, abbreviating long values and hiding secrets.
 
-    :param name: of the argument or setting
+    :param name: name of the argument or setting, which tells whether it is a secret
     """
     return _short.named(name, value, _short.maxlevel)
 
 
 def call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Represent a call with these arguments, each short."""
+    """Represent a call with these arguments, each abbreviated."""
     return wrapped(f"{name}(", [f"{key}={short(value, key)}" for key, value in arguments.items()], ")")
 
 
 def wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
-    """Join parts by commas: in one line where that is short enough, else in lines of their own."""
+    """Join parts with commas, in one line if it is short enough, otherwise over several indented lines."""
     parts = list(parts)
     line = f"{opening}{', '.join(parts)}{closing}"
     if len(line) <= _WIDTH and "\n" not in line:
@@ -108,15 +108,15 @@ _GIVEN = "_arguments_given"
 
 
 def remember_arguments(cls: type) -> None:
-    """Let the constructor of a class remember what it is called with, for :func:`constructor_call`."""
+    """Make the constructor of a class remember its arguments for :func:`constructor_call`."""
     constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
         return
 
     @functools.wraps(constructor)
     def remember(self: Any, *args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True  # IPython and pytest leave this frame out
-        vars(self).setdefault(_GIVEN, (args, kwargs))  # that of the subclass comes first
+        __tracebackhide__ = True  # IPython and pytest hide this frame
+        vars(self).setdefault(_GIVEN, (args, kwargs))  # the constructor of the subclass comes first
         constructor(self, *args, **kwargs)
 
     remember.remembers_arguments = True  # type: ignore[attr-defined]
@@ -124,9 +124,9 @@ def remember_arguments(cls: type) -> None:
 
 
 def constructor_call(made: Any) -> str:
-    """Represent an object as the call of its constructor, with the arguments that it was given.
+    """Represent an object as a call of its constructor, with the arguments it was created with.
 
-    An attribute of the same name and type as an argument is taken to be that argument, and may have changed since.
+    An attribute with the name and type of an argument is shown in place of the argument, as it may have changed since.
     """
     args, kwargs = vars(made).get(_GIVEN, ((), {}))
     given = inspect.signature(type(made).__init__).bind_partial(made, *args, **kwargs)
@@ -150,14 +150,14 @@ def constructor_call(made: Any) -> str:
 
 
 def parameter_count(model: nn.Module) -> str:
-    """Return how many parameters a model has, as text; those of lazy modules are known after the first batch."""
+    """Return the number of parameters of a model as text; lazy modules have theirs after the first batch."""
     parameters = list(model.parameters())
     known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
     return f"{sum(p.numel() for p in known):,}{'' if len(known) == len(parameters) else ' + ?'}"
 
 
 def parts_of(trainer: Trainer) -> dict[str, str]:
-    """Return what a trainer is made of, in words, by name: what is as usual is left out."""
+    """Return the parts of a trainer as text, by name, omitting defaults."""
     model = trainer.get_model(keep_torch_compile=False)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper, in a run
     precision = trainer.accelerator.mixed_precision
@@ -173,8 +173,8 @@ def parts_of(trainer: Trainer) -> dict[str, str]:
 
 
 def of_trainer(trainer: Trainer) -> str:
-    """Represent a trainer by what it trains, with what, where, and what listens."""
-    if "current_run" not in vars(trainer):  # its constructor has not come so far
+    """Represent a trainer by its model, optimizer, device and callbacks."""
+    if "current_run" not in vars(trainer):  # its constructor has not finished
         return object.__repr__(trainer)
     parts = [f"{name}={value}" for name, value in parts_of(trainer).items()]
     listening = wrapped("callbacks=[", map(repr, trainer.callback_handler), "]")

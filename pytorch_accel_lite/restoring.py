@@ -1,4 +1,4 @@
-"""Trying something and leaving no trace: what is captured of a training before, and restored after."""
+"""Trying something without leaving a trace: capturing the state of a training before, and restoring it afterwards."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """The values of tensors, the states of their owners, and those of the generators. What is tried has no gradients.
+    """Captured tensors, states of objects and random generators. Gradients are set aside for the trial.
 
-    :param tensors: what is copied, to host memory with ``on_host``, so that the device has room for what is tried
-    :param parameters: those whose gradients are kept as they are, not copied
-    :param owners: have ``state_dict()`` and ``load_state_dict(state)``
-    :ivar gradients: those of before, by parameter
+    :param tensors: tensors to copy
+    :param parameters: parameters whose gradients are set aside without being copied
+    :param owners: objects with ``state_dict()`` and ``load_state_dict(state)``
+    :param on_host: whether to copy tensors to host memory, leaving room on the device for the trial
+    :ivar gradients: the gradients before the trial, by parameter
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Snapshot:
             parameter.grad = None
 
     def add_gradients(self) -> None:
-        """Add the gradients of what was tried to those of before, instead of undoing it."""
+        """Keep the trial, and add its gradients to those before it."""
         for parameter, gradient in self.gradients.items():
             if gradient is not None:
                 if parameter.grad is not None:
@@ -52,7 +53,7 @@ class Snapshot:
                 parameter.grad = gradient
 
     def restore(self) -> None:
-        """Undo what was tried."""
+        """Undo the trial."""
         restore_generators(self._generators)
         with torch.no_grad():
             for tensor, before in self._tensors:
@@ -64,9 +65,10 @@ class Snapshot:
 
 
 def snapshot_of_step(trainer: Trainer, with_attributes: bool = False) -> Snapshot:
-    """Capture what going forward and backward changes: gradients, buffers, generators and what was logged.
+    """Capture what a forward and backward pass changes: gradients, buffers, generators and logged values.
 
-    :param with_attributes: also those of modules that are attributes of the trainer, and of what their optimizers train
+    :param with_attributes: whether to include modules that are attributes of the trainer, and what optimizers that are
+        attributes train
     """
     model = trainer.get_model()
     loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
@@ -79,7 +81,7 @@ def snapshot_of_step(trainer: Trainer, with_attributes: bool = False) -> Snapsho
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of an object other values for a block."""
+    """Replace attributes of an object for a block."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -92,7 +94,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def preserving_attributes(*owners: Any) -> Iterator[None]:
-    """Restore all attributes of objects after a block; of lists, dicts, sets and deques also what they hold."""
+    """Restore all attributes of objects after a block, including the contents of lists, dicts, sets and deques."""
     before = [(vars(owner), {name: (value, _held(value)) for name, value in vars(owner).items()}) for owner in owners]
     try:
         yield

@@ -1,4 +1,4 @@
-"""A run: all that belongs to one call of ``train``, ``evaluate`` or ``predict``, and how runs begin, nest and end."""
+"""Runs: the state of one call of ``train``, ``evaluate`` or ``predict``, and how runs begin, nest and end."""
 
 from __future__ import annotations
 
@@ -35,30 +35,33 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
-    """What belongs to one run. A trainer always has one: the active run, the last one, or an idle one.
+    """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
 
-    :ivar before: the run that is restored when it ends; ``outer`` the one within which it was begun, if any
-    :ivar request: what it was asked to do; ``config`` is what that comes to with its data
-    :ivar eval_loader: the one of ``eval_loaders`` that is read; these are empty when there is but one, without a name
-    :ivar eval_dataset_name: which of several is being evaluated
-    :ivar made_loaders: those that were made for this run, whose workers end with it
-    :ivar batch: the batch that is being worked on
-    :ivar loss_trackers: the running losses of the epoch or evaluation; ``recorded_losses`` the means of the last
-    :ivar special_step: makes the steps when these are not the usual ones: they may fail, or are the user's own
-    :ivar own_step: makes the steps when the trainer's ``train_step`` is overridden
-    :ivar replay: computes the gradients of an update again, where that may be needed
-    :ivar closure: what the optimizer's ``step`` is called with: nothing, or what computes the gradients again
+    :ivar before: the run that is restored when this one ends
+    :ivar outer: the run within which this one was started, if any
+    :ivar request: the settings requested for the run
+    :ivar config: the settings resolved from the request and the data
+    :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
+    :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
+    :ivar made_loaders: loaders created for this run, whose workers end with it
+    :ivar batch: the batch being processed
+    :ivar loss_trackers: the running losses of the epoch or evaluation
+    :ivar recorded_losses: the mean losses of the last epoch or evaluation
+    :ivar special_step: runs a step that may fail, or the user's own; ``None`` for the usual step
+    :ivar own_step: runs a step if the trainer's ``train_step`` is overridden
+    :ivar replay: recomputes the gradients of an update, where that may be needed
+    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
     :ivar synced_buffers: buffers that it does not synchronise: those of the loss function and of attributes
-    :ivar resumed: the state of which a part is still to be restored
+    :ivar resumed: the training state that is still being restored
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
-    :ivar last_words: called when the run has ended without an error, after every callback has seen its end
-    :ivar initial_options: what the optimizer had before any schedule, when the run has one
+    :ivar last_words: called when the run has ended without an error, after all callbacks have handled its end
+    :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
     :ivar rates_left: the learning rates at the end of a run with a schedule
-    :ivar recreates_schedule: whether the schedule of the run that is resumed is not restored but created again
-    :ivar schedule_shift: how many updates the schedule is ahead of ``progress.update``, in a run that was resumed with
-        another number of updates in an epoch
+    :ivar recreates_schedule: whether the schedule of a resumed run is recreated rather than restored
+    :ivar schedule_shift: number of updates by which the schedule is ahead of ``progress.update``, in a run resumed with
+        a different number of updates per epoch
     """
 
     control: StopCoordinator
@@ -111,7 +114,7 @@ class Run:
     def create(
         cls, ranks: Ranks, request: RunRequest, train_data: Any = None, eval_data: Any = None, collate_fn: Any = None
     ) -> Run:
-        """Return a run that is not under way yet. Several training datasets by name become one."""
+        """Create a run that has not started yet. A dict of training datasets is combined into one."""
         data = NamedDatasets(train_data) if isinstance(train_data, dict) else train_data
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
         return cls(StopCoordinator(ranks), window, request, data, eval_data, collate_fn)
@@ -120,7 +123,7 @@ class Run:
         return f"Run({self.request.kind}, {self.progress})"
 
     def derive(self) -> Run:
-        """Return a run that evaluates or predicts, within this one or after it, with batches and losses of its own."""
+        """Create an evaluation or prediction run within or after this one, with its own batches and losses."""
         return replace(
             self,
             batch=None,
@@ -134,26 +137,29 @@ class Run:
 
     @property
     def required_config(self) -> TrainerRunConfig:
-        """The config of a run that has one."""
+        """The config of the run.
+
+        :raises RuntimeError: if there is none yet
+        """
         if self.config is None:
-            raise RuntimeError("There is no run_config before train() or evaluate() was called.")
+            raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
         return self.config
 
     @property
     def all_eval_loaders(self) -> list[Any]:
-        """The evaluation batches of this process, of every dataset."""
+        """The loaders of this process's evaluation batches, for all datasets."""
         return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
 
     @property
     def clock(self) -> float:
-        """Seconds since the start of the run, the same on every process (as of when they last synchronised)."""
+        """Seconds since the start of the run, the same on every process (as of their last synchronisation)."""
         return self.control.clock
 
     @property
     def is_finished(self) -> bool:
-        """Whether all epochs or updates that were asked for are made."""
+        """Whether all requested epochs or updates are complete."""
         limit = self.request.max_num_train_steps
-        if limit is not None:  # how many epochs these take is an estimate: batches may be skipped
+        if limit is not None:  # the number of epochs is an estimate, as batches may be skipped
             return self.progress.update >= limit
         num_epochs = self.required_config.num_epochs
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
@@ -168,20 +174,20 @@ class Run:
 
     @property
     def batch_indices(self) -> list[Any] | None:
-        """The indices in the dataset of the samples in the current batch of this process.
+        """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
 
-        For callbacks and steps. ``None`` when they are not known: of streams, and of loaders that are no
-        ``DataLoader``; empty for a batch that only keeps this process in step with the others, which counts nothing.
+        ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
+        only keeps this process in step with the others and has no weight.
         """
         indices = None if self.batch is None else self.batch.indices
         return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
 
     def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
-        """Track the losses of a training batch, and count its samples; return those of this process and of all."""
-        # What Batch.samples() and Progress.add_samples() do, without calling them: this is done in every step.
+        """Track the losses of a training batch; return its number of samples on this process and on all processes."""
+        # Inlines Batch.samples() and Progress.add_samples(), as this runs in every step.
         own = batch.num_samples
         progress = self.progress
-        if own != 0:  # else it only keeps this process in step with the others
+        if own != 0:  # 0 for a filler batch
             self.loss_trackers.add(output)
         own = int(output["batch_size"]) if own is None else own
         total = own if batch.total_samples is None else batch.total_samples
@@ -190,14 +196,14 @@ class Run:
         return own, total
 
     def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
-        """Record the mean losses over all ranks under ``name``, in which each loss's own name is put."""
+        """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
         means = self.loss_trackers.means(ranks, name)
         for metric, value in means.items():
             history.update_metric(metric, value)
         self.recorded_losses = means
 
     def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
-        """Record the mean losses of the part of an epoch that was trained before the run ended. On every process."""
+        """Record the mean losses of an epoch that was not completed. Call it on every process."""
         losses = self.unrecorded
         self.unrecorded = None
         if losses is None or not self.progress.is_mid_epoch:
@@ -208,26 +214,28 @@ class Run:
 
 
 def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
-    """Add a number of this step to a mean over the epoch or evaluation, over the samples of all processes.
+    """Log a value of this step, to be averaged over the samples of the epoch or evaluation on all processes.
 
-    For step methods, and for callbacks in the events of a step. It is recorded with the losses, as
-    ``train_<name>_epoch``, ``eval_<name>_epoch`` or ``evaluation_<name>``; in training the latest value is in
-    ``step_metrics`` too. Nothing is read from the device before the epoch ends.
+    Call it in a step method, or in a callback's event of a step. The mean is recorded with the losses, as
+    ``train_<name>_epoch``, ``eval_<name>_epoch`` or ``evaluation_<name>``. In training, the latest value is also in
+    ``step_metrics``. Nothing is read from the device before the end of the epoch.
 
+    :param name: name of the value
     :param value: a number, or a tensor, whose elements are averaged
-    :param weight: what the value is a mean over; by default the samples of this process in the batch
-    :raises RuntimeError: outside of a step
+    :param weight: number of items that the value is a mean over; by default the samples in this process's batch
+    :raises RuntimeError: if called outside a step
+    :raises ValueError: if a loss of the step has this name
     """
     run = self.current_run
     trackers = run.loss_trackers
     if not self.is_running or run.batch is None or trackers.is_recorded:
         raise RuntimeError(
-            f"log({name!r}) adds to the mean of an epoch, so it is called in a step, or in the events of one. Record a "
-            "number of a whole epoch by trainer.run_history.update_metric(name, value)."
+            f"log({name!r}) adds to the mean of an epoch, so it can only be called in a step or its events. Record a "
+            "value of an entire epoch with trainer.run_history.update_metric(name, value)."
         )
     if name == "loss" or name in trackers.parts:
-        raise ValueError(f"{name!r} is a loss of the step already. Log the number under another name.")
-    if run.batch.num_samples == 0:  # it only keeps this process in step with the others
+        raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
+    if run.batch.num_samples == 0:  # a filler batch
         return
     if weight is None:
         weight = run.batch.num_samples or find_batch_size(run.batch.data)
@@ -240,7 +248,7 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
 
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
-    """Return the loader that gives this process its share of a source of batches, as the run needs it."""
+    """Return a loader that gives this process its share of a source of batches, with the options of the run."""
     request = run.request
     loader = shard(
         source,
@@ -256,12 +264,12 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         run.made_loaders.add(loader)
         if loader.shared_by:
             data = "training" if training else "evaluation"
-            trainer.print(f"Each process reads its own part of the {data} data, as shared out by {loader.shared_by}.")
+            trainer.print(f"Each process reads its own part of the {data} data, as sharded by {loader.shared_by}.")
     return loader
 
 
 def create_config(trainer: Trainer, run: Run, batch_size: int) -> TrainerRunConfig:
-    """Return the settings of a run, from the method and with the arguments that the ancestor's users override."""
+    """Return the settings of a run, from the method that users of pytorch-accelerated override, with its arguments."""
     names = ("num_epochs", "gradient_accumulation_steps", "max_num_train_steps", "gradient_clip_value")
     asked = {name: getattr(run.request, name) for name in names}
     return trainer._create_run_config(per_device_batch_size=batch_size, **asked)
@@ -271,7 +279,7 @@ def create_config(trainer: Trainer, run: Run, batch_size: int) -> TrainerRunConf
 def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
-    A run that forgets what was ``before`` it, because it has begun, stays as the latest one.
+    A run that has started sets its ``before`` to ``None``, and stays as the latest one.
     """
     run.before = trainer.current_run
     run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
@@ -287,7 +295,7 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
         if run.initial_options:
             note_initial_options(trainer.optimizer, run.initial_options)
             run.rates_left = learning_rates(trainer.optimizer)
-        # Predictions that were begun within it, and that nobody reads to their end, are over too.
+        # This also ends predictions that were started within it and not iterated to their end.
         trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
         run.outer = None
         if not trainer.open_runs:
@@ -299,7 +307,7 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
 
 @contextmanager
 def suspended(trainer: Trainer, run: Run) -> Iterator[None]:
-    """Let the run around a prediction be the current one while a part of the prediction is being used."""
+    """Make the run around a prediction the current one while a part of the prediction is being used."""
     if run.before is not None:
         trainer.current_run = run.before
     try:
@@ -311,7 +319,7 @@ def suspended(trainer: Trainer, run: Run) -> Iterator[None]:
 
 
 def prepare_model(trainer: Trainer, training: bool) -> None:
-    """Give the model and the optimizer to Accelerate, unless it has them."""
+    """Prepare the model and the optimizer with Accelerate, unless they are prepared already."""
     prepared = trainer.prepared_model
     is_same = prepared is not None and (trainer.model, trainer.optimizer) == (prepared.model, prepared.optimizer)
     if prepared is not None and (is_same or not prepared.outlives_runs):
@@ -320,7 +328,7 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
         trainer.loss_func.to(trainer.device)
         watch_first_call(trainer.loss_func)
     apply_model_options(trainer)
-    wraps = training and not is_overridden(trainer, "train_step")  # which averages gradients by itself
+    wraps = training and not is_overridden(trainer, "train_step")  # an overridden step averages gradients by itself
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, wraps)
     trainer.prepared_model = prepared
     trainer.model = prepared.model
@@ -330,7 +338,7 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
 
 
 def apply_model_options(trainer: Trainer) -> None:
-    """Lay out and compile the model, in place; a model that is compiled stays as it is."""
+    """Change the memory format of the model and compile it, in place and as requested, unless it is compiled."""
     model = trainer.get_model()
     if trainer.channels_last:
         model.to(memory_format=torch.channels_last)
@@ -339,7 +347,7 @@ def apply_model_options(trainer: Trainer) -> None:
 
 
 def release_model(trainer: Trainer) -> None:
-    """Take the model and the optimizer back, unless their weights exist only as they were prepared."""
+    """Release the model and the optimizer, unless their weights exist only in prepared form."""
     prepared = trainer.prepared_model
     if prepared is not None and not prepared.outlives_runs:
         trainer.model, trainer.optimizer = prepared.release(trainer.model)
@@ -348,13 +356,13 @@ def release_model(trainer: Trainer) -> None:
 
 @contextmanager
 def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
-    """Fire the ending events after a block; when it is stopped early, note why, say it, and tell the callbacks.
+    """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
 
-    It is said after the metrics of the epoch, which callbacks show then; of a pause at once, as saving takes its time.
-    A run around this one has its own end: what stops or fails in the block is left to it.
+    The reason is printed after the metrics of the epoch, which callbacks then show; that of a pause is printed at once,
+    as saving takes time. Stops and errors within an outer run are left to that run.
     """
     stopped = None
-    ended = kind == "evaluation"  # whose ending events an error does not fire
+    ended = kind == "evaluation"  # errors do not fire its ending events
     try:
         try:
             yield
@@ -384,7 +392,7 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
 
 
 def _call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
-    """Fire an event when the run is ending anyway: there is nothing left to stop."""
+    """Fire an event while the run is ending, ignoring requests to stop it."""
     try:
         trainer.call_event(event)
         if trainer.ranks.world_size > 1:
@@ -394,12 +402,12 @@ def _call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
 
 
 def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) -> None:
-    """Tell the callbacks that an error ends the run; the error itself is raised to the caller.
+    """Notify the callbacks that an error ends the run; the caller raises the error itself.
 
-    Not within another run, which may catch it. A rank that fails alone does not fire the ending events: they may
-    communicate, and its peers are not there.
+    Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
+    events, as they may communicate with ranks that have not failed.
 
-    :param ended: the ending events have been fired already
+    :param ended: whether the ending events have already fired
     """
     if run.outer is not None:
         return
@@ -415,16 +423,16 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
         problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
     for problem in problems:
         text = "".join(traceback.format_exception(problem))
-        with suppress(OSError):  # where nobody reads the output any more, the error itself still goes on
-            trainer.print(f"While the run was being ended by {error!r}, this happened too:\n{text}")
+        with suppress(OSError):  # a closed output must not hide the error itself
+            trainer.print(f"While the run was being ended by {error!r}, another error occurred:\n{text}")
 
 
 def add_note(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
-    """Let an error of a step say where it happened, with what, and what to do.
+    """Add a note to the error of a step, with the place, the data and advice.
 
     :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
     """
     if not isinstance(error, (StopTrainingError, NonFiniteLossError)):
-        from pytorch_accel_lite.checks.explanations import explain  # which nobody else needs
+        from pytorch_accel_lite.checks.explanations import explain  # needed only here
 
         explain(error, trainer, run, phase)

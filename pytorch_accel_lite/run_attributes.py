@@ -1,4 +1,4 @@
-"""Attributes of a trainer that are those of its run, and names that its subclasses may use as they like."""
+"""Attributes of a trainer that belong to its run, and names that its subclasses may reuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Offered(Generic[T]):
-    """An attribute that the trainer offers and does not read itself: a subclass may use its name for something else."""
+    """An attribute that the trainer never reads itself, so that a subclass may use its name for something else."""
 
     def __init__(self, read: Callable[[Any], T], doc: str | None = None) -> None:
         self._read = read
@@ -27,7 +27,7 @@ class Offered(Generic[T]):
 
 
 def offered(name: str) -> Any:
-    """Offer an attribute of the current or last run."""
+    """Return an :class:`Offered` attribute of the current or last run."""
     return Offered(attrgetter(f"current_run.{name}"), _doc(name))
 
 
@@ -37,7 +37,7 @@ def of_the_run(name: str) -> Any:
 
 
 def settable(name: str) -> Any:
-    """Return one that changes the run when it is set, as the ancestor's users do."""
+    """Return a property that changes the run when it is set, as users of pytorch-accelerated do."""
 
     def write(trainer: Any, value: Any) -> None:
         _check_assignment(trainer, name)
@@ -53,14 +53,14 @@ def _doc(name: str) -> str:
 def _check_assignment(trainer: Any, name: str) -> None:
     """Check that an attribute of the current run can be set now.
 
-    :raises AttributeError: before the trainer is made; or when it is a loader of batches and nothing runs, whose own
-        loaders would take its place
+    :raises AttributeError: before the trainer is initialised, or for a dataloader while nothing is running, as the next
+        run would replace it
     """
     if "current_run" not in vars(trainer):
-        raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before you set attributes.")
+        raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
     if name.endswith("_loader") and not trainer.open_runs:
         phase = name.removesuffix("_loader")
         raise AttributeError(
-            f"{type(trainer).__name__}.{phase}_dataloader is the loader of the current run, and there is none. Keep "
-            f"a loader of your own under another name, and return it from create_{phase}_dataloader()."
+            f"{type(trainer).__name__}.{phase}_dataloader is the loader of the current run, but nothing is running. "
+            f"Store your own loader under another name, and return it from create_{phase}_dataloader()."
         )

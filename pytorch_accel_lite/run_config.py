@@ -1,4 +1,4 @@
-"""What a run was asked to do."""
+"""The settings of a run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from pytorch_accel_lite.utils import LazyMethod, find_length
 
 @dataclass
 class RunRequest:
-    """What a run is asked to do: by the arguments of ``train()``, and by callbacks in ``configure_run``.
+    """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
-    What is not listed here is an argument of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and becomes a
-    part of the :class:`TrainerRunConfig`.
+    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and
+    become part of the :class:`TrainerRunConfig`.
 
     :param kind: whether the run trains, evaluates or predicts
-    :param saves_training_states: the order of the data follows from a seed, also when the trainer was given none
-    :param skips_failed_batches: training batches that fail are left out
-    :param ends_at_signals: SIGTERM, SIGUSR1 and SIGINT end the run after the current update
-    :param measures_waiting: the training dataloader measures, in ``seconds_waited``, how long an epoch has waited
-    :param max_batches: batches that each process reads in an epoch of training and in an evaluation
-    :param first_sample: the position of the first sample to be predicted
-    :param metrics: what callbacks record, and what they watch
-    :param paths: what callbacks write, by where they do so, see :meth:`claim_path`
-    :param state_sources: where ``resume_from="latest"`` looks: objects with ``find_latest(trainer)`` and ``save_dir``
+    :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
+    :param skips_failed_batches: skip training batches that fail
+    :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1 and SIGINT
+    :param measures_waiting: measure how long an epoch waits for data, in ``seconds_waited`` of the training dataloader
+    :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
+    :param first_sample: position of the first sample to predict
+    :param metrics: the metrics that callbacks record and watch
+    :param paths: descriptions of what callbacks write, by path; see :meth:`claim_path`
+    :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
+        ``save_dir``
     """
 
     kind: Literal["training", "evaluation", "prediction"] = "training"
@@ -58,11 +59,13 @@ class RunRequest:
     def claim_path(
         self, owner: object, argument: str, path: str | os.PathLike[str] | None, content: str | None = None
     ) -> None:
-        """Say that a callback writes to a path, to which no other callback may write.
+        """Declare that a callback writes to a path, to which no other callback may write.
 
-        :param argument: the name of the callback's argument with the path
-        :param content: what will be there, in a word or two; ``None``: the name of the callback's class
-        :raises ValueError: when another callback writes there; names the argument, the path and both callbacks
+        :param owner: the callback
+        :param argument: name of the callback's argument with the path
+        :param path: the path; ``None`` does nothing
+        :param content: what the path will contain, in a word or two; by default the name of the callback's class
+        :raises ValueError: if another callback writes there; names the argument, the path and both callbacks
         """
         if path is None:
             return
@@ -70,8 +73,8 @@ class RunRequest:
         other, _ = self._owners.setdefault(os.path.realpath(path), (owner, argument))
         if other is not owner:
             raise ValueError(
-                f"{argument}={os.fspath(path)!r} is that of two callbacks, {type(owner).__name__} and "
-                f"{type(other).__name__}, which would overwrite each other's files. Give each a path of its own."
+                f"{argument}={os.fspath(path)!r} is used by two callbacks, {type(owner).__name__} and "
+                f"{type(other).__name__}, which would overwrite each other's files. Give each a different path."
             )
 
 
@@ -79,25 +82,25 @@ class RunRequest:
 class TrainerRunConfig:
     """The settings of a training or evaluation run, fixed when it starts.
 
-    What is not listed here is the argument of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`.
+    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`.
 
-    :param num_epochs: epochs of training; ``None`` when the data have no length and the number of updates is limited
-    :param train_per_device_batch_size: samples in a training batch of one process
-    :param train_dl_kwargs: arguments that the training dataloader was created with
-    :param eval_per_device_batch_size: samples in an evaluation batch of one process
-    :param eval_dl_kwargs: arguments that the evaluation dataloader was created with
-    :param train_total_batch_size: samples in one update of the whole job
-    :param eval_total_batch_size: samples in one evaluation step of the whole job
-    :param num_update_steps_per_epoch: optimizer updates in an epoch; ``None`` when the data have no length
-    :param num_local_update_steps_per_epoch: the same number: every process makes every update
-    :param max_num_train_steps: optimizer updates in the whole run; ``None`` when the data have no length and no
-        limit was given
+    :param num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
+    :param train_per_device_batch_size: number of samples in a training batch of one process
+    :param train_dl_kwargs: arguments of the training dataloader
+    :param eval_per_device_batch_size: number of samples in an evaluation batch of one process
+    :param eval_dl_kwargs: arguments of the evaluation dataloader
+    :param train_total_batch_size: number of samples in one update, over all processes
+    :param eval_total_batch_size: number of samples in one evaluation step, over all processes
+    :param num_update_steps_per_epoch: number of optimizer updates per epoch; ``None`` if the data have no length
+    :param num_local_update_steps_per_epoch: the same number, as every process takes part in every update
+    :param max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
+        was given
     :param is_local_process_zero: whether this is the first process on its machine
     :param is_world_process_zero: whether this is the first process of the job
     :param is_distributed: whether the job has several processes
     :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
-    :param num_processes: processes in the job
-    :param seed: the seed given to the trainer, ``None`` when there is none
+    :param num_processes: number of processes in the job
+    :param seed: the seed of the trainer, or ``None``
     """
 
     num_epochs: int | None
@@ -131,7 +134,7 @@ class TrainerRunConfig:
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_run_config")
 
     def notable(self) -> dict[str, Any]:
-        """Return what is worth reading: what is not as by default and, on several processes, which of them this is."""
+        """Return the settings that differ from their defaults and, with several processes, which one this is."""
         of_processes = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
         hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else of_processes)
         defaults = {item.name: item.default for item in fields(self)}
@@ -152,15 +155,15 @@ def resolve_run_config(
     batch_size: int,
     seed: int | None,
 ) -> TrainerRunConfig:
-    """Work out the settings of a run from what was asked for and the length of its data.
+    """Derive the settings of a run from the request and the length of its data.
 
-    :raises ValueError: when the training data do not make a single batch
+    :raises ValueError: if the training data do not fill a single batch
     """
     steps = find_length(train_dataloader)
     if steps == 0:
         raise ValueError(
-            "train_dataset makes no batch: with drop_last=True it needs at least per_device_batch_size samples for "
-            "every process. Lower per_device_batch_size, or leave drop_last out."
+            "train_dataset gives no batch: with drop_last=True it must hold at least per_device_batch_size samples for "
+            "every process. Lower per_device_batch_size, or omit drop_last."
         )
     updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
     request = _limit(request, updates_per_epoch)

@@ -13,9 +13,9 @@ from pytorch_accel_lite.events import RunInterruptedError
 
 @contextmanager
 def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Iterator[None]:
-    """While the block runs, SIGTERM, SIGUSR1 and SIGINT ask for an end of the run; a second one ends at once.
+    """In a block, make SIGTERM, SIGUSR1 and SIGINT request the end of the run; a second signal ends it immediately.
 
-    Nothing is changed in threads other than the main one, which receive no signals. Handlers are restored.
+    Does nothing in threads other than the main one, which receive no signals. Handlers are restored afterwards.
     """
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
@@ -37,6 +37,6 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
 
 
 def exit_for(interruption: Exception | None) -> None:
-    """After a signal, end the program as is usual: ``KeyboardInterrupt`` for Ctrl-C, else exit code 128 + number."""
+    """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number."""
     if isinstance(interruption, RunInterruptedError):
         raise KeyboardInterrupt if interruption.signum == signal.SIGINT else SystemExit(128 + interruption.signum)

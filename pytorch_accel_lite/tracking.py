@@ -1,4 +1,4 @@
-"""What is remembered of a run: the history of its metrics, its progress, and running means of losses."""
+"""The records of a run: the history of its metrics, its progress, and running means of losses."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far a training run has come. Written by the trainer, read by everyone else.
+    """The progress of a training run. Written by the trainer; treat it as read-only.
 
-    :param epoch: the epoch that is being trained, from 1; 0 before the first
-    :param epochs_completed: epochs that are finished, their evaluation included
-    :param step: batches of each process finished in this epoch
-    :param update: optimizer updates made in the run; an update that a gradient scaler skipped counts too
-    :param samples_in_epoch: samples that all processes together have consumed in this epoch
-    :param samples: samples that all processes together have consumed in the run
+    :param epoch: the epoch being trained, counted from 1; 0 before the first
+    :param epochs_completed: number of epochs completed, including their evaluation
+    :param step: number of batches that each process has completed in this epoch
+    :param update: number of optimizer updates in the run, including those skipped by a gradient scaler
+    :param samples_in_epoch: number of samples consumed in this epoch by all processes together
+    :param samples: number of samples consumed in the run by all processes together
     """
 
     epoch: int = 0
@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def is_mid_epoch(self) -> bool:
-        """Whether some of the current epoch has been trained, but not all of it completed."""
+        """Whether the current epoch has been started, but not completed."""
         return self.step > 0 and self.epochs_completed < self.epoch
 
     def start_epoch(self) -> None:
@@ -53,7 +53,7 @@ class Progress:
         self.samples_in_epoch = 0
 
     def add_samples(self, count: int) -> None:
-        """Count samples that all processes together have consumed."""
+        """Add to the number of samples consumed by all processes together."""
         self.samples_in_epoch += count
         self.samples += count
 
@@ -62,7 +62,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over counts returned by :meth:`state_dict`."""
+        """Load counts returned by :meth:`state_dict`."""
         wrong = sorted(state.keys() ^ asdict(self).keys())
         if wrong:
             raise KeyError(f"The counts {wrong} are missing or unknown; progress has {', '.join(asdict(self))}.")
@@ -73,8 +73,8 @@ class Progress:
 class RunHistory(ABC):
     """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
 
-    ``history["accuracy"]`` are all values of a metric, oldest first; iterating gives the names, and ``in`` and ``len``
-    ask about them, as with a dict. Unlike a dict, an empty history is true. Its ``repr`` shows the latest values.
+    ``history["accuracy"]`` returns all values of a metric, oldest first. Iteration, ``in`` and ``len`` refer to the
+    names, as with a dict. Unlike a dict, an empty history is true. Its ``repr`` shows the latest values.
     """
 
     @abstractmethod
@@ -83,13 +83,13 @@ class RunHistory(ABC):
 
     @abstractmethod
     def get_metric_values(self, metric_name: str) -> Sequence[Any]:
-        """Return all values of a metric, oldest first; an empty sequence when it was never recorded."""
+        """Return all values of a metric, oldest first; an empty sequence if it was never recorded."""
 
     @abstractmethod
     def get_latest_metric(self, metric_name: str) -> Any:
         """Return the newest value of a metric.
 
-        :raises ValueError: when it was never recorded; the message lists those that were
+        :raises ValueError: if it was never recorded; lists the recorded metrics
         """
 
     @abstractmethod
@@ -98,7 +98,7 @@ class RunHistory(ABC):
 
     @abstractmethod
     def delete_metric(self, metric_name: str) -> None:
-        """Forget a metric with all its values."""
+        """Delete a metric with all its values."""
 
     @abstractmethod
     def set_metric_name_prefix(self, prefix: str = "") -> None:
@@ -107,22 +107,22 @@ class RunHistory(ABC):
     @property
     @abstractmethod
     def metric_name_prefix(self) -> str:
-        """The prefix for the names of metrics that are recorded now."""
+        """The current prefix for the names of metrics."""
 
     @property
     @abstractmethod
     def current_epoch(self) -> int:
-        """The epoch that is being trained, from 1."""
+        """The epoch being trained, counted from 1."""
 
     @abstractmethod
     def _increment_epoch(self) -> None: ...
 
     def _set_epoch(self, epoch: int) -> None:  # noqa: B027
-        """Record what follows with an epoch: that of an evaluation after a run. Histories without it need not care."""
+        """Set the epoch for an evaluation after a run. Histories may ignore it."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all metrics and return to epoch 1."""
+        """Delete all metrics and return to epoch 1."""
 
     def __getitem__(self, metric_name: str) -> Sequence[Any]:
         if metric_name not in self:
@@ -139,7 +139,7 @@ class RunHistory(ABC):
         return len(set(self.get_metric_names()))
 
     def __bool__(self) -> bool:
-        return True  # so that `history or default` keeps one in which nothing has been recorded yet
+        return True  # so that `history or default` keeps an empty history
 
     def __repr__(self) -> str:
         latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
@@ -147,7 +147,7 @@ class RunHistory(ABC):
 
 
 def count_values(history: RunHistory) -> dict[str, int]:
-    """Return how many values a history has of each metric, by name."""
+    """Return the number of values of each metric in a history, by name."""
     return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
 
 
@@ -157,7 +157,7 @@ class InMemoryRunHistory(RunHistory):
     metric_name_prefix: str = ""
     current_epoch: int = 1
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_history")
-    #: Whether greater values are better, by the name of a metric, as far as a run knows it.
+    #: Whether greater values are better, by metric name, as far as known from the run.
     directions: Mapping[str, bool | None] = MappingProxyType({})
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class InMemoryRunHistory(RunHistory):
         self._epochs: dict[str, list[int]] = {}
 
     def get_metric_names(self) -> KeysView[str]:
-        """Return the names of all metrics in the order in which they came; names can be subtracted as from a set."""
+        """Return the names of all metrics, in the order of their first record; supports set operations."""
         return dict.fromkeys(self._metrics).keys()
 
     def get_metric_values(self, metric_name: str) -> list[Any]:
@@ -200,7 +200,7 @@ class InMemoryRunHistory(RunHistory):
         self.current_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that was recorded, and the current epoch."""
+        """Return everything recorded, and the current epoch."""
         return {
             "current_epoch": self.current_epoch,
             "metrics": self.to_dict(),
@@ -208,7 +208,7 @@ class InMemoryRunHistory(RunHistory):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load a state returned by :meth:`state_dict`."""
         self.current_epoch = state["current_epoch"]
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
@@ -220,10 +220,10 @@ class InMemoryRunHistory(RunHistory):
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
 
-        :raises ValueError: when a metric was recorded as ``epoch``
+        :raises ValueError: if a metric was recorded as ``epoch``
         """
         if "epoch" in self._metrics:
-            raise ValueError("A metric was recorded as 'epoch', the epochs' own column. Record it under another name.")
+            raise ValueError("A metric was recorded as 'epoch', the name of the epoch column. Use another name.")
         table: dict[int, dict[str, Any]] = {}
         for name, values in self._metrics.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -236,27 +236,28 @@ class InMemoryRunHistory(RunHistory):
         return pandas.DataFrame(self.rows(), columns=["epoch", *self._metrics]).set_index("epoch")
 
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
-        """Draw the curve of every metric over the epochs; train and eval of one metric share a panel.
+        """Plot every metric over the epochs, with the training and evaluation curves of a metric in one panel.
 
-        The best value of an evaluation is marked where it is known which values are better. Needs the extra ``plot``.
+        Marks the best value of an evaluation if it is known which values are better. Needs the extra ``plot``.
 
-        :param path: where to save the picture, by suffix (``.png``, ``.pdf``, ``.svg``); ``None``: not saved
-        :param metrics: the names of those to draw; ``None``: all
-        :raises ValueError: when nothing has been recorded
+        :param path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not
+            save it
+        :param metrics: names of the metrics to plot; ``None`` for all
+        :raises ValueError: if nothing has been recorded
         """
         from pytorch_accel_lite.plotting import plot_curves
 
         return plot_curves(self.curves(metrics), path, self.directions)
 
     def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
-        """Return the epochs and the values of metrics, by name, oldest first, as copies.
+        """Return the epochs and values of metrics, by name, oldest first, as copies.
 
-        :param metrics: their names; ``None``: all
-        :raises ValueError: for a name that was never recorded
+        :param metrics: names of the metrics; ``None`` for all
+        :raises ValueError: if a metric was never recorded
         """
         chosen = list(self._metrics if metrics is None else metrics)
         for name in chosen:
-            self.get_latest_metric(name)  # raises an error that lists those that there are
+            self.get_latest_metric(name)  # raises an error that lists the recorded metrics
         return {name: (list(self._epochs[name]), list(self._metrics[name])) for name in chosen}
 
 
@@ -271,9 +272,9 @@ def _no_values_of(metric_name: str, history: Iterable[str]) -> str:
 class LossTracker:
     """A running mean, weighted by batch size, whose sums stay on the device until they are read.
 
-    :ivar loss_value: the last value given to :meth:`update`
-    :ivar total_loss: the weighted sum so far: a number, or, on a device, a float64 tensor there (float32 where there is
-        no float64)
+    :ivar loss_value: the last value passed to :meth:`update`
+    :ivar total_loss: the weighted sum so far: a number, or for losses on a device a float64 tensor there (float32 on
+        devices without float64)
     :ivar running_count: the sum of the weights so far
     """
 
@@ -281,7 +282,7 @@ class LossTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Start again from nothing."""
+        """Reset all sums to zero."""
         self.loss_value: Any = 0
         self.total_loss: Any = 0
         self.running_count: Any = 0
@@ -298,7 +299,7 @@ class LossTracker:
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
             batch_size = to_float(batch_size)
         if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
-            # The usual case is read without a call of ours, in every step.
+            # The usual case avoids a call of our own, as it occurs in every step.
             loss = loss.tolist() if type(loss) is torch.Tensor else to_float(loss)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
@@ -306,7 +307,7 @@ class LossTracker:
         else:
             self.total_loss += loss * batch_size
         self.loss_value = loss
-        self.running_count = self.running_count + batch_size  # not in place: it may be a tensor of the user's
+        self.running_count = self.running_count + batch_size  # not in place, as it may be the user's tensor
 
     def _add_on_device(self, loss: torch.Tensor, batch_size: Any) -> None:
         if not isinstance(self.total_loss, torch.Tensor):
@@ -321,7 +322,7 @@ class LossTracker:
         return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over sums returned by :meth:`state_dict`."""
+        """Load sums returned by :meth:`state_dict`."""
         for name in ("loss_value", "total_loss", "running_count"):
             value = state[name]
             setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
@@ -332,7 +333,7 @@ class LossTracker:
 
     @property
     def average(self) -> float:
-        """The weighted mean so far, 0 before the first batch. Reads the device."""
+        """The weighted mean so far, 0 before the first batch. Reads from the device."""
         count = float(self.running_count)
         return float(self.total_loss) / count if count else 0.0
 
@@ -341,12 +342,12 @@ _WITHOUT_LOSS = ""  # counts the samples of evaluations that compute no loss
 
 
 class LossTrackers(dict[str, LossTracker]):
-    """The running losses of an epoch or evaluation: ``loss``, its parts by name where a step returned several.
+    """The running losses of an epoch or evaluation, by name.
 
-    And the numbers that steps and callbacks have logged.
+    Contains ``loss``, its parts if a step returns several, and the values logged by steps and callbacks.
 
-    :ivar parts: the names of the parts of the loss
-    :ivar is_recorded: whether the means have been taken, and nothing can be added
+    :ivar parts: names of the parts of the loss
+    :ivar is_recorded: whether the means have been computed, so that nothing can be added
     """
 
     def __init__(self) -> None:
@@ -367,22 +368,22 @@ class LossTrackers(dict[str, LossTracker]):
                 self.of(name).update(loss, weight)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the sums of what is no loss, and so may be logged by a step that fails."""
+        """Return the sums of logged values, which a failing step may have changed, unlike losses."""
         return {name: t.state_dict() for name, t in self.items() if name != "loss" and name not in self.parts}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Restore what :meth:`state_dict` returned, and forget what has been logged since."""
+        """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
         for name in self.state_dict().keys() - state.keys():
             del self[name]
         for name, sums in state.items():
             self.of(name).load_state_dict(sums)
 
     def of(self, name: str) -> LossTracker:
-        """Return the tracker of a name, which may be new."""
+        """Return the tracker for a name, creating it if necessary."""
         return self.setdefault(name, LossTracker())
 
     def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
-        """Return, by name, the sums of the losses so far and of their weights, over all ranks. Reads the device."""
+        """Return the sums of the losses and of their weights over all ranks, by name. Reads from the device."""
         mine = {key: (float(t.total_loss), float(t.running_count)) for key, t in self.items()}
         summed: dict[str, tuple[float, float]] = {}
         for sums in ranks.all_gather_object(mine):
@@ -392,10 +393,10 @@ class LossTrackers(dict[str, LossTracker]):
         return summed
 
     def means(self, ranks: Ranks, name: str) -> dict[str, float]:
-        """Return the means over all ranks, by names in which that of the loss is put.
+        """Return the means over all ranks, by metric name.
 
-        :param name: ``"train_{}_epoch"`` for example
-        :raises ValueError: when nothing has been added on any rank
+        :param name: format of the metric names, for example ``"train_{}_epoch"``
+        :raises ValueError: if nothing has been added on any rank
         """
         means = {}
         self.is_recorded = True
@@ -407,6 +408,6 @@ class LossTrackers(dict[str, LossTracker]):
             if not count and name.startswith("train"):
                 raise ValueError("Every batch of the epoch was skipped.")
             if not count:
-                raise ValueError("eval_dataset gave no batch: it is empty, or exhausted.")
+                raise ValueError("eval_dataset gave no batch: it is empty or exhausted.")
             means[name.format(key)] = total / count
         return means

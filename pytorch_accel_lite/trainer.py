@@ -1,4 +1,4 @@
-"""The trainer: what users give it, call and override. Its loops are in ``loops``, what belongs to a run in ``run``."""
+"""The trainer: what users pass, call and override. Its loops are in ``loops``, the state of a run in ``run``."""
 
 from __future__ import annotations
 
@@ -72,40 +72,40 @@ __all__ = [
 @answering
 @overrides.explain_names
 class Trainer:
-    """Trains, evaluates and applies a model on whatever hardware there is.
+    """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
 
-    Behaviour is changed by overriding a step method, or by callbacks; the loop with all its events is in the
-    docstring of :class:`~pytorch_accel_lite.TrainerCallback`.
+    Customise it by overriding step methods or with callbacks. The loop with all its events is shown in the docstring
+    of :class:`~pytorch_accel_lite.TrainerCallback`.
 
     :param model: the model to train
-    :param loss_func: called as ``loss_func(model_outputs, targets)``, returns a scalar that is a mean over the
-        batch (or a dict of such by name, whose sum is minimised); ``None`` for models that return their own loss
-    :param optimizer: an optimizer over the model's parameters; a dict or a list of several that step together, which
-        ``trainer.optimizer["name"]`` finds then; a function of the trainable parameters that makes either, called when
-        a run first prepares the model: ``partial(AdamW, lr=1e-3)``; ``None`` when only evaluating or predicting
+    :param loss_func: called as ``loss_func(model_outputs, targets)``; returns a scalar that is a mean over the
+        batch, or a dict of named scalars whose sum is minimised; ``None`` for models that return their own loss
+    :param optimizer: an optimizer of the model's parameters, or a dict or list of optimizers that step together, each
+        with some of them, available as ``trainer.optimizer["name"]``; or a factory such as ``partial(AdamW, lr=1e-3)``,
+        called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or predict
     :param callbacks: callbacks, as instances or classes, called in this order
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
-    :param accelerator: an ``accelerate.Accelerator`` configured by you, e.g. with ``mixed_precision="bf16"``;
-        by default one is made by ``_create_accelerator()``
-    :param seed: makes each run a function of (code, data, seed): generators are seeded when ``train`` starts and
-        the order of the data follows from it; by default no generator is ever seeded
-    :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or with the
-        arguments in a dict; the names in its state stay as they are
-    :param channels_last: lay out the model's weights, and all tensors of 4 dimensions in batches, with the channels
-        last in memory, which is faster for convolutions on many devices; shapes stay as they are
-    :param check_replicas: on several processes, check after the first update and after each epoch that all hold the
-        same weights; ``False`` for those who average weights or gradients themselves, and not in every epoch
-    :ivar progress: how far the current or last run has come (:class:`~pytorch_accel_lite.Progress`)
-    :ivar run_config: what it was asked to do (:class:`~pytorch_accel_lite.TrainerRunConfig`)
-    :ivar train_dataloader: this process's training batches; so ``eval_dataloader``
+    :param accelerator: an ``accelerate.Accelerator``, for example with ``mixed_precision="bf16"``;
+        by default one is created by ``_create_accelerator()``
+    :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
+        determines the order of the data; by default no generator is ever seeded
+    :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
+        arguments in a dict; the names in its state do not change
+    :param channels_last: store the model's weights, and all tensors with 4 dimensions in batches, in the channels-last
+        memory format, which is faster for convolutions on many devices; shapes do not change
+    :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
+        same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
+    :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
+    :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
+    :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar eval_dataset_name: which of several datasets is being evaluated; ``None`` when there is one
+    :ivar eval_dataset_name: name of the dataset being evaluated, if there are several; otherwise ``None``
     :ivar is_sanity_evaluation: whether this is the evaluation before training (``train(sanity_eval_batches=)``)
-    :ivar stop_reason: why the last run, of training or evaluation, was stopped early; ``None`` when it was not
-    :ivar num_microbatches: how many parts a batch is split into, with ``auto_microbatch``
-    :ivar step_metrics: what callbacks have measured in the latest update, by name: numbers, or tensors on the device
+    :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
+    :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
+    :ivar step_metrics: values measured by callbacks in the latest update, by name: numbers, or tensors on the device
     :cvar saves_attributes: whether checkpoints and training states include optimizers and schedulers that are
-        attributes of the trainer, and modules of which an optimizer has a parameter
+        attributes of the trainer, and modules that have parameters in an optimizer
     """
 
     saves_attributes: ClassVar[bool] = True
@@ -122,11 +122,11 @@ class Trainer:
     train_dataloader: Any = settable("train_loader")
     eval_dataloader: Any = settable("eval_loader")
     eval_dataloaders: list[Any] = of_the_run("all_eval_loaders")
-    _train_dataloader: Any = train_dataloader  # the names that the ancestor's users know
+    _train_dataloader: Any = train_dataloader  # the names in pytorch-accelerated
     _eval_dataloader: Any = eval_dataloader
     _train_dl_kwargs: dict[str, Any] | None = settable("train_loader_kwargs")
     _eval_dl_kwargs: dict[str, Any] | None = settable("eval_loader_kwargs")
-    # A subclass may use these names for attributes of its own: nothing in the package reads them.
+    # A subclass may use these names for its own attributes, as nothing in the package reads them.
     recorded_losses: dict[str, float] = offered("recorded_losses")
     loss_trackers: LossTrackers = offered("loss_trackers")
     stop_reason: str | None = offered("stop_reason")
@@ -163,9 +163,9 @@ class Trainer:
         self.callback_handler = self._create_callback_handler()
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
-        self._accelerator = self.accelerator  # the name that the ancestor's users know
+        self._accelerator = self.accelerator  # the name in pytorch-accelerated
         launch.check_launch(self.accelerator)
-        self.seed = None if seed is None else int(seed)  # generators refuse numpy's integers
+        self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
@@ -176,7 +176,7 @@ class Trainer:
         self.open_runs: list[Run] = []
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data_seed = self.seed
-        self.__adapter = BatchAdapter(model)  # so named, a subclass may have one of its own
+        self.__adapter = BatchAdapter(model)  # name-mangled, so that subclasses may use the name
         self._latest_eval_dataset: Any = None
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
@@ -209,33 +209,33 @@ class Trainer:
         """Train the model.
 
         :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts. A dict of map
-            datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`
-        :param num_epochs: how many times to go through the training data
-        :param eval_dataset: evaluated after an epoch, see ``eval_every_n_epochs``; ``None``: no evaluation; a dict of
-            datasets is evaluated one by one, with their names as prefixes of the metrics
-        :param per_device_batch_size: samples in a batch of one process
-        :param max_num_train_steps: end after this many optimizer updates of the whole job, whatever ``num_epochs``
-        :param gradient_accumulation_steps: batches of each process in one update
-        :param gradient_clip_value: limit the absolute value of each element of the gradients
-        :param gradient_clip_norm: limit the total norm of the gradients
+            datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`.
+        :param num_epochs: number of passes over the training data
+        :param eval_dataset: dataset to evaluate on, see ``eval_every_n_epochs``; ``None`` for no evaluation. The
+            datasets of a dict are evaluated one by one, and their names prefix the names of the metrics.
+        :param per_device_batch_size: number of samples in a batch of one process
+        :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
+        :param gradient_accumulation_steps: number of batches per process in one update
+        :param gradient_clip_value: maximum absolute value of each element of the gradients
+        :param gradient_clip_norm: maximum total norm of the gradients
         :param create_scheduler_fn: called with the optimizer, returns a scheduler, see ``scheduler_interval``;
-            a ``functools.partial`` may hold :class:`TrainerPlaceholderValues`. For several optimizers also a dict of
-            such functions by their names, each called with the optimizer of that name; others keep their rates
-        :param train_dataloader_kwargs: arguments for the training ``DataLoader`` that replace the defaults
-        :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader`` that replace the defaults
-        :param reset_run_history: forget the metrics of earlier runs
-        :param collate_fn: makes a batch of a list of samples
-        :param resume_from: go on from a training state: its directory, or ``"latest"`` for the newest whole one in the
-            ``save_dir`` of the ``SaveTrainingStateCallback``, if any. Give the data and arguments of the run before.
+            a ``functools.partial`` may contain :class:`TrainerPlaceholderValues`. For several optimizers, it may be a
+            dict of functions by optimizer name; optimizers that are not in the dict keep their rates.
+        :param train_dataloader_kwargs: arguments for the training ``DataLoader``, which override the defaults
+        :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader``, which override the defaults
+        :param reset_run_history: whether to delete the metrics of earlier runs
+        :param collate_fn: makes a batch from a list of samples
+        :param resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in
+            the ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
         :param eval_every_n_epochs: evaluate after every n epochs, and after the last
-        :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"``, its evaluation included
-        :param scheduler_metric: with ``"epoch"``, the metric whose latest value the scheduler's ``step`` is given, as
-            ``ReduceLROnPlateau`` needs; recorded before the end of the epoch's evaluation. Epochs that are not
-            evaluated do not step it then.
-        :param auto_microbatch: when a batch does not fit into the device's memory, split it, and all that follow, into
-            micro-batches, as many as are needed, and add up their gradients, which are those of the whole batch
-        :param sanity_eval_batches: batches to evaluate before training, on each process, so that errors come early
-        :raises NonFiniteLossError: when ``TerminateOnNaNCallback`` saw a loss that is infinite or NaN
+        :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"`` including its evaluation
+        :param scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``,
+            as ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is
+            then not stepped after epochs without an evaluation.
+        :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
+            micro-batches as needed, and accumulate their gradients, which are those of the whole batch
+        :param sanity_eval_batches: number of batches to evaluate on each process before training, to catch errors early
+        :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
             "training",
@@ -252,15 +252,15 @@ class Trainer:
         )
         if self.is_running:
             raise RuntimeError(
-                "train() cannot be called within a run, nor while predict_iter() is being iterated over. End that "
-                "first: raise StopTrainingError, or close the iterator."
+                "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
+                "first by raising StopTrainingError, or close the iterator."
             )
         self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
         arguments.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
         setup.check_optimizers(self)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
-        batch_size = int(per_device_batch_size)  # of numpy's integers, too
+        batch_size = int(per_device_batch_size)  # may be a numpy integer
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
@@ -282,7 +282,7 @@ class Trainer:
         find_lr = tuning.find_lr
         find_batch_size = tuning.find_batch_size
         diagnose = diagnosis.diagnose
-    else:  # loaded when they are needed
+    else:  # imported when needed
         find_lr = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
         find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
         diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis", wrap=answering_method)
@@ -309,7 +309,7 @@ class Trainer:
     def _run_eval_epoch(self, valid_dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
 
-    # ---------------------------------------------------------------- what a run is made of, to override
+    # ----------------------------------------------------------------------- parts of a run, to override
 
     def _create_callback_handler(self) -> CallbackHandler:
         handler = CallbackHandler(self._callbacks)
@@ -318,7 +318,7 @@ class Trainer:
         return handler
 
     def _create_accelerator(self) -> Accelerator:
-        """Make the ``Accelerator``, once, when none was given. Gradients are reduced where they lie, not in copies."""
+        """Create the ``Accelerator`` if none was passed. Gradients are reduced in place, without copies."""
         in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         return Accelerator(cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
@@ -328,12 +328,12 @@ class Trainer:
         return resolve_run_config(replace(run.request, **asked), self.accelerator, run.train_loader, *kwargs, self.seed)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
-        """Return the loader of training batches; override it to build your own.
+        """Return the loader of training batches. Override it to create your own.
 
-        Whatever a ``DataLoader`` over a map dataset would read is shared out over the processes; see
-        :mod:`pytorch_accel_lite.data` for other iterables.
+        The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
+        :mod:`pytorch_accel_lite.data`.
 
-        :param train_dl_kwargs: the user's arguments, which replace those of :meth:`get_default_train_dl_kwargs`
+        :param train_dl_kwargs: the user's arguments, which override those of :meth:`get_default_train_dl_kwargs`
         """
         kwargs = merge_loader_kwargs(self.train_dataset, self.get_default_train_dl_kwargs(batch_size), train_dl_kwargs)
         self._train_dl_kwargs = kwargs
@@ -346,15 +346,15 @@ class Trainer:
         return DataLoader(self.eval_dataset, **({"collate_fn": self.collate_fn} | kwargs))
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
-        """Return the default arguments of the training dataloader: shuffled, workers where they pay."""
+        """Return the default arguments of the training dataloader: shuffled, with workers if they are worthwhile."""
         return default_loader_kwargs(self.train_dataset, batch_size, True, self.accelerator)
 
     def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
-        """Return the default arguments of the evaluation dataloader: in order, workers where they pay."""
+        """Return the default arguments of the evaluation dataloader: in order, with workers if they are worthwhile."""
         return default_loader_kwargs(self.eval_dataset, batch_size, False, self.accelerator)
 
     def create_scheduler(self) -> Any:
-        """Return the scheduler of a run, or ``None``: by default what ``create_scheduler_fn(optimizer)`` gives."""
+        """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
         arguments.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
@@ -379,45 +379,45 @@ class Trainer:
         """Called when a training run starts."""
 
     def train_epoch_start(self) -> None:
-        """Called when an epoch of training starts. By default sets the model to training mode."""
+        """Called when a training epoch starts. Sets the model to training mode by default."""
         self.model.train()
 
     def calculate_train_batch_loss(self, batch: Any) -> BatchOutput:
-        """Return the outputs and the loss of a training batch.
+        """Return the loss and the outputs of a training batch.
 
-        The default understands a tuple or list ``(inputs, targets)``, as ``loss_func(model(inputs), targets)``, and
-        leaves further elements (indices, say) to callbacks and steps of yours;
-        and a dict, as ``model(**batch)`` with the keys that ``forward`` takes: the remaining ones are the targets
-        (a single value is given as it is), or the model returns its own ``loss`` when there is no ``loss_func``.
+        By default, a tuple or list ``(inputs, targets)`` is used as ``loss_func(model(inputs), targets)``; further
+        elements, such as indices, are left to your own callbacks and steps. A dict is used as ``model(**batch)`` with
+        the keys that ``forward`` takes, and the remaining keys are the targets (a single one is passed as its value);
+        without a ``loss_func``, the model must return its own ``loss``.
 
-        :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of such by name,
-            whose sum is minimised; optionally ``model_outputs``; ``batch_size``, found from the batch when
-            missing; ``num_items_in_batch`` when the loss is a mean over something else than samples (tokens, say);
-            and anything else that callbacks want to see
+        :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose
+            sum is minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;
+            ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
+            anything else that callbacks need
         """
         return self.__calculate_loss(batch)
 
     def train_step(self, batch: Any) -> BatchOutput | None:
-        """Make a training step of your own: override it where one loss and one update are not enough, as in a GAN.
+        """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
 
-        Compute losses and call :meth:`update` for each, as often as needed; a step counts as one update, however many
-        there are in it. The model is not wrapped in ``DistributedDataParallel`` then.
+        Compute losses and call :meth:`update` for each, as often as needed. A step counts as one update, however many
+        it makes. The model is then not wrapped in ``DistributedDataParallel``.
 
-        :return: what callbacks want to see; optionally ``loss``, to be recorded instead of those given to ``update``
+        :return: values for callbacks; optionally ``loss``, to be recorded instead of those passed to ``update``
         """
         output = self.calculate_train_batch_loss(batch)
         self.update(total_loss(output["loss"]), num_items=output.get("num_items_in_batch"))
         return output
 
     def backward_step(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a loss, which has been weighted by its share of the accumulation window."""
+        """Accumulate the gradients of a loss, already weighted by its share of the accumulation window."""
         if self.prepared_model is not None and self.prepared_model.is_plain:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self.accelerator.backward(loss)
 
     def clip_gradients(self) -> None:
-        """Clip the gradients as the run config says. Called once an update, on unscaled gradients."""
+        """Clip the gradients according to the run config. Called once per update, on unscaled gradients."""
         config = self.current_run.required_config
         if config.gradient_clip_value is None and config.gradient_clip_norm is None:
             return
@@ -432,7 +432,7 @@ class Trainer:
         self.optimizer.step(*self.current_run.closure)
 
     def scheduler_step(self) -> None:
-        """Step the scheduler. Called once an update, unless a gradient scaler skipped it, or once an epoch."""
+        """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""
         if self.scheduler is None:
             return
         metric = self.current_run.required_config.scheduler_metric
@@ -448,16 +448,16 @@ class Trainer:
         optimizers.clear_gradients(self.optimizer)
 
     def train_epoch_end(self) -> None:
-        """Called when an epoch of training ends, before its losses are recorded."""
+        """Called when a training epoch ends, before its losses are recorded."""
 
     def eval_epoch_start(self) -> None:
-        """Called when an evaluation starts. By default sets the model to evaluation mode."""
+        """Called when an evaluation starts. Sets the model to evaluation mode by default."""
         self.model.eval()
 
     def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
-        """Return of an evaluation batch what :meth:`calculate_train_batch_loss` does, without gradients.
+        """Return the loss and the outputs of an evaluation batch, like :meth:`calculate_train_batch_loss`.
 
-        An override may return ``None`` as ``loss``, for an evaluation by metrics alone.
+        No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
         with torch.no_grad():
             return self.__calculate_loss(batch)
@@ -478,10 +478,10 @@ class Trainer:
         """Called when ``evaluate`` ends."""
 
     def calculate_predict_batch_output(self, batch: Any) -> Any:
-        """Return the model's outputs for a batch in ``predict``; override it to post-process them.
+        """Return the model's outputs for a batch in ``predict``. Override it to post-process them.
 
-        By default the first element of a tuple or list, or the keys of a dict that ``forward`` takes and that are
-        no targets, are given to the model.
+        By default, the model is called with the first element of a tuple or list, or with the keys of a dict that
+        ``forward`` takes and that are not targets.
         """
         return self.__adapter.predict(self.model, batch)
 
@@ -507,10 +507,10 @@ class Trainer:
     compare_replicas = replicas.compare_replicas
 
     def call_event(self, event: str, **kwargs: Any) -> None:
-        """Fire an event, of your own too. To be called on every process.
+        """Fire an event, which may be your own. Call it on every process.
 
-        What ends the run is raised after it on one process, and put to the vote on several. A pause waits for the
-        next moment from which the run can be resumed exactly.
+        A request to end the run is raised after the event on a single process, and synchronised between several. A
+        pause waits for the next point from which the run can be resumed exactly.
         """
         handler = self.callback_handler
         if not handler.listeners[event]:
@@ -534,23 +534,23 @@ class Trainer:
 
     @Offered
     def running_loss(self) -> float:
-        """The mean loss of the epoch so far, on this process. Reads the device: not for every step."""
+        """The mean loss of the epoch so far, on this process. Reads from the device, so avoid it in every step."""
         return self._loss_tracker.average
 
     @property
     def update_was_skipped(self) -> bool:
-        """Whether the last update was left out: by :meth:`skip_update`, or by a gradient scaler that met infinities."""
+        """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
         return self.current_run.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 
     @property
     def is_running(self) -> bool:
-        """Whether a run of training, evaluation or prediction is under way."""
+        """Whether a training, evaluation or prediction run is in progress."""
         return bool(self.open_runs)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights of the model are spread over the processes (FSDP, DeepSpeed, ``fully_shard``)."""
+        """Whether the weights of the model are sharded over the processes (FSDP, DeepSpeed, ``fully_shard``)."""
         known = self.prepared_model
         return prepared.is_sharded(self.accelerator, self.model) if known is None else known.is_sharded
 
@@ -564,9 +564,9 @@ class Trainer:
         self.accelerator.print(*args, **kwargs)
 
     def close(self) -> None:
-        """Free what the trainer holds; afterwards it cannot be used. ``with Trainer(...) as trainer:`` does it, too.
+        """Release all resources, after which the trainer cannot be used. Called by ``with Trainer(...) as trainer:``.
 
-        Happens by itself at the end of the program, when the job of several processes is left in order.
+        Called automatically when the program exits, followed by an orderly shutdown of a job of several processes.
         """
         if shutdown.unregister(self):
             run = self.current_run
@@ -582,7 +582,7 @@ class Trainer:
 
     @Offered
     def callbacks(self) -> tuple[TrainerCallback, ...]:
-        """The callbacks, in the order in which they are called; ``callback_handler.add_callback`` adds one."""
+        """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
         return tuple(self.callback_handler)
 
     __repr__ = reprs.of_trainer
@@ -590,7 +590,7 @@ class Trainer:
 
     @property
     def can_rewrap_model(self) -> bool:
-        """Whether :meth:`rewrap_model` works: not with sharded weights, nor when Accelerate compiled the wrapper."""
+        """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
         return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
 
 

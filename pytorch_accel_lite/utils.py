@@ -1,4 +1,4 @@
-"""Small helpers that every room may import: argument checks, optional imports, processes, slices, suggestions."""
+"""Small helpers for all modules: argument checks, optional imports, processes, slices, suggestions."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ LIMIT_BATCHES_VARIABLE = LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"  # the s
 
 
 def is_ours(thing: object) -> bool:
-    """Whether a class or a function is of this package, and not of its user."""
+    """Whether a class or a function belongs to this package, rather than to its user."""
     return str(getattr(thing, "__module__", "")).partition(".")[0] == __package__
 
 
 def is_overridden(instance: object, method: str) -> bool:
-    """Whether an instance has a method of the user's own class in place of ours."""
+    """Whether the user's own class overrides a method of ours."""
     return not is_ours(getattr(type(instance), method))
 
 
 class LimitBatches:
-    """Trainers made within ``with LimitBatches(n):`` read at most n batches per process, epoch and evaluation."""
+    """Limits trainers created within ``with LimitBatches(n):`` to n batches per process, epoch and evaluation."""
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = check_positive_int("num_batches", num_batches)
@@ -64,10 +64,10 @@ class LimitBatches:
 
 
 class TimeBudget:
-    """Keeps to a share of the time what is done again and again: drawing a plot after each epoch, for example.
+    """Limits a recurring action, such as drawing a plot after each epoch, to a share of the time.
 
-    :param share: of the time, from 0 to 1
-    :param expected: seconds that it takes the first time, about
+    :param share: maximum share of the time, from 0 to 1
+    :param expected: approximate duration of the first time, in seconds
     """
 
     def __init__(self, share: float, expected: float) -> None:
@@ -76,19 +76,19 @@ class TimeBudget:
 
     @property
     def is_due(self) -> bool:
-        """Whether it may be done now."""
+        """Whether the action may be done now."""
         return time.monotonic() >= self._next
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Do it in this context: the longer it takes, the longer it is not due."""
+        """Measure the action in a block: the longer it takes, the longer until it is due again."""
         begin = time.monotonic()
         yield
         self._next = begin + (time.monotonic() - begin) / self._share
 
 
 class DataLoaderSlice:
-    """The first ``slice_size`` batches of a dataloader or other iterable, from its beginning in each iteration."""
+    """The first ``slice_size`` batches of a dataloader or other iterable, restarted in each iteration."""
 
     def __init__(self, dl: Iterable[Any], slice_size: int) -> None:
         self.dl = dl
@@ -98,12 +98,12 @@ class DataLoaderSlice:
         return islice(iter(self.dl), self.slice_size)
 
     def __len__(self) -> int:
-        """At most ``slice_size``: a dataloader with a length may have fewer batches."""
+        """Return ``slice_size``, or the length of the dataloader if that is smaller."""
         return min(self.slice_size, len(self.dl)) if isinstance(self.dl, Sized) else self.slice_size
 
 
 def _process() -> PartialState:
-    """Return which process this is. Asked before there is an ``Accelerator``, it must come to the same as that."""
+    """Return the state of this process, consistent with an ``Accelerator`` that may be created later."""
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or launched_on_cpus())
 
 
@@ -116,17 +116,17 @@ def _only_where(attribute: str, func: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def local_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function that only one process of each machine is to run; the others get ``None`` at once."""
+    """Decorate a function to run on only one process of each machine; the others return ``None`` immediately."""
     return _only_where("is_local_main_process", func)
 
 
 def world_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function that only one process of the whole job is to run; the others get ``None`` at once."""
+    """Decorate a function to run on only one process of the job; the others return ``None`` immediately."""
     return _only_where("is_main_process", func)
 
 
 def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that every process must call; it runs on one of each machine first: a download, say."""
+    """Decorate a function, such as a download, to run first on one process of each machine. All must call it."""
 
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -143,28 +143,28 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def worker_init_fn(worker_id: int) -> int:
-    """Return the seed of a dataloader's worker, from which all its generators have been seeded already.
+    """Return the seed of a dataloader worker, from which all its generators have already been seeded.
 
-    There is nothing left to do for a ``DataLoader`` that is given it, as the ancestor's users may do.
+    Kept for users of pytorch-accelerated who pass it to a ``DataLoader``; there is nothing left to do.
     """
     return torch.initial_seed()
 
 
 def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
-    """Return a tensor without the entries of its first dimension that are all ``pad_value``, which may be NaN."""
+    """Return a tensor without the rows in which every element equals ``pad_value``, which may be NaN."""
     is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
     return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]
 
 
 def format_metric(value: Any) -> str:
-    """Return a value as it is shown: fractions with six digits, also those in a tensor of no dimensions, or numpy's."""
+    """Format a value for display: floats, including numpy's and those in scalar tensors, with six digits."""
     if not isinstance(value, str) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def find_length(thing: Any) -> int | None:
-    """Return ``len(thing)``, or ``None`` when it has no length."""
+    """Return ``len(thing)``, or ``None`` if it has no length."""
     try:
         return len(thing)
     except TypeError:
@@ -172,14 +172,14 @@ def find_length(thing: Any) -> int | None:
 
 
 def check_number(name: str, value: Any, kind: type = numbers.Real, called: str = "a number") -> Any:
-    """Return ``value`` when it is a number of that kind, else raise an error that names the argument."""
+    """Return ``value`` if it is a number of this kind, otherwise raise an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name}={value!r} must be {called}, not {type(value).__name__}.")
     return value
 
 
 def check_positive_int(name: str, value: object) -> int:
-    """Return ``value`` when it is an integer of at least one, else raise an error that names the argument."""
+    """Return ``value`` if it is an integer of at least one, otherwise raise an error that names the argument."""
     number = int(check_number(name, value, numbers.Integral, "a whole number"))
     if number < 1:
         raise ValueError(f"{name}={value!r} must be at least 1.")
@@ -187,17 +187,17 @@ def check_positive_int(name: str, value: object) -> int:
 
 
 def check_positive_number(name: str, value: object) -> float:
-    """Return ``value`` as a float when it is above zero, infinity included, else raise an error naming the argument."""
+    """Return ``value`` as a float if it is positive, including infinity, otherwise raise an error."""
     number = float(check_number(name, value))
     if not number > 0:
-        raise ValueError(f"{name}={value!r} must be greater than 0. Leave it out for no limit.")
+        raise ValueError(f"{name}={value!r} must be greater than 0. Omit it for no limit.")
     return number
 
 
 def check_range(
     name: str, value: object, least: float = 0, most: float = math.inf, above: float | None = None
 ) -> float:
-    """Return ``value`` as a float when it is finite and within limits, else raise an error naming the argument.
+    """Return ``value`` as a float if it is finite and within limits, otherwise raise an error naming the argument.
 
     :param above: a limit that the number must exceed, instead of ``least``
     """
@@ -211,16 +211,16 @@ def check_range(
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
-    """Return ``value`` when it is one of a few words, else raise an error that names the argument and lists them."""
+    """Return ``value`` if it is one of the choices, otherwise raise an error that names the argument and lists them."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
     return str(value)
 
 
 def cores_per_process(processes: int) -> int:
-    """Return how many cores of this machine a process can count on: at least one.
+    """Return the number of cores of this machine available to each process, at least one.
 
-    :param processes: in the job; those on this machine where its launcher does not say
+    :param processes: number of processes in the job, assumed to be on this machine unless the launcher tells otherwise
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
@@ -228,20 +228,20 @@ def cores_per_process(processes: int) -> int:
 
 
 def in_notebook() -> bool:
-    """Whether IPython runs this program in a kernel; a script, too, may import the packages of notebooks."""
+    """Whether this program runs in an IPython kernel, rather than merely importing IPython."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a stream of the program, which may have none, goes to a terminal."""
+    """Whether a stream is a terminal; ``None`` is not."""
     return bool(stream is not None and stream.isatty())
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Return a text as it is printed: in the width of the terminal, in one line where the output is something else.
+    """Wrap a text to the width of the terminal, or leave it in one line if the output is not a terminal.
 
-    :param indent: put before the lines after the first
+    :param indent: prefix of all lines after the first
     """
     if not is_terminal(sys.stdout):
         return text
@@ -259,12 +259,12 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def install_command(extra: str, package: str) -> str:
-    """Return the command that installs what an extra of this package brings.
+    """Return the command that installs the requirements of an extra of this package.
 
-    It names the requirements of the extra and not the extra: ``pip install 'pytorch-accel-lite[extra]'`` finds nothing,
-    or another version, where this package was installed from a clone, a git address or a file.
+    It names the requirements rather than the extra: ``pip install 'pytorch-accel-lite[extra]'`` finds nothing, or
+    another version, if this package was installed from a clone, a git URL or a file.
 
-    :param package: what to install when the extra is not known, as in a checkout that was never installed
+    :param package: the package to install if the extra is unknown, as in a checkout that was never installed
     """
     try:
         required = metadata.requires("pytorch-accel-lite") or []
@@ -276,16 +276,17 @@ def install_command(extra: str, package: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``" Did you mean 'x'?"`` for the closest of the known words, or nothing when none is close."""
+    """Return ``" Did you mean 'x'?"`` for the closest of the known words, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 class LazyMethod:
-    """A method that is a function of a module, which is loaded when the method is named.
+    """A method implemented by a function in a module that is imported when the method is first accessed.
 
-    :param function: its name; by default that of the method
-    :param wrap: what makes the method of the function
+    :param module: name of the module
+    :param function: name of the function; by default that of the method
+    :param wrap: turns the function into the method
     """
 
     def __init__(self, module: str, function: str = "", wrap: Callable[[Any], Any] = lambda found: found) -> None:

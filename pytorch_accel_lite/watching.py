@@ -1,4 +1,4 @@
-"""Following a metric of a run: its newest value, which values are better, and whether it came."""
+"""Watching a metric of a run: its newest value, its direction, and whether it has been recorded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 class WatchedMetric:
-    """Gives each value of a metric once. Epochs without an evaluation have none.
+    """Returns each value of a metric once. Epochs without an evaluation have none.
 
-    :param owner: the callback that watches it, and ``argument`` its argument with the name
-    :param name: its name in the run history
-    :param greater_is_better: whether larger values are better; ``None``: see :meth:`settle`
-    :ivar seen: how many values have been given or passed over
+    :param owner: the callback that watches the metric
+    :param argument: the argument of the callback that names the metric
+    :param name: name of the metric in the run history
+    :param greater_is_better: whether greater values are better; ``None``: see :meth:`settle`
+    :ivar seen: number of values that have been returned or skipped
     """
 
     def __init__(self, owner: object, argument: str, name: str, greater_is_better: bool | None = None) -> None:
@@ -34,41 +35,41 @@ class WatchedMetric:
 
     @property
     def direction(self) -> str:
-        """The direction in words."""
+        """The direction of the metric in words."""
         return _in_words(self.greater_is_better)
 
     def settle(self, known: bool | None) -> None:
-        """Settle which values are better: those that the user says, or else the metric; of losses the smaller ones.
+        """Determine which values are better, from the user's argument or the metric itself; for losses, smaller ones.
 
-        :param known: what the metric itself says, if anything
-        :raises ValueError: when both are known and contradict each other
+        :param known: whether greater values are better according to the metric, or ``None`` if unknown
+        :raises ValueError: if the argument and the metric contradict each other
         """
         if self._given is None:
             if known is None and "loss" not in self.name:
                 warnings.warn(
-                    f"{self}: whether greater values are better is not known, so smaller ones are taken to be. "
-                    "Say it: greater_is_better=True, or False.",
-                    stacklevel=7,  # where train() is called
+                    f"{self}: whether greater values are better is unknown, so smaller ones are assumed to be better. "
+                    "Pass greater_is_better=True or False.",
+                    stacklevel=7,  # the call of train()
                 )
             self.greater_is_better = bool(known)
         elif known not in (None, self._given):
             raise ValueError(
-                f"{self}: greater_is_better={self._given}, but the metric itself says that {_in_words(known)}. "
-                "Leave greater_is_better out."
+                f"{self}: greater_is_better={self._given}, but according to the metric itself {_in_words(known)}. "
+                "Omit greater_is_better."
             )
 
     def start(self, trainer: Trainer) -> None:
-        """Pass over the values of earlier runs."""
+        """Skip the values of earlier runs."""
         self.seen = len(trainer.run_history.get_metric_values(self.name))
         self._came = False
-        if self.greater_is_better is None:  # by a subclass whose configure_run does not say that it is watched
+        if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
             self.settle(trainer.current_run.request.metrics.directions.get(self.name))
 
     def new_value(self, trainer: Trainer, mid_epoch: bool = False) -> float | None:
-        """Return the newest value, ``None`` when there has been no other since the last.
+        """Return the newest value, or ``None`` if there is none since the last call.
 
-        :param mid_epoch: the epoch's evaluation is still to come
-        :raises ValueError: when the run has brought none although one was due; the message lists what there is
+        :param mid_epoch: whether the evaluation of the epoch is still to come
+        :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
         """
         history = trainer.run_history
         count = len(history.get_metric_values(self.name))
@@ -87,29 +88,29 @@ class WatchedMetric:
         return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.current_run.evaluation_is_due)
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best so far, ``None`` when there is none; NaN never is."""
+        """Whether a value is better than the best so far, which is ``None`` if there is none; NaN never is."""
         if math.isnan(value) or best is None:
             return not math.isnan(value)
         return value > best if self.greater_is_better else value < best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was watched, and how many values have been seen."""
+        """Return the metric watched, its direction, and how many values have been seen."""
         return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any], owner: object) -> bool:
-        """Take over what :meth:`state_dict` returned and return ``True``; of another metric, warn and return ``False``.
+        """Load a state returned by :meth:`state_dict`, unless it is of another metric; return whether it was loaded.
 
-        Then the values in the rest of the state mean something else, and must not be compared with what is to come.
+        Warns if not, as other values in the state of the callback then cannot be compared with those to come.
 
-        :param owner: whose state it is
+        :param owner: the callback whose state it is
         """
         mine = self.state_dict()
-        theirs = mine | {key: value for key, value in state.items() if key in mine}  # older states do not name it
-        directions = {mine["greater_is_better"], theirs["greater_is_better"]} - {None}  # not settled before a run
+        theirs = mine | {key: value for key, value in state.items() if key in mine}  # older states lack the metric
+        directions = {mine["greater_is_better"], theirs["greater_is_better"]} - {None}  # unknown before a run
         if self.name != theirs["watch_metric"] or len(directions) > 1:
             warnings.warn(
-                f"{type(owner).__name__} begins again: it watches {_described(mine)}, and its training state is of "
-                f"{_described(theirs)}. Give callbacks of one kind in the order in which they were saved.",
+                f"{type(owner).__name__} starts afresh: it watches {_described(mine)}, but its training state is for "
+                f"{_described(theirs)}. Pass callbacks of the same class in the order in which they were saved.",
                 stacklevel=3,
             )
             return False
@@ -124,7 +125,7 @@ def latest_metric(where: object, name: str, trainer: Trainer) -> Any:
     """Return the newest value of a metric.
 
     :param where: the callback and its argument, or the argument of ``train``, that names the metric
-    :raises ValueError: when there is none; the message lists what there is
+    :raises ValueError: if there is none; lists the recorded metrics
     """
     if not trainer.run_history.get_metric_values(name):
         raise _missing(where, name, trainer)

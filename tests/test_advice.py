@@ -47,7 +47,7 @@ def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
     (said,) = advice("\n".join(lines))
     assert said.startswith("The model waited for data for 0.")
     cores = len(os.sched_getaffinity(0))
-    assert f"Read with workers: train_dataloader_kwargs={{'num_workers': {min(cores, 8)}}}" in said
+    assert f"Use workers: train_dataloader_kwargs={{'num_workers': {min(cores, 8)}}}" in said
 
 
 def test_short_waits_are_not_worth_a_word(capsys):
@@ -58,7 +58,7 @@ def test_short_waits_are_not_worth_a_word(capsys):
 def test_updates_that_are_nearly_all_clipped(capsys):
     train(make_trainer([AdviceCallback]), gradient_clip_norm=1e-6, epochs=2)
     (said,) = advice(capsys.readouterr().out)
-    assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the usual norm")
+    assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
 def test_updates_that_are_skipped(capsys):
@@ -70,7 +70,7 @@ def test_updates_that_are_skipped(capsys):
 def test_updates_that_the_scaler_skips(scaled_accelerator, capsys):
     train(make_trainer([AdviceCallback], trainer_class=Overflows, accelerator=scaled_accelerator), epochs=2)
     (said,) = advice(capsys.readouterr().out)
-    assert said.startswith("1 of 3 updates were skipped: in fp16 their gradients were infinite.")
+    assert said.startswith("1 of 3 updates were skipped: their gradients overflowed in fp16.")
     assert "bf16" in said
 
 
@@ -82,7 +82,7 @@ def test_a_learning_rate_that_is_a_tensor_is_judged_as_a_number(capsys):
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
     train(make_trainer([AdviceCallback], model, optimizer=optimizer), epochs=2, size=12, create_scheduler_fn=decay)
     (said,) = advice(capsys.readouterr().out)
-    assert said.startswith("StepLR has brought the learning rate from 0.1 down to 1e-06 in this epoch already.")
+    assert said.startswith("StepLR has already lowered the learning rate from 0.1 to 1e-06 in this epoch.")
 
 
 def test_a_schedule_in_epochs_that_is_stepped_after_updates(capsys):
@@ -91,7 +91,7 @@ def test_a_schedule_in_epochs_that_is_stepped_after_updates(capsys):
 
     train(make_trainer([AdviceCallback]), epochs=2, size=12, create_scheduler_fn=decay)
     (said,) = advice(capsys.readouterr().out)
-    assert said.startswith("StepLR has brought the learning rate from 0.1 down to 1e-06 in this epoch already.")
+    assert said.startswith("StepLR has already lowered the learning rate from 0.1 to 1e-06 in this epoch.")
     assert "scheduler_interval='epoch'" in said
     train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=decay, scheduler_interval="epoch")
     assert capsys.readouterr().out == ""
@@ -113,7 +113,7 @@ def test_a_warm_up_that_has_hardly_begun(capsys):
     assert capsys.readouterr().out == ""
     train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=slow)
     (said,) = advice(capsys.readouterr().out)
-    assert "CosineLrScheduler has brought the learning rate up to" in said
+    assert "CosineLrScheduler has raised the learning rate to only" in said
 
 
 def test_a_schedule_that_begins_anew_with_each_epoch_is_as_it_should_be(capsys):

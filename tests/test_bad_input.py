@@ -120,7 +120,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "per_device_batch_size=None": ({"per_device_batch_size": None}, TypeError, f"per_device_batch_size=None {WHOLE}"),
     **{
-        f"{name}={value!r}": ({name: value}, ValueError, f"{name}={value} must be greater than 0.*Leave it out")
+        f"{name}={value!r}": ({name: value}, ValueError, f"{name}={value} must be greater than 0.*Omit it")
         for name in ("gradient_clip_value", "gradient_clip_norm")
         for value in (0, 0.0, -1, -0.5, math.nan)
     },
@@ -154,7 +154,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "drop_last leaves nothing": (
         {"per_device_batch_size": 7, "train_dataloader_kwargs": {"drop_last": True}},
         ValueError,
-        r"train_dataset makes no batch.*drop_last=True.*Lower per_device_batch_size",
+        r"train_dataset gives no batch.*drop_last=True.*Lower per_device_batch_size",
     ),
     "drop_last leaves nothing to evaluate": (
         {"per_device_batch_size": 3, "eval_dataset": make_data(2), "eval_dataloader_kwargs": {"drop_last": True}},
@@ -201,7 +201,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "create_scheduler_fn is a scheduler": (
         {"create_scheduler_fn": instance_of_step_lr},
         TypeError,
-        r"create_scheduler_fn=<.*StepLR.*must be a function.*for example functools\.partial",
+        r"create_scheduler_fn=<.*StepLR.*must be a function.*For example: functools\.partial",
     ),
     "create_scheduler_fn is a name": (
         {"create_scheduler_fn": "cosine"},
@@ -244,7 +244,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a plateau without scheduler_metric": (
         {"create_scheduler_fn": ReduceLROnPlateau},
         ValueError,
-        "ReduceLROnPlateau follows a metric.*scheduler_interval='epoch', scheduler_metric='eval_loss_epoch'",
+        "ReduceLROnPlateau follows a metric.*scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'",
     ),
     "scheduler_metric for StepLR": (
         {
@@ -392,7 +392,7 @@ PREDICT: dict[str, tuple[Any, type[Exception], str]] = {
         "predict: the model returned int.*Override calculate_predict_batch_output",
     ),
     "nothing": (lambda batch: None, TypeError, "predict: the model returned NoneType"),
-    "a scalar": (lambda batch: torch.tensor(1.0), ValueError, "predict: .*without a dimension for the samples"),
+    "a scalar": (lambda batch: torch.tensor(1.0), ValueError, "predict: .*without a sample dimension"),
 }
 
 
@@ -541,7 +541,7 @@ def test_callbacks_refuse(make, error, match):
 
 def test_an_optimizer_of_another_model_is_warned_of():
     forgotten = torch.optim.SGD(make_model(1).parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*again"):
+    with pytest.warns(UserWarning, match=r"None of the 4 parameters of the optimizer belongs to the model.*recreate"):
         train(make_trainer(optimizer=forgotten))
 
 
@@ -570,7 +570,7 @@ def test_numpys_integers_are_taken():
 def test_a_loss_that_is_named_as_their_sum_is_refused():
     losses = {"loss": torch.tensor(1.0), "aux": torch.tensor(3.0)}
     trainer = make_trainer(trainer_class=returning(lambda output: {"loss": losses}))
-    with pytest.raises(ValueError, match=r"calculate_eval_batch_loss .* one called 'loss', as"):
+    with pytest.raises(ValueError, match=r"calculate_eval_batch_loss .* one called 'loss', like"):
         trainer.evaluate(make_data())
 
 

@@ -77,7 +77,7 @@ def test_a_batch_norm_with_a_forward_pass_of_its_own_is_refused():
         def forward(self, x):
             return super().forward(x).relu()
 
-    with pytest.raises(ValueError, match=r"WithActivation has a forward pass of its own.*Convert such a model"):
+    with pytest.raises(ValueError, match=r"WithActivation has its own forward pass.*Convert the model"):
         synchronised(nn.Sequential(nn.BatchNorm1d(4), WithActivation(4)))
 
 

@@ -82,7 +82,7 @@ def test_a_checkpoint_of_another_loss_function_is_loaded_with_a_warning(tmp_path
     trainer = normed_trainer()
     trainer.save_checkpoint(tmp_path / "model.pt")
     other = quiet_trainer(small_model(1), nn.MSELoss())
-    with pytest.warns(UserWarning, match=r"another loss function had learned \(norm.num_batches_tracked.*scale\)"):
+    with pytest.warns(UserWarning, match=r"the state of a different loss function \(norm.num_batches_tracked.*scale\)"):
         other.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
     assert equal(other.model.state_dict(), trainer.model.state_dict())
     without = Trainer(small_model(1), None, None, callbacks=[])  # only predicts
@@ -170,7 +170,7 @@ def test_a_run_that_saves_states_says_what_they_include_and_what_they_leave_out(
     said = capsys.readouterr().out
     assert INCLUDED in said
     assert (
-        "leave out what no optimizer trains: teacher. If that changes during the run, include it with register_for"
+        "do not include what no optimizer trains: teacher. If that changes during the run, include it with register"
         in said
     )
     look_at_states_in(tmp_path / "states", capsys)
@@ -225,12 +225,12 @@ def test_a_state_that_lacks_an_attribute_or_does_not_fit_says_so(tmp_path):
     trainer.another = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     with (
         pytest.warns(UserWarning, match="holds nothing for the trainer's attribute 'another'"),
-        pytest.warns(UserWarning, match="state of an attribute 'critics.0' that is gone"),
-        pytest.warns(UserWarning, match="state of an attribute 'critic_optimizer' that is gone"),
-        pytest.warns(UserWarning, match="state of an attribute 'critic_scheduler' that is gone"),
+        pytest.warns(UserWarning, match="state of attribute 'critics.0', which no longer exists"),
+        pytest.warns(UserWarning, match="state of attribute 'critic_optimizer', which no longer exists"),
+        pytest.warns(UserWarning, match="state of attribute 'critic_scheduler', which no longer exists"),
     ):
         trainer.load_training_state(tmp_path / "state")
-    with pytest.raises(ValueError, match=r"critics.0 of the trainer does not fit.*of another shape: 0.bias"):
+    with pytest.raises(ValueError, match=r"critics.0 of the trainer does not fit.*of a different shape: 0.bias"):
         Adversarial(critic_size=2).load_training_state(tmp_path / "state")
 
 

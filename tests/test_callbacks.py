@@ -37,7 +37,7 @@ from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, S
 from tests.tasks import CountsReads, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
 # The scores of these scripts are as good as one says.
-pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is not known")
+pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")
 
 
 @pytest.fixture
@@ -632,7 +632,7 @@ def test_nan_is_never_the_best(script, best, greater, tmp_path):
 
 def test_when_all_are_nan_nothing_is_saved_or_loaded_and_that_is_said(tmp_path, capsys):
     trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
-    assert "No best model is saved: score has had no value that is a number." in capsys.readouterr().out
+    assert "No best model was saved: score never had a numeric value." in capsys.readouterr().out
     assert not (tmp_path / "best.pt").exists()
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
@@ -654,7 +654,7 @@ def test_the_best_model_is_loaded_unless_an_error_ends_the_run(error, is_loaded,
         train(trainer, epochs=3, eval_dataset=True)
     said = capsys.readouterr().out
     assert ("Loading the best model: epoch 1" in said) == is_loaded
-    assert ("The best model is not loaded, as the run failed. It is in" in said) != is_loaded
+    assert ("The run failed, so the best model is not loaded. It is in" in said) != is_loaded
     assert equal(weights(trainer.model), ends[0 if is_loaded else 1])
     trainer.load_checkpoint(tmp_path / "best.pt")
     assert equal(weights(trainer.model), ends[0])
@@ -682,7 +682,7 @@ def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, arg
         other(here / "same.jsonl"),
         listener(on_train_step_start=lambda t: steps.append(1)),
     ]
-    with pytest.raises(ValueError, match=rf"{argument}=.*same.jsonl' is that of two callbacks, \w+ and \w+, which"):
+    with pytest.raises(ValueError, match=rf"{argument}=.*same.jsonl' is used by two callbacks, \w+ and \w+, which"):
         train(make_trainer(callbacks), eval_dataset=True)
     assert not steps
 
@@ -805,9 +805,7 @@ WATCHING: dict[str, Any] = {
 @pytest.mark.parametrize("name", WATCHING)
 def test_the_best_value_of_another_metric_does_not_count_after_a_resume(name, here):
     first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
-    before = (
-        r"begins again: it watches 'accuracy' \(greater is better\), and its training state is of '\w*eval_loss_epoch'"
-    )
+    before = r"starts afresh: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss"
     with pytest.warns(UserWarning, match=f"{name} {before}"):
         resumed(here, first, again)
     assert first.best_metric > 0.8  # a loss, which as an accuracy would be the best for ever
@@ -832,7 +830,7 @@ def test_the_best_states_by_another_metric_do_not_count_after_a_resume(here):
         train(make_trainer([record, saver], seed=0), epochs=epochs, eval_dataset=True, resume_from="latest")
 
     run(1, KeepBest("eval_loss_epoch"))
-    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback begins again: it watches 'new'"):
+    with pytest.warns(UserWarning, match=r"SaveTrainingStateCallback starts afresh: it watches 'new'"):
         run(4, KeepBest("new"))  # smaller than the loss or not, the first value is that of epoch 2
     assert sorted(path.name for path in Path("states").glob("update-*")) == ["update-000000006", "update-000000012"]
 
@@ -908,7 +906,7 @@ def test_a_run_pauses_at_a_limit_of_time_and_resumed_goes_on(here):
         trainer = make_trainer([limit, SaveTrainingStateCallback("states", save_at_end=False)], seed=1)
         train(trainer, epochs=2, eval_dataset=True, resume_from="latest")
         updates.append(trainer.progress.update)
-        assert trainer.stop_reason in (None, "Stopping: the limit of 0:00:00.000001 is reached.")
+        assert trainer.stop_reason in (None, "Stopping: the time limit of 0:00:00.000001 is reached.")
     assert updates == [1, 2, 3, 3, 4, 5, 6, 6]  # after each update, and after the first epoch's evaluation
     assert trainer.stop_reason is None
     assert equal(weights(trainer.model), weights(whole.model))

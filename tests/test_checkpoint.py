@@ -341,7 +341,7 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
 @pytest.mark.parametrize("content", [[1, 2], {"weights": 1}, {}, make_model().state_dict()])
 def test_a_torch_file_without_weights_under_their_name_is_named(tmp_path, content):
     torch.save(content, tmp_path / "model.pt")
-    refuse(tmp_path / "model.pt", ValueError, r"model\.pt' is no checkpoint.*model_state_dict")
+    refuse(tmp_path / "model.pt", ValueError, r"model\.pt' is not a checkpoint.*model_state_dict")
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])

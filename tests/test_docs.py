@@ -146,7 +146,9 @@ def test_every_picture_can_be_redrawn():
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            # The build copies the notebooks into the folder of the pages.
+            path = ROOT / "examples" / target if target.startswith("notebooks/") else page.parent / target
+            assert path.exists(), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("name", sorted({*pytorch_accel_lite.__all__, *callbacks.__all__}))
@@ -170,7 +172,7 @@ def test_every_event_is_in_the_table_of_events(event):
 def test_what_belongs_to_a_run_is_documented_in_words_of_ours():
     described = {name: value.__doc__ or "" for name, value in vars(pytorch_accel_lite.Trainer).items()}
     assert [name for name, text in described.items() if "attrgetter" in text] == []
-    assert "in the current batch" in described["batch_indices"]
+    assert "current batch" in described["batch_indices"]
 
 
 def test_no_file_names_the_machine_it_was_made_on():

@@ -160,7 +160,7 @@ def refuse(folder: Path, create: Any, update: int, message: str, trainer_class: 
 def test_a_schedule_of_a_fixed_length_that_jumps_is_an_error(tmp_path):
     create = partial(StepLR, step_size=20)
     refuse(
-        tmp_path, create, 50, r"But StepLR has learning rates from .* about there, and the run had 0\.001.*NUM_UPDATE"
+        tmp_path, create, 50, r"But StepLR has learning rates from .* near there, and the run had 0\.001.*NUM_UPDATE"
     )
 
 
@@ -177,7 +177,7 @@ def test_a_scheduler_that_fails_when_it_is_stepped_is_an_error(tmp_path):
 
 
 def test_a_trainer_with_a_way_of_its_own_to_step_says_how_to_advance(tmp_path):
-    refuse(tmp_path, TORCH["cosine"], 17, "StepsItself.scheduler_step steps the scheduler in a way of its", StepsItself)
+    refuse(tmp_path, TORCH["cosine"], 17, "StepsItself.scheduler_step is overridden, so how to advance", StepsItself)
     expected = trained_with(TORCH["cosine"], 2, 1, tmp_path / "whole")
     first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "other", SaysHow, save_every=15)
     state = first.states / "update-000000015"

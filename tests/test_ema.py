@@ -252,7 +252,7 @@ def test_the_average_is_the_same_on_all_processes_and_evaluated_once(ranks, two_
         ({"decay": 1.5}, "decay=1.5 must be a number from 0 to 1"),
         ({"decay": -0.1}, "decay=-0.1 must be a number from 0 to 1"),
         ({"decay": "0.9"}, "decay='0.9' must be a number from 0 to 1"),
-        ({"prefix": ""}, "prefix='' must tell the metrics"),
+        ({"prefix": ""}, "prefix='' must not be empty"),
         ({"update_every": "step"}, "update_every='step' must be 'update' or 'epoch'"),
     ],
 )
@@ -274,13 +274,13 @@ def test_two_averages_are_told_apart_by_their_prefixes(tmp_path):
 
 def test_two_averages_with_one_prefix_are_refused():
     trainer = quiet_trainer(small_model(), callbacks=[ModelEmaCallback(decay, save_path=None) for decay in (0.9, 0.99)])
-    with pytest.raises(ValueError, match="prefix='ema_model_' is that of two ModelEmaCallbacks"):
+    with pytest.raises(ValueError, match="prefix='ema_model_' is used by two ModelEmaCallbacks"):
         trainer.train(regression_data(8), 1, regression_data(4))
 
 
 def test_without_data_to_evaluate_on_the_best_average_cannot_be_saved(tmp_path):
     trainer = quiet_trainer(small_model(), callbacks=[ModelEmaCallback(save_path=tmp_path / "ema.pt")])
-    with pytest.warns(UserWarning, match=r"no data to evaluate on.*evaluate_during_training=False"):
+    with pytest.warns(UserWarning, match=r"no evaluation data.*evaluate_during_training=False"):
         trainer.train(regression_data(8), 1)
     assert not (tmp_path / "ema.pt").exists()
     unsaved = ModelEmaCallback(save_path=None)

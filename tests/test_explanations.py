@@ -59,9 +59,9 @@ def test_the_note_of_an_error_names_step_batch_model_and_layer():
         "In training, epoch 1, step 0:",
         "  batch: [float32 (2, 4) on cpu, float32 (2, 1) on cpu]; samples 0, 1 of the dataset",
         "  model: Sequential, weights float32 on cpu",
-        "  in Linear(in_features=5, out_features=8, bias=True), the model's '0', which was given float32 (2, 4) on cpu",
-        "  What to do: the layer takes 5 features, its input of shape (2, 4) has 4: make in_features=4, or change what "
-        "comes before.",
+        "  in Linear(in_features=5, out_features=8, bias=True), the model's '0', with input float32 (2, 4) on cpu",
+        "  What to do: the layer takes 5 features, but its input of shape (2, 4) has 4: use in_features=4, or change "
+        "its input.",
     ]
     text = "".join(traceback.format_exception(error))
     assert "linear" in text
@@ -203,16 +203,16 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
         one_layer(),
         MSE,
         (torch.from_numpy(np.ones((N, 4))), TARGETS),
-        "the data are float64 and the model's weights float32. Let the dataset return tensor.float(), ",
+        "the data are float64, but the model's weights are float32. Let the dataset return tensor.float() ",
     ),
     "images in bytes": (
         nn.Conv2d(1, 3, 3),
         MSE,
         ((IMAGES * 255).byte(), TARGETS),
-        "the data are uint8 and the model's weights float32. Let the dataset return tensor.float(); images in bytes",
+        "the data are uint8, but the model's weights are float32. Let the dataset return tensor.float(); images stored",
     ),
-    "a model in float64": (one_layer().double(), MSE, (INPUTS, TARGETS), "tensor.double(), .*model.float()"),
-    "images for a linear layer": (nn.Linear(36, 1), MSE, (IMAGES, TARGETS), "put nn.Flatten() before it"),
+    "a model in float64": (one_layer().double(), MSE, (INPUTS, TARGETS), "tensor.double() for inputs.*model.float()"),
+    "images for a linear layer": (nn.Linear(36, 1), MSE, (IMAGES, TARGETS), "insert nn.Flatten() before it"),
     "channels that come last": (nn.Conv2d(3, 3, 3), MSE, (torch.rand(N, 6, 6, 3), TARGETS), "channels seem to come"),
     "images without channels": (nn.Conv2d(1, 3, 3), MSE, (IMAGES[:, 0], TARGETS), "use .unsqueeze(1)"),
     "channels of another number": (nn.Conv2d(3, 3, 3), MSE, (IMAGES, TARGETS), "the layer takes 3 channels"),
@@ -221,7 +221,7 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
         one_layer(3),
         CE,
         (INPUTS, CLASSES[:, None].float()),
-        "int64 of shape (2,), and was given float32 of shape (2, 1): use targets.squeeze(1).long().",
+        "int64 of shape (2,), but was given float32 of shape (2, 1): use targets.squeeze(1).long().",
     ),
     "classes as columns": (one_layer(3), CE, (INPUTS, CLASSES[:, None]), "use targets.squeeze(1)."),
     "classes as floats": (one_layer(3), CE, (INPUTS, CLASSES.float()), "use targets.long()."),
@@ -236,9 +236,9 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
         one_layer(3),
         CE,
         (INPUTS, torch.full((N,), 3)),
-        "the labels go from 3 to 3, and the outputs have 3 classes, which count from 0 to 2.",
+        "the labels range from 3 to 3, but the outputs have 3 classes, numbered 0 to 2.",
     ),
-    "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels go from -1 to 0"),
+    "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels range from -1 to 0"),
     "yes or no in another shape": (one_layer(), BCE, (INPUTS, TARGETS[:, 0].sigmoid()), "targets.unsqueeze(1)"),
     "yes or no as whole numbers": (one_layer(), BCE, (INPUTS, (TARGETS > 0).long()), "use targets.float()"),
     "outputs for probabilities": (
@@ -257,7 +257,7 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
         one_layer(),
         lambda outputs: outputs.mean(),
         (INPUTS, TARGETS),
-        "loss_func is called as loss_func(model_outputs, targets), and <lambda>(outputs) is something else.",
+        "loss_func is called as loss_func(model_outputs, targets), which <lambda>(outputs) does not accept.",
     ),
     "a loss of three arguments": (one_layer(), nn.TripletMarginLoss(), (INPUTS, TARGETS), "TripletMarginLoss(anchor"),
     "a model of two arguments": (TwoInputs(), MSE, (INPUTS, TARGETS), "TwoInputs.forward(x"),
@@ -273,12 +273,12 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
         (INPUTS, TARGETS),
         "loss(outputs['logits'], targets)",
     ),
-    "targets that are texts": (one_layer(3), CE, ([(x, "cat") for x in INPUTS],), "the targets are a tuple, and the"),
+    "targets that are texts": (one_layer(3), CE, ([(x, "cat") for x in INPUTS],), "the targets are a tuple, but the"),
     "an index that an embedding lacks": (
         nn.Embedding(2, 1),
         MSE,
         (torch.full((N,), 2), TARGETS),
-        "the indices go from 2 to 2, and the embedding has rows from 0 to 1",
+        "the indices range from 2 to 2, but the embedding has rows 0 to 1",
     ),
     "floats for an embedding": (nn.Embedding(9, 1), MSE, (INPUTS, TARGETS), "an embedding takes indices"),
     "batch norm over a sample": (nn.BatchNorm1d(4), MSE, (INPUTS[:1], INPUTS[:1]), "{'drop_last': True}"),
@@ -286,7 +286,7 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
         Gives(lambda y: y + torch.ones(3, device="meta")),
         MSE,
         (INPUTS, TARGETS),
-        "Make other tensors on device=trainer.device",
+        "Create other tensors on device=trainer.device",
     ),
 }
 
@@ -327,7 +327,7 @@ def test_a_placeholder_within_a_function_is_an_error_before_training(rate):
     trainer = make_trainer()
     start = weights(trainer.model)
     with pytest.raises(
-        TypeError, match=r"placeholder.*within a function.*argument.*functools\.partial|functools\.partial"
+        TypeError, match=r"placeholder.*inside a function.*argument.*functools\.partial|functools\.partial"
     ):
         train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=rate))
     assert equal(weights(trainer.model), start)
@@ -426,5 +426,5 @@ def test_targets_that_are_one_for_all_are_left_to_the_loss_function():
 
 @pytest.mark.parametrize("loss_func", [nn.CrossEntropyLoss(), functional.cross_entropy])
 def test_cross_entropy_over_a_single_class_is_an_error(loss_func):
-    with pytest.raises(ValueError, match=r"single class of outputs of shape \(2, 1\) is 0.*BCEWithLogitsLoss"):
+    with pytest.raises(ValueError, match=r"single class of outputs of shape \(2, 1\) is always 0.*BCEWithLogitsLoss"):
         train(make_trainer(loss_func=loss_func), train_dataset=TensorDataset(INPUTS, TARGETS.sigmoid()))

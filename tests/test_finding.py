@@ -232,7 +232,7 @@ def test_the_largest_batch_that_fits_is_found(limit, start, capsys):
 def test_no_batch_is_larger_than_asked_for_or_than_the_data(largest, found, capsys):
     trainer = quiet_trainer(small_model())
     assert trainer.find_batch_size(regression_data(37), max_batch_size=largest) == found
-    assert "the most there is" in capsys.readouterr().out
+    assert "(the maximum)" in capsys.readouterr().out
 
 
 def test_of_several_datasets_the_shortest_limits_the_batch(capsys):
@@ -243,7 +243,7 @@ def test_of_several_datasets_the_shortest_limits_the_batch(capsys):
     model = small_model()
     trainer = OfTwo(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
     assert trainer.find_batch_size({"a": regression_data(20), "b": regression_data(12)}) == 12
-    assert "12 (the most there is)" in capsys.readouterr().out
+    assert "12 (the maximum)" in capsys.readouterr().out
 
 
 def test_a_model_that_is_too_large_for_one_sample_is_an_error():
@@ -273,7 +273,7 @@ def test_other_errors_are_errors():
         (lambda t, d: t.find_lr(d, diverged=1), ValueError, "diverged=1 must be greater than 1"),
         (lambda t, d: t.find_lr([]), ValueError, "train_dataset"),
         (lambda t, d: t.find_lr(Stream(0)), ValueError, "train_dataset gave no batch"),
-        (lambda t, d: t.find_batch_size([]), ValueError, "0 samples: too few for a batch on every process"),
+        (lambda t, d: t.find_batch_size([]), ValueError, "0 samples, too few for a batch on every process"),
         (lambda t, d: t.find_batch_size(d, start=0), ValueError, "start=0"),
         (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0"),
         (lambda t, d: t.find_batch_size(d, train_dataloader_kwargs={"batch_size": 4}), ValueError, "batch_size"),

@@ -215,7 +215,7 @@ DATA: dict[str, tuple[Any, str]] = {
     "a tuple of tensors": ((INPUTS, TARGETS), "a tuple without targets for loss_func."),
     "a list of tensors": ([INPUTS, INPUTS], "a list without targets for loss_func."),
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
-    "a file's name": ("train.csv", "='train.csv' is no dataset: read what is there"),
+    "a file's name": ("train.csv", "='train.csv' is not a dataset: read its content"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
 }
 
@@ -255,8 +255,8 @@ def test_tensors_are_data_for_those_who_need_no_targets():
 @pytest.mark.parametrize(
     ("value", "error", "answer"),
     [
-        (True, TypeError, "resume_from=True is no path. Pass 'latest' for the newest state"),
-        (3, TypeError, "resume_from=3 is no path."),
+        (True, TypeError, "resume_from=True is not a path. Pass 'latest' for the newest state"),
+        (3, TypeError, "resume_from=3 is not a path."),
         ("last", ValueError, "resume_from='last': there is no such directory. Pass 'latest' for the newest state"),
         ("auto", ValueError, "resume_from='auto'"),
     ],
@@ -269,7 +269,7 @@ def test_a_checkpoint_is_no_training_state(tmp_path):
     trainer = make_trainer()
     trainer.save_checkpoint(tmp_path / "model.pt")
     text = message(NotADirectoryError, lambda: train(trainer, resume_from=tmp_path / "model.pt"))
-    assert "is a file, and a training state is a directory" in text
+    assert "is a file, but a training state is a directory" in text
     assert "trainer.load_checkpoint(path)" in text
 
 
@@ -286,7 +286,7 @@ def test_a_directory_may_have_any_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("scheduler", "answer"),
     [
-        (StepLR, "=StepLR is called with the optimizer alone. Pass functools.partial(StepLR, step_size=...)."),
+        (StepLR, "=StepLR is called with the optimizer only. Pass functools.partial(StepLR, step_size=...)."),
         (OneCycleLR, "Pass functools.partial(OneCycleLR, max_lr=...)."),
     ],
 )

@@ -187,7 +187,7 @@ def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
     assert [row["loss"] for row in rows] == losses
     assert [(row["total"], row["count"]) for row in rows] == [(3.0, 7.0)] * 3
     for name in ("loss", "update", "epoch"):
-        with pytest.raises(ValueError, match=rf"step_metrics\['{name}'\] has the name of a column"):
+        with pytest.raises(ValueError, match=rf"step_metrics\['{name}'\] uses a reserved name"):
             with_step_metrics(tmp_path, **{name: 1.0})
 
 

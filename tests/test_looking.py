@@ -118,9 +118,9 @@ def test_the_functions_of_torch_give_a_loss_for_each_sample(loss_func):
 @pytest.mark.parametrize(
     ("loss_func", "arguments", "message"),
     [
-        (lambda outputs, targets: (outputs - targets).mean(), {}, "no loss for each sample can be had. Pass loss="),
-        (torch.dist, {}, "built-in .* no loss for each sample can be had"),  # of which Python does not know arguments
-        (nn.MSELoss(), {"loss": nn.functional.mse_loss}, "must return a value for each of 2 samples, not"),
+        (lambda outputs, targets: (outputs - targets).mean(), {}, "cannot get per-sample losses from .* Pass loss="),
+        (torch.dist, {}, "cannot get per-sample losses from .*built-in"),  # Python does not know its arguments
+        (nn.MSELoss(), {"loss": nn.functional.mse_loss}, "must return one value for each of 2 samples, not"),
     ],
 )
 def test_a_loss_without_values_for_samples_is_refused(loss_func, arguments, message):
@@ -146,7 +146,7 @@ def test_images_are_drawn_as_a_sheet(tmp_path):
     assert titles[0].startswith(f"predicted {named[first.prediction]}, true {named[first.target]}\nloss ")
     assert len(titles) == 7
     assert pixels(tmp_path / "sheets" / "worst.png").shape[1] > 500
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="Nothing to draw"):
         WorstSamplesCallback().plot(data)
 
 
@@ -160,7 +160,7 @@ def test_images_of_several_datasets_are_drawn_by_their_names(averaged):
     figure = worst.plot(named)  # all four samples: a picture of each dataset is of one shade
     shown = sorted(float(axis.images[0].get_array().max()) for axis in figure.axes if axis.images)
     assert shown == pytest.approx([0.25, 0.25, 0.75, 0.75])
-    with pytest.raises(ValueError, match=r"dataset=\['left'\] does not hold '\w*right_side'"):
+    with pytest.raises(ValueError, match=r"dataset=\['left'\] lacks '\w*right_side'"):
         worst.plot({"left": named["left"]})
 
 
@@ -210,12 +210,12 @@ def test_a_function_that_fails_is_reported_once(tmp_path, capsys):
 
     trainer = train(make_trainer([SnapshotCallback(fail, directory=tmp_path)]), epochs=3)
     assert trainer.progress.epochs_completed == 3
-    assert capsys.readouterr().out.count("its function failed, and the run goes on. KeyError: 'no such thing'") == 1
+    assert capsys.readouterr().out.count("fn failed; the run continues. KeyError: 'no such thing'") == 1
 
 
 def test_a_picture_that_is_none_is_reported(tmp_path, capsys):
     train(make_trainer([SnapshotCallback(lambda model, samples: torch.zeros(2, 3, 4, 5), directory=tmp_path)]))
-    assert "is no image" in capsys.readouterr().out
+    assert "is not an image" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_what_cannot_be_told_is_asked_for():
         trainer.train(regression_data(8), 1, regression_data(4))
         return trainer
 
-    with pytest.raises(ValueError, match=r"from a model that returns tuple .* Pass transform=lambda"):
+    with pytest.raises(ValueError, match=r"in a model output of type tuple .* Pass transform=lambda"):
         train()
     trainer = train(transform=lambda batch, output: (output["model_outputs"][0], batch[1]))
     assert trainer.run_history.get_latest_metric("mae") > 0
@@ -209,7 +209,7 @@ def test_training_metrics_with_other_names_go_on_as_far_as_they_are_the_same(tmp
         return train(make_trainer([metrics, saver], seed=0), **kwargs)
 
     whole = run(["same", "old"])
-    with pytest.warns(UserWarning, match=r"either new.* or have gone .*: new, old\."):
+    with pytest.warns(UserWarning, match=r"have been added .* or have been removed: new, old\."):
         resumed = run(["same", "new"], resume_from=tmp_path / "same-old" / "update-000000002")
     history = resumed.run_history.to_dict()
     assert history["train_same"] == whole.run_history.to_dict()["train_same"] != history["train_new"]
@@ -243,7 +243,7 @@ def test_training_metrics_count_each_sample_once_and_begin_anew_with_fewer_proce
         assert result["train_count"] == [7.0]
     counts = MetricsCallback({"count": SumMetric()}, cases.evaluation.ones, train=True)
     trainer = quiet_trainer(small_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
-    with pytest.warns(UserWarning, match="of what remains of this epoch: 2 processes saved them, and 1 go on"):
+    with pytest.warns(UserWarning, match="they were saved by 2 processes and are resumed on 1"):
         trainer.train(regression_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")
     assert trainer.run_history.get_metric_values("train_count") == [1.0]
 
@@ -260,7 +260,7 @@ def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
     [
         (3, TypeError, "metrics=3 must be a torchmetrics Metric"),
         ({"a": 3}, TypeError, "must be a torchmetrics Metric, a MetricCollection, or a dict"),
-        ({}, ValueError, "holds no metric"),
+        ({}, ValueError, "contains no metric"),
     ],
 )
 def test_bad_metrics_are_named(metrics, error, message):

@@ -193,7 +193,7 @@ def test_a_batch_that_was_skipped_is_not_in_the_report(tmp_path):
 def test_only_reports_can_be_run_again(tmp_path):
     trainer = make_trainer([])
     trainer.save_checkpoint(tmp_path / "model.pt")
-    with pytest.raises(ValueError, match="no report of NaNReportCallback"):
+    with pytest.raises(ValueError, match="not a NaNReportCallback report"):
         replay(tmp_path / "model.pt", trainer)
     with pytest.raises(FileNotFoundError):
         replay(tmp_path / "none.pt", trainer)
@@ -227,7 +227,7 @@ def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
     assert equal(kept[4], kept[3])
     assert not equal(kept[5], kept[4])
     assert trainer.progress.update == 10
-    assert "Update 5 skipped: its gradients have the norm" in capsys.readouterr().out
+    assert "Update 5 skipped: the gradient norm is" in capsys.readouterr().out
 
 
 def test_the_schedule_waits_for_an_update_that_is_skipped():

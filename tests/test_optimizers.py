@@ -111,11 +111,11 @@ def test_a_state_of_other_groups_is_refused():
     model = small_model()
     optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
     single = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="it has 1 parameter groups, the optimizers have 3"):
+    with pytest.raises(ValueError, match="it has 1 parameter groups, but the optimizers have 3"):
         optimizer.load_state_dict(single.state_dict())
     state = optimizer.state_dict()
     state["param_groups"][0]["params"] = [0]
-    with pytest.raises(ValueError, match="group 0 of the optimizer 'matrix' has 2 parameters, and had 1"):
+    with pytest.raises(ValueError, match="group 0 of the optimizer 'matrix' has 2 parameters, but had 1"):
         optimizer.load_state_dict(state)
 
 
@@ -181,7 +181,7 @@ def test_a_parameter_of_two_optimizers_is_refused():
 
 
 def test_a_parameter_of_none_of_several_optimizers_is_refused_unless_it_is_frozen():
-    with pytest.raises(ValueError, match=r"None of the optimizers '0' has the model's 2\.weight, 2\.bias\. Give"):
+    with pytest.raises(ValueError, match=r"None of the optimizers '0' has the model's 2\.weight, 2\.bias\. Add"):
         trained_by(lambda model: [torch.optim.SGD(model[0].parameters())])
     trained_by(lambda model: [torch.optim.SGD(model.requires_grad_(False)[0].requires_grad_().parameters())])
 
@@ -189,7 +189,7 @@ def test_a_parameter_of_none_of_several_optimizers_is_refused_unless_it_is_froze
 @pytest.mark.parametrize(
     ("optimizer", "error", "message"),
     [
-        ({}, ValueError, "optimizer={} holds no optimizer"),
+        ({}, ValueError, "optimizer={} contains no optimizer"),
         ([None], TypeError, r"optimizer\['0'\]=None must be an instance of torch.optim.Optimizer"),
         ({1: torch.optim.SGD([torch.zeros(1)])}, TypeError, "names of optimizers must be strings, not 1"),
     ],
@@ -208,13 +208,13 @@ def test_what_is_no_optimizer_is_refused(optimizer, error, message):
             r"create_scheduler_fn\['other'\]: no optimizer has that name, only 'matrix', 'r",
         ),
         ({"rest": 1}, TypeError, r"create_scheduler_fn\['rest'\]=1 must be a function"),
-        ({"rest": StepLR}, TypeError, r"create_scheduler_fn\['rest'\]=StepLR is called with the optimizer alone"),
+        ({"rest": StepLR}, TypeError, r"create_scheduler_fn\['rest'\]=StepLR is called with the optimizer only"),
         ({"rest": partial(OneCycleLR, max_lr=1, total_steps=2)}, ValueError, "OneCycleLR has total_steps=2"),
         ({"rest": ReduceLROnPlateau}, ValueError, "ReduceLROnPlateau follows a metric"),
         (
             {"rest": lambda optimizer: None},
             TypeError,
-            r"create_scheduler_fn\['rest'\].* returned None, which is no sch",
+            r"create_scheduler_fn\['rest'\].* returned None, which is not a sch",
         ),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_training(schedulers, err
 
 
 def test_a_dict_of_schedules_needs_several_optimizers():
-    with pytest.raises(TypeError, match="create_scheduler_fn is a dict, for several optimizers by name, but the trai"):
+    with pytest.raises(TypeError, match="create_scheduler_fn is a dict, which is for several optimizers, but the tra"):
         trained_by(lambda model: torch.optim.SGD(model.parameters()), create_scheduler_fn={"a": StepLR})
 
 

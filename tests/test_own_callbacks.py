@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "no trainer": (
         "on_train_step_end",
         lambda self, batch, batch_output, step: None,
-        r"Watch\.on_train_step_end\(batch, batch_output, step\) cannot be called .*"
+        r"Watch\.on_train_step_end\(batch, batch_output, step\) does not accept .*"
         r"Write: def on_train_step_end\(self, trainer, batch, batch_output, step, \*\*kwargs\)$",
     ),
     "no trainer, and no other": (

@@ -158,7 +158,7 @@ def both(model: nn.Module) -> dict[str, Any]:
     [
         (lambda t, b: t.update(t.model(b[0]).mean()), both, ValueError, r"update\(\) needs optimizer=, one of 'a'"),
         (lambda t, b: t.update(t.model(b[0]).mean(), "c"), both, ValueError, "no such optimizer, only 'a', 'b'"),
-        (lambda t, b: t.update(t.model(b[0]).mean(), "c"), None, ValueError, "no such optimizer, only one, without"),
+        (lambda t, b: t.update(t.model(b[0]).mean(), "c"), None, ValueError, "no such optimizer, only one without"),
         (lambda t, b: t.update(t.model[0](b[0]).mean(), "b"), both, ValueError, "does not depend on any parameter of"),
         (lambda t, b: t.update(t.model(b[0])), None, ValueError, r"must be a scalar tensor that req.* not \(6, 1\)"),
         (lambda t, b: t.update(3.0), None, ValueError, "must be a scalar tensor that requires gradients, not float"),
@@ -174,8 +174,8 @@ def test_a_wrong_step_is_told(step, optimizer, error, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"auto_microbatch": True}, "train_step is overridden, which does not go with auto_microbatch=True"),
-        ({"callbacks": [SkipFailedBatchesCallback()]}, "does not go with SkipFailedBatchesCallback"),
+        ({"auto_microbatch": True}, "train_step is overridden, which is not supported with auto_microbatch=True"),
+        ({"callbacks": [SkipFailedBatchesCallback()]}, "is not supported with SkipFailedBatchesCallback"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(kwargs, message):
@@ -186,7 +186,7 @@ def test_what_does_not_go_with_it_is_refused(kwargs, message):
 def test_update_is_refused_in_the_trainers_own_step():
     model = small_model()
     trainer = quiet_trainer(model)
-    with pytest.raises(RuntimeError, match=r"update\(\) is for an overridden train_step"):
+    with pytest.raises(RuntimeError, match=r"update\(\) is only for an overridden train_step"):
         trainer.update(torch.ones(1, requires_grad=True))
 
 

@@ -57,7 +57,7 @@ def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
     with pytest.raises(ValueError, match="missing in"):
         read_predictions(tmp_path)
     rest = predict(tmp_path, data)
-    assert "16 of 21 samples have been predicted already" in capsys.readouterr().out
+    assert "16 of 21 samples have already been predicted" in capsys.readouterr().out
     assert sum(map(len, rest)) == 5
     expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
     torch.testing.assert_close(read_predictions(tmp_path), expected)
@@ -72,13 +72,13 @@ class CountedStream(Stream):
 
 def test_only_what_fits_is_gone_on_with(tmp_path):
     predict(tmp_path, regression_data(9))
-    with pytest.raises(ValueError, match="holds predictions for 9 samples, not 10"):
+    with pytest.raises(ValueError, match="contains predictions for 9 samples, not 10"):
         predict(tmp_path, regression_data(10))
     with pytest.raises(TypeError, match="needs a dataset with a length"):
         predict(tmp_path / "stream", Stream())
-    with pytest.raises(TypeError, match="needs a dataset whose samples have indices, and no stream"):
+    with pytest.raises(TypeError, match="needs a dataset whose samples have indices, not a stream"):
         predict(tmp_path / "counted", CountedStream(), model=make_model())
-    with pytest.raises(FileNotFoundError, match="holds no predictions"):
+    with pytest.raises(FileNotFoundError, match="contains no predictions"):
         read_predictions(tmp_path / "none")
     with pytest.raises(ValueError, match="shard_size=0"):
         PredictionWriterCallback(shard_size=0)

@@ -112,7 +112,7 @@ def test_losses_over_the_samples_of_all_processes_equal_one_process(ranks):
 def test_a_loss_of_what_was_gathered_without_gradients_is_an_error_that_says_so(ranks):
     for result in ranks(cases.training.losses_of_what_has_no_gradients):
         constant, guarded = result["said"]
-        assert "trainer.gather() returned, which has no gradients. Pass with_gradients=True" in constant
+        assert "the result of trainer.gather(), which has no gradients. Pass with_gradients=True" in constant
         assert "with_gradients=True) does not work on several processes with auto_microbatch=True" in guarded
         assert result["lengths"] == [2 * ranks.world_size] * (6 // ranks.world_size)  # as it is for metrics
 
@@ -270,7 +270,7 @@ def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind)
     assert bool(found[0]["printed"]) == (kind != "whole")
     assert all(result["printed"] == "" for result in found[1:])
     if kind != "whole":
-        said = "Each process reads its own part of the {} data, as shared out by "
+        said = "Each process reads its own part of the {} data, as sharded by "
         assert all(said.format(which) in found[0]["printed"] for which in ("training", "evaluation"))
 
 
@@ -529,7 +529,7 @@ def test_a_launch_that_accelerate_does_not_see_is_refused():
     if done.stdout.count("made on 2 processes") == 2:
         pytest.skip("old versions of accelerate see the processes all the same")
     assert done.stdout.count("RuntimeError: The launcher started WORLD_SIZE=2 processes, but Accelerate sees 1") == 2
-    assert "made before the trainer, by an Accelerator or a PartialState" in done.stdout
+    assert "created before the trainer, by an Accelerator or a PartialState" in done.stdout
 
 
 LAUNCHERS = {"torchrun": [*TORCHRUN, "2"], "accelerate": ACCELERATE}

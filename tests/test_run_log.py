@@ -107,7 +107,7 @@ def test_a_short_run_writes_its_page_at_its_beginning_and_its_end(tmp_path):
     train(make_trainer([RunLogCallback(tmp_path), look]), epochs=4)
     assert len(set(files)) == 1
     assert (tmp_path / "summary.html").stat().st_ino not in files
-    assert "cannot be resumed: no training state is saved" in (tmp_path / "summary.md").read_text()
+    assert "cannot be resumed: it saves no training states" in (tmp_path / "summary.md").read_text()
 
 
 def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_path):

@@ -109,7 +109,7 @@ def test_a_run_that_has_made_more_than_it_is_asked_for_makes_nothing_more(here, 
     resumed = make_trainer(seed=0)
     train(resumed, **{"epochs": None, **asked}, resume_from="states/update-000000005")
     assert resumed.progress.update == 5
-    assert "Nothing more to do" in capsys.readouterr().out
+    assert "Nothing left to do" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------- what ends it, and the end
@@ -237,7 +237,7 @@ def test_a_stop_within_an_accumulation_window_says_that_nothing_is_saved(here, c
     stop = listener(on_train_step_end=lambda t, step, **_: raises(StopTrainingError("enough"))() if step == 2 else None)
     train(make_trainer([SaveTrainingStateCallback("states"), stop]), size=20, gradient_accumulation_steps=4)
     assert list(Path("states").glob("update-*")) == []
-    assert "No training state is saved: the run was stopped within an accumulation window" in capsys.readouterr().out
+    assert "No training state was saved: the run was stopped within an accumulation window" in capsys.readouterr().out
 
 
 def test_weights_that_are_not_finite_never_replace_good_ones(here):
@@ -382,7 +382,7 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
     trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
     trainer.evaluate(make_data())
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
-    with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own has not. Derive it from"):
+    with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own lacks. Derive it from"):
         train(make_trainer([MetricsFileCallback], run_history=Own()))
 
 
@@ -405,7 +405,7 @@ def test_states_hold_what_a_loss_function_has_learned_and_nothing_else(here):
     assert sum(file.stat().st_size for file in Path("state").iterdir()) < 100_000
     plain = make_trainer()
     plain.optimizer = torch.optim.SGD([*plain.model.parameters(), nn.Parameter(torch.ones(()))], lr=0.1)
-    with pytest.warns(UserWarning, match=r"'state' holds what another loss function had learned \(scale\)"):
+    with pytest.warns(UserWarning, match=r"'state' holds the state of a different loss function \(scale\)"):
         plain.load_training_state("state")
     assert equal(weights(plain.model), weights(model))
 

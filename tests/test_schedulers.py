@@ -152,11 +152,11 @@ def test_states_of_the_ancestor_are_read(ancestors):
     state = ancestors["wsd"][0]["state"]
     begun = WSDLrScheduler(make_optimizer(1.0, 2.0), total_steps=20)
     begun.step()
-    with pytest.warns(UserWarning, match="does not say how far the schedule had come: it goes on from update 1"):
+    with pytest.warns(UserWarning, match="does not save the schedule's position: it continues from update 1"):
         begun.load_state_dict(state)
     assert begun.num_updates == 1
     assert begun.get_last_lr() == [0.1, 0.3]
-    with pytest.raises(ValueError, match="holds no num_updates"):
+    with pytest.raises(ValueError, match="lacks num_updates"):
         begun.load_state_dict({"last_epoch": 3})
     continued = WSDLrScheduler(make_optimizer(1.0, 2.0), total_steps=20, is_continuation_from_checkpoint=True)
     continued.load_state_dict(state)
@@ -263,7 +263,7 @@ def test_a_run_of_a_few_updates_has_a_schedule_whatever_its_warm_up(updates):
 
 def test_a_warm_up_that_reaches_into_the_decay_ends_where_it_begins_with_a_warning():
     with pytest.warns(
-        UserWarning, match="num_warmup_steps=19 reaches into the first decay, .* after 18 updates. It is"
+        UserWarning, match="num_warmup_steps=19 reaches into the first decay, .* after 18 updates. The warm-up"
     ):
         scheduler = WSDLrScheduler(make_optimizer(1.0), total_steps=20, num_warmup_steps=19)
     assert scheduler.num_warmup_steps == 18
@@ -403,7 +403,7 @@ def test_a_state_is_plain_and_small(create):
     assert {"num_updates": 1, "base_lr_values": [0.1, 0.3]}.items() <= state.items()
     state["base_lr_values"].append(1.0)
     assert scheduler.base_lr_values == [0.1, 0.3]
-    with pytest.raises(ValueError, match="is of 3 parameter groups; the optimizer has 2"):
+    with pytest.raises(ValueError, match="has 3 parameter groups, but the optimizer has 2"):
         scheduler.load_state_dict(state)
 
 
@@ -559,8 +559,8 @@ def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
         run(None, WSDCheckpointCallback(tmp_path))
     run(QUARTER, WSDCheckpointCallback(tmp_path))
     for name, error, message in (
-        ("checkpoint_9_wsd_pre_decay.pt", ValueError, "would be written over by this run. Choose another save_dir"),
-        ("", ValueError, r"is a directory. .* pass it to train\(resume_from=...\)"),
+        ("checkpoint_9_wsd_pre_decay.pt", ValueError, "would be overwritten by this run. Choose a save_dir other"),
+        ("", ValueError, r"is a directory. .* use train\(resume_from=...\)"),
         ("missing.pt", FileNotFoundError, "There is no checkpoint at"),
     ):
         with pytest.raises(error, match=message):
@@ -590,7 +590,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
             ValueError,
             "total_steps=None, num_epochs=None and num_update_steps_per_epoch=None do not",
         ),
-        (WSDLrScheduler, {"num_epochs": 3}, ValueError, "Give total_steps, or both of the others"),
+        (WSDLrScheduler, {"num_epochs": 3}, ValueError, "Pass total_steps, or both of the others"),
         (
             WSDLrScheduler,
             {"num_epochs": 0, "num_update_steps_per_epoch": 5},
@@ -606,7 +606,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
         (WSD, {"decay_phase_ratio": "all"}, TypeError, "decay_phase_ratio='all' must be a number, not str"),
         (WSD, {"lr_min": -0.1}, ValueError, r"lr_min=-0\.1 must be at least 0 and at most 1"),
         (WSD, {"lr_min": math.nan}, ValueError, "lr_min=nan must be at least 0"),
-        (WSD, {"lr_min": 0, "decay": "inverse"}, ValueError, "lr_min=0: the inverse decay never ends at 0"),
+        (WSD, {"lr_min": 0, "decay": "inverse"}, ValueError, "lr_min=0: the inverse decay never reaches 0"),
         (WSD, {"warmup_starting_lr": -1}, ValueError, "warmup_starting_lr=-1 must be at least 0"),
         (WSD, {"num_warmup_steps": -1}, ValueError, "num_warmup_steps=-1 must be at least 1"),
         (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be a whole number"),
@@ -617,11 +617,11 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
             "decay='square' is not known. Choose one of 'inverse', 'sqrt', 'linear'",
         ),
         (WSD, {"decay": "linear", "use_inverse_sqrt_decay": False}, ValueError, "asks for decay='inverse', not for"),
-        (WSD, {"checkpoint_steps": [10]}, ValueError, "total_steps=20: the last of checkpoint_steps="),
-        (WSD, {"checkpoint_steps": []}, ValueError, r"checkpoint_steps=\[\] must rise"),
-        (WSD, {"checkpoint_steps": [8, 9]}, ValueError, r"checkpoint_steps=\[8, 9\] must rise, by at least 2"),
+        (WSD, {"checkpoint_steps": [10]}, ValueError, "total_steps=20 contradicts the last of checkpoint_steps="),
+        (WSD, {"checkpoint_steps": []}, ValueError, r"checkpoint_steps=\[\] must increase"),
+        (WSD, {"checkpoint_steps": [8, 9]}, ValueError, r"checkpoint_steps=\[8, 9\] must increase by at least 2"),
         (WSD, {"checkpoint_steps": [8, 0]}, ValueError, r"checkpoint_steps\[1\]=0 must be at least 1"),
-        (WSD, {"checkpoint_steps": [8, 20], "num_checkpoints": 2}, ValueError, "give one of them"),
+        (WSD, {"checkpoint_steps": [8, 20], "num_checkpoints": 2}, ValueError, "pass only one of them"),
         (COS, {"total_num_epochs": 0}, ValueError, "total_num_epochs=0 must be greater than 0"),
         (COS, {"total_num_epochs": None}, TypeError, "total_num_epochs=None must be a number"),
         (COS, {"num_update_steps_per_epoch": 1.5}, TypeError, r"num_update_steps_per_epoch=1\.5 must be a whole"),

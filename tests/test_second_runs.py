@@ -93,7 +93,7 @@ def test_a_rate_that_was_set_by_hand_is_where_the_next_schedule_begins(capsys):
     for _ in range(2):
         train(trainer, epochs=2, create_scheduler_fn=COSINE)
         assert seen.rates[0] == 0.03
-    assert capsys.readouterr().out.count("The schedule begins from") == 1  # the second time
+    assert capsys.readouterr().out.count("The schedule starts from") == 1  # the second time
 
 
 def test_a_checkpoint_of_a_finished_run_is_trained_further_from_the_first_rate(tmp_path):
@@ -127,7 +127,7 @@ def test_a_run_without_a_scheduler_after_a_schedule_says_at_which_rate_it_trains
     assert seen.rates == [0.1 / 2**6] * 3
     said = capsys.readouterr().out
     assert "no scheduler and trains at the learning rate 0.00156" in said
-    assert "the optimizer began at 0.1" in said
+    assert "the optimizer started at 0.1" in said
     exec(said[said.index("for group") :], {"trainer": trainer})
     train(trainer)
     assert seen.rates == [0.1] * 3
@@ -157,7 +157,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_said_also_in_the_last_epoch(capsys):
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     before = weights(trainer.model)
     said = advice_of(trainer, capsys, epochs=1)
-    assert "The learning rate was 0 in every update of this epoch, so no weight has changed. The optimizer has" in said
+    assert "The learning rate was 0 throughout this epoch, so no weight has changed. The optimizer was" in said
     assert equal(before, weights(trainer.model))
 
 
@@ -165,7 +165,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_said_also_in_the_last_epoch(capsys):
     ("shape", "expected"),
     [
         (lambda epoch: 0.0, "LambdaLR keeps it there"),
-        (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: let its"),
+        (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: start"),
     ],
 )
 def test_a_schedule_at_0_is_told_from_one_that_begins_there(shape, expected, capsys):
@@ -174,7 +174,7 @@ def test_a_schedule_at_0_is_told_from_one_that_begins_there(shape, expected, cap
         trainer, capsys, create_scheduler_fn=partial(LambdaLR, lr_lambda=shape), scheduler_interval="epoch"
     )
     assert f"no weight has changed. {expected}" in said
-    assert "warm-up" not in said or "begin above 0" in said
+    assert "warm-up" not in said or "start its warm-up above 0" in said
 
 
 def test_a_group_that_is_trained_keeps_the_advice_away(capsys):
@@ -205,7 +205,7 @@ class MakesNone(Trainer):
 
 def test_an_overridden_create_scheduler_that_needs_a_function_runs_without_one():
     trainer = make_trainer(trainer_class=UsesFunction)
-    with pytest.warns(UserWarning, match=r"UsesFunction.create_scheduler\(\) calls create_scheduler_fn, which train"):
+    with pytest.warns(UserWarning, match=r"UsesFunction.create_scheduler\(\) calls create_scheduler_fn, which was not"):
         train(trainer)
     assert trainer.scheduler is None
     train(trainer, create_scheduler_fn=partial(ExponentialLR, gamma=0.1))
@@ -237,9 +237,9 @@ def test_what_is_no_scheduler_is_refused_whoever_made_it():
         def create_scheduler(self) -> Any:
             return "cosine"
 
-    with pytest.raises(TypeError, match=r"create_scheduler\(\) returned 'cosine', which is no scheduler"):
+    with pytest.raises(TypeError, match=r"create_scheduler\(\) returned 'cosine', which is not a scheduler"):
         train(make_trainer(trainer_class=Wrong))
-    with pytest.raises(TypeError, match="returned None, which is no scheduler"):
+    with pytest.raises(TypeError, match="returned None, which is not a scheduler"):
         train(make_trainer(), create_scheduler_fn=lambda optimizer: None)
 
 

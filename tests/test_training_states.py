@@ -327,7 +327,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
 def test_a_finished_run_does_nothing_more_and_says_so(tmp_path, capsys):
     whole = run(tmp_path)
     assert_same(run(tmp_path), whole)
-    assert "Nothing more to do: the run had finished" in capsys.readouterr().out
+    assert "Nothing left to do: the run had finished" in capsys.readouterr().out
 
 
 DAMAGES = {
@@ -365,7 +365,7 @@ def test_a_state_that_waited_for_its_successor_when_all_was_killed_gets_its_name
     newest.rename(waiting)
     capsys.readouterr()
     run(tmp_path)
-    assert "Nothing more to do: the run had finished" in capsys.readouterr().out
+    assert "Nothing left to do: the run had finished" in capsys.readouterr().out
     assert states(tmp_path)[-1] == newest
 
 
@@ -383,7 +383,7 @@ def test_states_of_which_none_is_whole_are_an_error(tmp_path):
     run(tmp_path, max_checkpoints=2)
     for state in states(tmp_path):
         DAMAGES["truncated"](state / "trainer.pt")
-    with pytest.raises(DamagedStateError, match="none is whole"):
+    with pytest.raises(DamagedStateError, match=r"All training states in .* are damaged"):
         run(tmp_path)
 
 
@@ -506,7 +506,7 @@ def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks
         assert "cannot change in the middle of this run: the model is sharded (FSDP)" in said["rewrap"]
         assert "do not work with weights that are sharded by FSDP" in said["skip"]
     for message in two_ranks.run(sharded.state_of_fsdp1, tmp_path):
-        assert message.startswith("Training states are not possible with FSDP: ")
+        assert message.startswith("Training states are not supported with FSDP: ")
         assert "Use FSDP with fsdp_version=2" in message
 
 
@@ -547,7 +547,7 @@ def test_objects_of_the_users_are_kept(tmp_path):
     other.register_for_checkpointing("other", again)
     with (
         pytest.warns(UserWarning, match="holds nothing for the registered object 'other'"),
-        pytest.warns(UserWarning, match="state of a registered object 'counter' that is gone"),
+        pytest.warns(UserWarning, match="state of registered object 'counter', which no longer exists"),
     ):
         other.load_training_state(tmp_path / "state")
     with pytest.raises(ValueError, match="already registered as 'counter'"):
@@ -569,7 +569,7 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no training state at"):
         trainer.load_training_state(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DamagedStateError, match=r"is no training state: it has no manifest\.json"):
+    with pytest.raises(DamagedStateError, match=r"is not a training state: it has no manifest\.json"):
         trainer.load_training_state(tmp_path / "empty")
     with pytest.raises(ValueError, match="resume_from='latest' needs a SaveTrainingStateCallback"):
         trainer.train(regression_data(8), 1, resume_from="latest")
@@ -608,9 +608,9 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
     (state,) = states(tmp_path)
     trainer = quiet_trainer(make_model(), callbacks=[Other])
     with (
-        pytest.warns(UserWarning, match="is gone"),
+        pytest.warns(UserWarning, match="no longer exists"),
         pytest.warns(UserWarning, match="nothing for the callback 'Other'"),
-        pytest.warns(UserWarning, match="state of a callback 'EarlyStoppingCallback' that is gone"),
+        pytest.warns(UserWarning, match="state of callback 'EarlyStoppingCallback', which no longer exists"),
     ):
         trainer.load_training_state(state)
 
@@ -799,7 +799,7 @@ def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
         result = run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous, continue_on_error=True)
     finally:
         fills.free()
-    assert "could not be saved, and the run goes on. OSError: [Errno 27]" in capsys.readouterr().out
+    assert "could not be saved; the run continues. OSError: [Errno 27]" in capsys.readouterr().out
     names = [path.name for path in states(tmp_path)]
     assert names[0] == "update-000000003"
     assert "update-000000006" not in names
@@ -818,7 +818,7 @@ def test_a_run_may_go_on_when_the_weights_alone_do_not_fit_on_the_disk(tmp_path,
         trainer.train(regression_data(8), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "could not be saved, and the run goes on. OSError: " in capsys.readouterr().out
+    assert "could not be saved; the run continues. OSError: " in capsys.readouterr().out
     assert not list(tmp_path.glob("*update*"))
 
 
@@ -849,7 +849,7 @@ def test_training_goes_on_while_a_state_is_written(tmp_path, monkeypatch):
 def test_a_job_that_would_restart_with_addresses_of_dead_ranks_is_warned_of(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.warns(UserWarning, match="Start it with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.warns(UserWarning, match="Launch it with the environment variable TORCH_DISABLE_SHARE_RDZV_TCP"):
         quiet_trainer(small_model())
 
 
@@ -907,7 +907,7 @@ def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
     model = small_model(2)
     model[2] = torch.nn.Linear(8, 3).double()
     kept = model[2].weight.clone()
-    with pytest.warns(UserWarning, match=r"of another shape: 2\.bias .*, 2\.weight .* The rest is loaded"):
+    with pytest.warns(UserWarning, match=r"of a different shape: 2\.bias .*, 2\.weight .* The rest is loaded"):
         quiet_trainer(model).load_checkpoint(tmp_path / "model.pt", load_optimizer=False, strict=False)
     assert torch.equal(model[0].weight, small_model(1)[0].weight)
     assert torch.equal(model[2].weight, kept)

@@ -78,7 +78,7 @@ def test_helpers_of_the_trainer_alone():
     assert isinstance(trainer.tensor_to_numeric(torch.tensor(3), "sum"), int)
     with pytest.raises(ValueError, match="reduce='min'"):
         trainer.tensor_to_numeric(torch.tensor(3), "min")
-    with pytest.raises(ValueError, match="tensor of one element"):
+    with pytest.raises(ValueError, match="tensor with one element"):
         trainer.tensor_to_numeric(torch.ones(2))
 
 

@@ -111,7 +111,7 @@ def test_an_argument_that_contradicts_the_metric_is_an_error_before_training(whe
     average = ModelEmaCallback(save_path="other.pt", prefix="other_", callbacks=[scores([1.0])])
     name = "other_score" if "Ema" in where else "score"
     trainer = make_trainer([average, scores([1.0]), WATCHERS[where](name, False)])
-    with pytest.raises(ValueError, match="but the metric itself says that greater is better") as caught:
+    with pytest.raises(ValueError, match="but according to the metric itself greater is better") as caught:
         train(trainer, eval_dataset=True)
     assert str(caught.value).startswith(f"{where}{name!r}): greater_is_better=False")
     assert trainer.progress.step == 0
@@ -119,7 +119,7 @@ def test_an_argument_that_contradicts_the_metric_is_an_error_before_training(whe
 
 def test_of_losses_of_the_run_greater_values_are_never_better(here):
     callback = SaveBestModelCallback("best.pt", greater_is_better=True)
-    assert steps_of(make_trainer([callback]), ValueError, "says that smaller is better", eval_dataset=True) == 0
+    assert steps_of(make_trainer([callback]), ValueError, "the metric itself smaller is better", eval_dataset=True) == 0
 
 
 @pytest.mark.parametrize("where", WATCHERS)
@@ -127,10 +127,10 @@ def test_where_it_is_not_known_smaller_ones_are_better_and_a_warning_says_so(whe
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", float(t.progress.epoch)))
     watcher = WATCHERS[where]("mine")
     trainer = make_trainer([record, watcher], seed=0)
-    with pytest.warns(UserWarning, match="whether greater values are better is not known") as caught:
+    with pytest.warns(UserWarning, match="whether greater values are better is unknown") as caught:
         train(trainer, epochs=2, eval_dataset=True)
     assert str(caught[0].message).startswith(where)
-    assert "greater_is_better=True, or False" in str(caught[0].message)
+    assert "greater_is_better=True or False" in str(caught[0].message)
     assert [warning.filename for warning in caught] == [train.__code__.co_filename]  # the line that calls train()
     if hasattr(watcher, "best_metric"):
         assert watcher.best_metric == 1.0
@@ -209,7 +209,7 @@ def test_a_plateau_that_follows_a_metric_the_wrong_way_round_is_an_error(mode, h
     arguments = {"scheduler_interval": "epoch", "scheduler_metric": "score", "eval_dataset": True, "epochs": 2}
     right = {"min": "max", "max": "min"}[mode]
     trainer = make_trainer([scores([1.0, 2.0], higher)])
-    match = f"scheduler_metric='score'.*has mode='{mode}'. Make it with mode='{right}'"
+    match = f"scheduler_metric='score'.*has mode='{mode}'. Create it with mode='{right}'"
     factory = partial(ReduceLROnPlateau, mode=mode)
     assert steps_of(trainer, ValueError, match, create_scheduler_fn=factory, **arguments) == 0
     train(trainer, create_scheduler_fn=partial(ReduceLROnPlateau, mode=right), **arguments)
@@ -224,7 +224,7 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     assert lines[3].endswith("score: 0.666667")
     assert lines[6].endswith("score: 0.333333")
     assert lines[7] == (
-        "score: 0.333333 is no improvement by more than 0.01 (best 0.666667, greater is better); 1 of 2 epochs of "
+        "score: 0.333333 has not improved by more than 0.01 (best 0.666667, greater is better); 1 of 2 epochs of "
         "patience used."
     )
     assert lines[10].endswith("score: 0.333333")

@@ -1,6 +1,6 @@
-"""Callbacks: what listens to a run. The events are in the docstring of :class:`TrainerCallback`.
+"""Built-in callbacks. The events they respond to are listed in the docstring of :class:`TrainerCallback`.
 
-Those that a trainer has by default are loaded with the package, the others when they are first named.
+The default callbacks are imported with the package, all others on first access.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pytorch_accel_lite.events import (
     StopTrainingError,
     TrainerCallback,
 )
-from pytorch_accel_lite.utils import ModelEma as ModelEma  # the ancestor's users import it from here, too
+from pytorch_accel_lite.utils import ModelEma as ModelEma  # users of pytorch-accelerated import it from here too
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.batch_norm import ConvertSyncBatchNormCallback
@@ -149,7 +149,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES[name]
     value = getattr(importlib.import_module(module if module.startswith(".") else f".{module}", __name__), name)
-    globals()[name] = value  # found without this function from now on
+    globals()[name] = value  # later lookups bypass this function
     return value
 
 
@@ -158,7 +158,7 @@ def __dir__() -> list[str]:
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
-    """Return the callbacks that a trainer has unless told otherwise.
+    """Return the callbacks that a trainer uses by default.
 
     :param progress_bar: include :class:`ProgressBarCallback`
     """
@@ -167,7 +167,7 @@ def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallba
 
 
 class _DefaultCallbacks(tuple[type[TrainerCallback], ...]):
-    """A tuple that is one word in the signatures of which it is a default."""
+    """A tuple that shows as one word when it is a default value in a signature."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What stands out after the first epoch, in words."""
+"""Advice after the first epoch on what stands out."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ _STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
 
 
 class AdviceCallback(TrainerCallback):
-    """Prints once, after the first epoch that a program trains, what stands out and what to do; if nothing, nothing.
+    """Print advice after the first epoch if something stands out; otherwise print nothing.
 
-    - The model waited for data for a fifth of the epoch or more, and for at least ``min_seconds``.
-    - Half of the updates or more were clipped by norm.
-    - More than one update in twenty was skipped: of a gradient scaler (fp16), or by other callbacks.
-    - The learning rate was 0 in the whole epoch, so no weight has changed.
-    - The schedule has already brought the learning rate down to less than a hundredth of its largest, with more epochs
-      to come; or it has not yet brought it up to a hundredth of the optimizer's own.
+    It reports that
 
-    Measured in the first epoch only, on the first process. Before a run,
-    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` says more about its speed.
+    - the model waited for data for at least a fifth of the epoch and at least ``min_seconds``;
+    - at least half of the updates were clipped by norm;
+    - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
+    - the learning rate was 0 throughout the epoch, so no weight has changed;
+    - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
+      or has not yet raised it to a hundredth of the optimizer's own.
 
-    :param min_seconds: of waiting for data
+    Only the first epoch of a run is measured, on the first process. For a closer look at speed before a run, see
+    :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
+
+    :param min_seconds: shortest wait for data, in seconds, that is worth reporting
     """
 
     def __init__(self, min_seconds: float = 1.0) -> None:
@@ -89,12 +91,12 @@ class AdviceCallback(TrainerCallback):
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        if not self._trained:  # now that a scheduler of epochs was stepped
+        if not self._trained:  # only now has a per-epoch scheduler been stepped
             self._trained = True
             self._advice.append(_why_nothing_was_trained(trainer))
         if self._advice:  # after the metrics of the epoch
             said = [f"Advice after epoch {trainer.progress.epoch}:", *(wrapped(f"- {it}", "  ") for it in self._advice)]
-            apart = [""] if is_terminal(sys.stdout) else []  # from the rows of a table
+            apart = [""] if is_terminal(sys.stdout) else []  # sets it off from the rows of a table
             trainer.print("\n".join([*apart, *said, *apart]))
             self._advice = []
 
@@ -109,9 +111,9 @@ class AdviceCallback(TrainerCallback):
         clipped = float(self._clipped) / self._updates
         if clipped >= 0.5:
             yield (
-                f"{clipped:.0%} of the updates were clipped: gradient_clip_norm={self._limit} is below the usual norm "
-                f"of the gradients, {float(self._norms) / self._updates:.3g} on average. Raise it, or lower the "
-                "learning rate, unless you mean to clip nearly all."
+                f"{clipped:.0%} of the updates were clipped: gradient_clip_norm={self._limit} is below the average "
+                f"gradient norm of {float(self._norms) / self._updates:.3g}. Raise it, or lower the learning rate, "
+                "unless you intend to clip nearly every update."
             )
         if self._skipped > 0.05 * self._updates:
             yield f"{self._skipped} of {self._updates} updates were skipped{_why_skipped(trainer)}"
@@ -126,22 +128,22 @@ class AdviceCallback(TrainerCallback):
             return
         own = max((float(group.get("initial_lr", 0.0)) for group in trainer.optimizer.param_groups), default=0.0)
         name = type(trainer.scheduler).__name__
-        next_rate = _learning_rate(trainer)  # a cyclic schedule may begin again here
+        next_rate = _learning_rate(trainer)  # a cyclic schedule may restart here
         if self._rate < 0.01 * self._highest and next_rate < 0.01 * self._highest:
             yield (
-                f"{name} has brought the learning rate from {self._highest:.3g} down to {self._rate:.3g} in this epoch "
-                "already. A schedule is stepped after every update: give its lengths in updates "
+                f"{name} has already lowered the learning rate from {self._highest:.3g} to {self._rate:.3g} in this "
+                "epoch. Schedulers are stepped after every update: give their lengths in updates "
                 "(TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH * epochs), or pass scheduler_interval='epoch'."
             )
         elif self._highest < 0.01 * own:
             yield (
-                f"{name} has brought the learning rate up to {self._highest:.3g} in this epoch, {own:.3g} being that "
-                "of the optimizer. If that is too slow, shorten the warm-up."
+                f"{name} has raised the learning rate to only {self._highest:.3g} in this epoch; the optimizer's own "
+                f"is {own:.3g}. If that is too slow, shorten the warm-up."
             )
 
 
 def _learning_rate(trainer: Trainer) -> float:
-    """Return the largest rate of all groups; NaN, of which nothing is said, when there is none or it is on a device."""
+    """Return the largest rate of all groups, or NaN, which gives no advice, if there is none or it is on a device."""
     rates = [_as_number(group.get("lr")) for group in trainer.optimizer.param_groups]
     return math.nan if not rates or math.isnan(sum(rates)) else max(rates)
 
@@ -153,16 +155,16 @@ def _as_number(rate: Any) -> float:
 
 
 def _why_nothing_was_trained(trainer: Trainer) -> str:
-    found = "The learning rate was 0 in every update of this epoch, so no weight has changed. "
+    found = "The learning rate was 0 throughout this epoch, so no weight has changed. "
     next_rate = _learning_rate(trainer)
     if trainer.scheduler is None:
-        return f"{found}The optimizer has it so: set 'lr' in trainer.optimizer.param_groups before the run."
+        return f"{found}The optimizer was created that way: set 'lr' in trainer.optimizer.param_groups before the run."
     name = type(trainer.scheduler).__name__
     if next_rate:
-        return f"{found}The next rate of {name} is {next_rate:.3g}: let its warm-up begin above 0."
+        return f"{found}The next rate of {name} is {next_rate:.3g}: start its warm-up above 0."
     return (
-        f"{found}{name} keeps it there. Look at the rates and lengths that it was made with; plot_schedule draws what "
-        "they come to."
+        f"{found}{name} keeps it there. Check the rates and lengths it was created with; plot_schedule draws the "
+        "resulting schedule."
     )
 
 
@@ -170,21 +172,21 @@ def _why_skipped(trainer: Trainer) -> str:
     if trainer.accelerator.scaler is None:
         return " by callbacks."
     return (
-        ": in fp16 their gradients were infinite. Where the device has bf16, use "
+        ": their gradients overflowed in fp16. If the device supports bf16, use "
         "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate, or look for layers with large outputs."
     )
 
 
 def faster_data(trainer: Trainer) -> str:
-    """Return what to do on this machine when a model waits for data."""
+    """Return advice for this machine on how to feed a model that waits for data."""
     workers = getattr(trainer.train_dataloader, "num_workers", 0)
     cores = cores_per_process(trainer.accelerator.num_processes)
     if workers < cores:
-        how = f"Read with {'more ' * bool(workers)}workers"
-        first = f"{how}: train_dataloader_kwargs={{'num_workers': {min(cores, max(8, 2 * workers))}}}, or do"
+        how = f"Use {'more ' * bool(workers)}workers"
+        first = f"{how}: train_dataloader_kwargs={{'num_workers': {min(cores, max(8, 2 * workers))}}}, or precompute"
     else:
-        first = f"The {workers} workers have {cores} core{'s' * (cores > 1)}, so more of them would not help. Do"
+        first = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
     return (
-        f"{first} in advance what the dataset does for each sample; data that fit in memory as a TensorDataset are "
+        f"{first} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
         "read a batch at a time."
     )

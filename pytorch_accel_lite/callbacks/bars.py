@@ -1,4 +1,4 @@
-"""Progress bars: of tqdm, of rich and of notebooks, with the part of tqdm's interface that is used."""
+"""Progress bars for tqdm, rich and notebooks, behind the subset of tqdm's interface that is used here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pytorch_accel_lite.utils import import_extra, is_terminal
 if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.notebook import Page
 
-#: Which numbers a narrow terminal shows first.
+#: The order in which numbers are fitted into a narrow terminal.
 _PRIORITY = ("loss", "left", "samples/s", "eval_loss", "lr")
 _LEAST_CELLS = 6
-_MARGIN = 3  # columns for the ^C that a terminal shows
+_MARGIN = 3  # columns for the ^C that a terminal echoes
 
 
 class _TerminalBar(tqdm):  # type: ignore[misc]
-    """A bar that follows the width of its terminal, and shows the numbers for which there is room."""
+    """A bar that follows the width of its terminal and shows as many numbers as fit."""
 
     _drawn = 0
 
@@ -40,12 +40,12 @@ class _TerminalBar(tqdm):  # type: ignore[misc]
         self._erase_echo()
 
     def _erase_echo(self) -> None:
-        """Remove what the terminal has shown after a bar that is no longer there: the ``^C`` of an interrupt."""
+        """Erase what the terminal echoed after a bar that has gone: the ``^C`` of an interrupt."""
         if self.columns and not self._drawn and not self.pos:
             self.fp.write("\r\x1b[K")
 
     def _follow_window(self) -> None:
-        """Remove what was drawn when the terminal has been narrowed since, and has wrapped it."""
+        """Erase the last drawing if the terminal has since been narrowed and has wrapped it."""
         columns = self.columns
         if columns and columns < self._drawn and not self.disable:
             self.fp.write(f"\x1b[{(self._drawn - 1) // columns}A\r\x1b[J")
@@ -54,7 +54,7 @@ class _TerminalBar(tqdm):  # type: ignore[misc]
 
     @property
     def columns(self) -> int | None:
-        """The width of the terminal; ``None`` when it is not known."""
+        """The width of the terminal, or ``None`` if unknown."""
         try:
             return os.get_terminal_size(self.fp.fileno()).columns
         except (AttributeError, OSError, ValueError):
@@ -69,7 +69,7 @@ class _TerminalBar(tqdm):  # type: ignore[misc]
 
 
 def _fitting(numbers: Mapping[str, Any], room: int) -> dict[str, Any]:
-    """Return the numbers that fit into so many columns as ``, name=value``: one's own first, in their order."""
+    """Return the numbers that fit into ``room`` columns as ``, name=value``; those added by subclasses come first."""
     ranks = {name: rank for rank, name in enumerate(_PRIORITY)}
     chosen = set()
     for name in sorted(numbers, key=lambda name: ranks.get(name, -1)):
@@ -81,10 +81,10 @@ def _fitting(numbers: Mapping[str, Any], room: int) -> dict[str, Any]:
 
 
 class _AboveBars:
-    """Stands in for a stream of the terminal while bars are drawn: what is written appears above them, in whole lines.
+    """Stand-in for a terminal stream while bars are drawn: writes text above them, in complete lines.
 
-    :param stream: the stream itself
-    :param drawn_on: the stream on which bars are drawn
+    :param stream: the wrapped stream
+    :param drawn_on: the stream on which the bars are drawn
     """
 
     def __init__(self, stream: Any, drawn_on: Any) -> None:
@@ -93,7 +93,7 @@ class _AboveBars:
         self._begun = ""
 
     def write(self, text: str) -> int:
-        # Bars of the user's own move the cursor, with line feeds too; print() ends its lines with one.
+        # The user's own bars move the cursor, with line feeds too; print() ends its lines with one.
         is_drawing = "\r" in text or "\x1b[" in text or not (self._begun or text.strip("\n") or self._is_for_lines)
         if is_drawing and not self._begun:
             self.stream.write(text)
@@ -113,7 +113,7 @@ class _AboveBars:
             self.stream.flush()
 
     def finish(self) -> None:
-        """Write what was begun as a line of its own."""
+        """Write any incomplete line as a line of its own."""
         if self._begun:
             self.stream.write(f"{self._begun}\n")
         self._begun = ""
@@ -123,9 +123,9 @@ class _AboveBars:
 
 
 class TqdmBars:
-    """Makes bars of tqdm. While there are any, what is printed to the terminal appears above them.
+    """Factory of tqdm bars. While any is shown, text printed to the terminal appears above it.
 
-    :param refresh_seconds: the least time between two refreshes
+    :param refresh_seconds: minimum number of seconds between refreshes
     """
 
     def __init__(self, refresh_seconds: float) -> None:
@@ -138,7 +138,7 @@ class TqdmBars:
         """Return a bar at zero."""
         bar = _TerminalBar(
             total=total,
-            # Without tqdm's own rate and time, which are of the epoch, there is room for ours in 80 columns.
+            # Omits tqdm's own rate and time, which cover one epoch only, so that ours fit into 80 columns.
             bar_format=f"{{desc}}: {'{n_fmt} {unit}' if total is None else _FORMAT}{{postfix}}",
             desc=description,
             unit=unit,
@@ -159,14 +159,14 @@ class TqdmBars:
         self._stream = sys.stderr
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if is_terminal(stream):  # what goes into a file does not disturb the bars
+            if is_terminal(stream):  # text that goes to a file does not disturb the bars
                 self._replaced[name] = _AboveBars(stream, self._stream)
                 setattr(sys, name, self._replaced[name])
 
     def finish(self, bar: Any) -> None:
-        """Take a bar away. Once is enough, more do no harm."""
+        """Remove a bar. Further calls have no effect."""
         bar.close()
-        others = [other for other in self._open if other is not bar]  # tqdm's bars are equal where their places are
+        others = [other for other in self._open if other is not bar]  # tqdm bars at the same position compare equal
         if self._open and not others:
             self._restore_streams()
         self._open = others
@@ -174,12 +174,12 @@ class TqdmBars:
     def _restore_streams(self) -> None:
         for name, above in self._replaced.items():
             above.finish()
-            if getattr(sys, name) is above:  # not when somebody else has replaced it, too
+            if getattr(sys, name) is above:  # unless other code has replaced it too
                 setattr(sys, name, above.stream)
         self._replaced.clear()
 
     def close(self) -> None:
-        """Take all bars away."""
+        """Remove all bars."""
         for bar in list(self._open):
             self.finish(bar)
 
@@ -188,10 +188,10 @@ _FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
 
 
 class _Bar:
-    """What bars that are not of tqdm have of its interface.
+    """A bar that is not tqdm's, with the part of tqdm's interface that is used.
 
-    :ivar n: how far the bar has come, of ``total``; ``None`` when that is not known
-    :ivar numbers: what is shown after it, by name
+    :ivar n: steps done out of ``total``, which is ``None`` if unknown
+    :ivar numbers: values shown after the bar, by name
     """
 
     disable = False
@@ -206,29 +206,29 @@ class _Bar:
 
     @property
     def count(self) -> str:
-        """How far it has come, as text."""
+        """Steps done, as text."""
         return f"{self.n} {self._unit}" if self.total is None else f"{self.n}/{self.total}"
 
     def update(self, steps: int) -> None:
-        """Go so many steps further."""
+        """Advance by a number of steps."""
         self.n += steps
         self._bars.refresh()
 
     def set_postfix(self, numbers: Mapping[str, Any], refresh: bool = True) -> None:
-        """Show these numbers after the bar, from the next refresh on."""
+        """Set the numbers shown after the bar, from the next refresh on."""
         self.numbers = dict(numbers)
         if refresh:
             self._bars.refresh()
 
     def close(self) -> None:
-        """Take the bar away. Once is enough, more do no harm."""
+        """Remove the bar. Further calls have no effect."""
         self._bars.finish(self)
 
 
 class NotebookBars:
-    """Makes bars in the output of a notebook in which a trainer's run is shown.
+    """Factory of bars in the notebook output that shows a trainer's run.
 
-    :param refresh_seconds: the least time between two refreshes
+    :param refresh_seconds: minimum number of seconds between refreshes
     """
 
     def __init__(self, refresh_seconds: float) -> None:
@@ -258,12 +258,12 @@ class NotebookBars:
             self._page.refresh()
 
     def finish(self, bar: Any) -> None:
-        """Take a bar away. The place is kept for the next one until that comes, or the run ends."""
+        """Remove a bar. Its place is kept until the next bar starts or the run ends."""
         if self._page is not None and bar in self._page.bars:
             self._page.bars.remove(bar)
 
     def close(self) -> None:
-        """Take all bars away. The next run is shown in another output."""
+        """Remove all bars. The next run is shown in a new output."""
         if self._page is not None:
             from pytorch_accel_lite.callbacks.notebook import leave_page
 
@@ -274,10 +274,10 @@ class NotebookBars:
 
 
 class RichBars:
-    """Makes bars of rich, in one live display that is there while any of them is (extra ``rich``).
+    """Factory of rich bars, in one live display that lasts as long as any of them (extra ``rich``).
 
-    :param refresh_seconds: the least time between two refreshes
-    :param show_always: also when the output is no terminal
+    :param refresh_seconds: minimum number of seconds between refreshes
+    :param show_always: show bars even if the output is not a terminal
     """
 
     def __init__(self, refresh_seconds: float, show_always: bool) -> None:
@@ -305,7 +305,7 @@ class RichBars:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        # Its own thread, which would redraw it ten times a second, is not needed: the bars say when they have changed.
+        # No auto-refresh thread redrawing ten times a second: the bars trigger a refresh when they change.
         return Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=5)),
@@ -315,7 +315,7 @@ class RichBars:
             transient=True,
             auto_refresh=False,
             expand=True,
-            redirect_stdout=bool(sys.stdout.isatty()),  # what goes into a file must not go to the terminal instead
+            redirect_stdout=bool(sys.stdout.isatty()),  # output to a file must not be diverted to the terminal
         )
 
     def refresh(self) -> None:
@@ -330,7 +330,7 @@ class RichBars:
         self._display.refresh()
 
     def finish(self, bar: Any) -> None:
-        """Take a bar away; with the last one the display."""
+        """Remove a bar, and the display with the last one."""
         task = self._tasks.pop(bar, None)
         if task is not None:
             self._display.remove_task(task)
@@ -338,7 +338,7 @@ class RichBars:
                 self._stop()
 
     def close(self) -> None:
-        """Take all bars and the display away."""
+        """Remove all bars and the display."""
         if self._display is not None:
             for task in self._tasks.values():
                 self._display.remove_task(task)

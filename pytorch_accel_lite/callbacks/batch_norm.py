@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):
-    """Turns batch norm into ``torch.nn.SyncBatchNorm``, in place, at the start of a run on several processes.
+    """Convert batch norm to ``torch.nn.SyncBatchNorm``, in place, at the start of a run on several processes.
 
-    Its statistics are then those of the batches of all processes together, which matters where a process has few
-    samples. Parameters and buffers stay the same objects, so the optimizer need not be made again, and checkpoints fit
-    either form. On the CPU, where torch cannot train ``SyncBatchNorm``, it warns and leaves the model as it is.
+    Statistics are then computed over the batches of all processes, which matters when each process has few samples.
+    Parameters and buffers remain the same objects, so the optimizer stays valid, and checkpoints fit either form. On
+    the CPU, where torch cannot train ``SyncBatchNorm``, the model is left unchanged with a warning.
 
-    :raises ValueError: at the start of the run, for a class derived from batch norm with a forward pass of its own
+    :raises ValueError: at the start of the run, for a subclass of batch norm with its own forward pass
     """
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -31,8 +31,8 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
             if trainer.accelerator.is_main_process:
                 warnings.warn(
                     "ConvertSyncBatchNormCallback: torch cannot synchronise batch norm on "
-                    f"{trainer.device.type!r}. The model is left as it is: each process normalises with the statistics "
-                    "of its own batches.",
+                    f"{trainer.device.type!r}. The model is left unchanged: each process normalises with the "
+                    "statistics of its own batches.",
                     stacklevel=2,
                 )
             return
@@ -40,9 +40,9 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Replace the batch norms within a model, and return it; of a model that is one itself, return the replacement.
+    """Replace the batch norms within a model, and return it; if the model itself is one, return its replacement.
 
-    What is a ``SyncBatchNorm`` already, with a process group of its own perhaps, is left alone.
+    An existing ``SyncBatchNorm``, which may have its own process group, is left unchanged.
     """
     replaced: dict[nn.Module, nn.Module] = {}  # a module that is used twice stays one
     for norm in model.modules():
@@ -59,8 +59,8 @@ def _synchronised_norm(norm: _BatchNorm) -> nn.Module:
     kind = type(norm)
     if kind.forward is not _BatchNorm.forward:
         raise ValueError(
-            f"{kind.__name__} has a forward pass of its own, which SyncBatchNorm would not do. Convert such a model "
-            "yourself before the optimizer is made, those of timm with timm.layers.convert_sync_batchnorm."
+            f"{kind.__name__} has its own forward pass, which SyncBatchNorm would ignore. Convert the model yourself "
+            "before creating the optimizer; for timm models, use timm.layers.convert_sync_batchnorm."
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(norm)  # type: ignore[no-untyped-call]
     for name, value in vars(norm).items():  # its hooks

@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 
 @answering
 class SaveBestModelCallback(TrainerCallback):
-    """Saves the model whenever a metric is better than before, and loads the best one at the end of the run.
+    """Save the model whenever a metric improves, and load the best one at the end of the run.
 
-    A run that an error ends leaves the model as it was then, and says where the best one is; one that is stopped or
-    interrupted loads it.
-    Weights that are not finite end the run with :class:`~pytorch_accel_lite.NonFiniteLossError` instead.
+    The best model is also loaded when a run is stopped or interrupted. If a run fails, the model is left as it is, and
+    a message says where the best one is. Non-finite weights are never saved; they end the run with
+    :class:`~pytorch_accel_lite.NonFiniteLossError`.
 
-    :param save_path: the file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
-    :param watch_metric: the name of the metric in the run history; its value is saved in the file, under its name
-    :param greater_is_better: whether larger values are better; ``None``: what the metric itself says, see
-        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. Where it says nothing, smaller ones are, with a warning
-        unless it is a loss. An argument that contradicts the metric is an error.
-    :param reset_on_train: compare only with the values of the current training run
+    :param save_path: the checkpoint file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
+    :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name
+    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
+        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If the metric does not say, smaller values are better,
+        with a warning unless it is a loss. A value that contradicts the metric raises an error.
+    :param reset_on_train: compare only with values of the current training run
     :param save_optimizer: include the optimizer's state
     :param save_scheduler: include the scheduler's state
     :param load_saved_checkpoint: load the best model at the end of the run
-    :param keep: how many of the best models to keep: for more than one, each is also saved under the number of its
-        epoch, as ``best_model-epoch0003.pt`` beside ``best_model.pt``, which always is the best. Of two runs' epochs of
-        one number the better is kept, or, with ``reset_on_train``, the files of the run before are removed.
+    :param keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
+        ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best. A second run with
+        ``reset_on_train`` removes the files of the previous one; without it, the better of two epochs with the same
+        number is kept.
     """
 
     _failed = False
@@ -65,13 +66,13 @@ class SaveBestModelCallback(TrainerCallback):
         self.keep = check_positive_int("keep", keep)
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
-        self._kept: list[tuple[float, int]] = []  # metric and epoch, the best first
-        self._written: set[int] = set()  # epochs of which there are files, those of an earlier run included
+        self._kept: list[tuple[float, int]] = []  # metric and epoch, best first
+        self._written: set[int] = set()  # epochs that have files, including those of an earlier run
         self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
 
     @property
     def operator(self) -> Callable[[Any, Any], bool]:
-        """Tells whether one value is better than another."""
+        """The function that compares whether one value is better than another."""
         return operator.gt if self._watched.greater_is_better else operator.lt
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -108,10 +109,10 @@ class SaveBestModelCallback(TrainerCallback):
         )
 
     def _keep(self, trainer: Trainer, metric: float, epoch: int) -> None:
-        """Save the model under its epoch when it is among the best, and remove those that no longer are."""
+        """Save the model under its epoch if it is among the best, and remove those that no longer are."""
         greater = bool(self._watched.greater_is_better)
         ranking = sorted([*self._kept, (metric, epoch)], key=lambda kept: kept[0], reverse=greater)
-        best_of_epoch: dict[int, float] = {}  # a second run's epochs have the numbers, and the files, of the first's
+        best_of_epoch: dict[int, float] = {}  # a second run's epochs share their numbers and files with the first's
         for value, number in ranking:
             best_of_epoch.setdefault(number, value)
         self._kept = [(value, number) for number, value in best_of_epoch.items()][: self.keep]
@@ -129,14 +130,14 @@ class SaveBestModelCallback(TrainerCallback):
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.best_metric is None and trainer.progress.epochs_completed:
-            trainer.print(f"No best model is saved: {self.watch_metric} has had no value that is a number.")
+            trainer.print(f"No best model was saved: {self.watch_metric} never had a numeric value.")
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
         best = (
             f"epoch {self.best_metric_epoch}, {self.watch_metric}: {self.best_metric:.6g} ({self._watched.direction})"
         )
         if self._failed:
-            trainer.print(f"The best model is not loaded, as the run failed. It is in {str(self.save_path)!r}: {best}")
+            trainer.print(f"The run failed, so the best model is not loaded. It is in {str(self.save_path)!r}: {best}")
             return
         trainer.print(f"Loading the best model: {best}")
         trainer.load_checkpoint(self.save_path)
@@ -145,12 +146,12 @@ class SaveBestModelCallback(TrainerCallback):
         self._failed = isinstance(kwargs["exception"], Exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and its epoch, and those of all models that are kept."""
+        """Return the best value and its epoch, and those of all kept models."""
         best = {"best_metric": self.best_metric, "best_metric_epoch": self.best_metric_epoch}
         return {**self._watched.state_dict(), **best, "kept": [list(kept) for kept in self._kept]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, but the state of another metric."""
+        """Load the state returned by :meth:`state_dict`, unless it belongs to another metric."""
         if self._watched.load_state_dict(state, self):
             self.best_metric = state["best_metric"]
             self.best_metric_epoch = state["best_metric_epoch"]

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):
-    """Moves every module that is an attribute of the trainer, or in a list or dict that is, to its device.
+    """Move every module among the trainer's attributes, including lists and dicts of modules, to its device.
 
-    The model is left out: Accelerate places it.
+    The model is excluded: Accelerate places it.
     """
 
     def _move(self, trainer: Trainer) -> None:

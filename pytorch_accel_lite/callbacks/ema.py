@@ -1,4 +1,4 @@
-"""Averaging the weights of the model that is trained."""
+"""Averaging the weights of the model during training."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 @answering
 class ModelEmaCallback(TrainerCallback):
-    """Keeps an exponential moving average (EMA) of the model's weights, evaluates it, and saves the best.
+    """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
 
-    Place it before callbacks that look at its metrics. The weights that are trained are never replaced by the averaged
-    ones; use those from ``callback.ema.module``, or from the file.
+    Place this callback before callbacks that use its metrics. The trained weights are never replaced by the averaged
+    ones, which are in ``callback.ema.module`` and in the saved file.
 
-    :param decay: how much of the average is kept at each update, from 0 to 1
-    :param evaluate_during_training: evaluate the averaged model too, whenever the model is evaluated at the end of an
-        epoch, and save it when it is the best so far; ``False``: save it after every epoch
-    :param save_path: where it is saved, as a portable checkpoint; ``None``: not at all
-    :param watch_metric: the metric that says which is the best, by its name with the prefix; ``None``: the loss of the
-        evaluation, ``ema_model_eval_loss_epoch``
-    :param greater_is_better: whether larger values are better; ``None``: as the metric itself says, see
+    :param decay: fraction of the average retained at each update, from 0 to 1
+    :param evaluate_during_training: evaluate the averaged model whenever the model is evaluated at the end of an
+        epoch, and save it if it is the best so far; if ``False``, save it after every epoch
+    :param save_path: portable checkpoint file for the averaged model; ``None`` does not save it
+    :param watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
+        evaluation loss, ``ema_model_eval_loss_epoch``
+    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
         :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
-    :param model_ema: the class that averages, called as ``model_ema(model, decay=decay)``
-    :param callbacks: the callbacks that see the evaluation of the averaged model (metrics, say); no others do
-    :param update_every: ``"update"``, or ``"epoch"`` to average once an epoch
-    :param warmup: let the decay grow at first, see :class:`~pytorch_accel_lite.ema.ModelEma`
-    :param prefix: put before the names of the metrics of the averaged model, another one for each of several averages
-    :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run; ``ema_model`` is the same
-    :raises ValueError: at the start of a run that has nothing to evaluate on, by which to find the best to save
+    :param model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
+    :param callbacks: callbacks, such as metrics, that take part in evaluating the averaged model; no others do
+    :param update_every: ``"update"``, or ``"epoch"`` to average once per epoch
+    :param warmup: start with a smaller decay, see :class:`~pytorch_accel_lite.ema.ModelEma`
+    :param prefix: prefix of the averaged model's metric names; must be unique if there are several averages
+    :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run, also available as ``ema_model``
+    :raises ValueError: at the start of a run, if two averages share a prefix or the weights are sharded
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelEmaCallback(TrainerCallback):
             raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
         check_choice("update_every", update_every, ("update", "epoch"))
         if not prefix:
-            raise ValueError(f"prefix={prefix!r} must tell the metrics of the averaged model from those of the model.")
+            raise ValueError(f"prefix={prefix!r} must not be empty: it distinguishes the averaged model's metrics.")
         self.decay = decay
         self.evaluate_during_training = evaluate_during_training
         self.save_path = save_path
@@ -96,9 +96,9 @@ class ModelEmaCallback(TrainerCallback):
                 request.metrics.watch(self._watched)
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.train_dataloader is None or trainer.run_config is not None:  # of an evaluation, alone or in a run
+        if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
             return
-        # Before Accelerate wraps the model's forward: the copy is to have its own.
+        # Before Accelerate wraps the model's forward: the copy needs its own.
         model = trainer.get_model(keep_torch_compile=False)
         self.ema = self.model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
         self.best_metric = None
@@ -112,22 +112,22 @@ class ModelEmaCallback(TrainerCallback):
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
         self._average.to(trainer.device)
-        if not trainer.progress.update:  # from rank 0's weights, which all ranks have got from it meanwhile
+        if not trainer.progress.update:  # rank 0's weights have been broadcast to all ranks by now
             self._average.set(trainer.get_model(keep_torch_compile=False))
 
     def _check_evaluation(self, trainer: Trainer) -> None:
         if self.save_path is not None and not trainer.eval_dataloaders:
             warnings.warn(
-                "ModelEmaCallback has no data to evaluate on, by which it would save the best average: it saves none. "
-                "Pass eval_dataset to train(), or evaluate_during_training=False to save it after every epoch.",
+                "ModelEmaCallback has no evaluation data to find the best average, so it saves none. Pass eval_dataset "
+                "to train(), or set evaluate_during_training=False to save the average after every epoch.",
                 stacklevel=2,
             )
         averages = [other for other in trainer.callback_handler if isinstance(other, ModelEmaCallback)]
         for other in averages:
             if other is not self and other.evaluate_during_training and other.prefix == self.prefix:
                 raise ValueError(
-                    f"prefix={self.prefix!r} is that of two ModelEmaCallbacks, whose metrics could not be told apart. "
-                    "Give each a prefix of its own."
+                    f"prefix={self.prefix!r} is used by two ModelEmaCallbacks, which would record the same metric "
+                    "names. Give each its own prefix."
                 )
 
     @property
@@ -177,7 +177,7 @@ class ModelEmaCallback(TrainerCallback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; outside of a run there is no average yet to put it into."""
+        """Load the state returned by :meth:`state_dict`; outside a run it is kept until there is an average."""
         self._loaded = state
         if self.ema is not None and state:
             if self._watched.load_state_dict(state, self):

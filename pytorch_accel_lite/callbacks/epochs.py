@@ -1,4 +1,4 @@
-"""A table of epochs as text of a certain width, and as HTML."""
+"""A table of epochs, rendered as text of a given width or as HTML."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-_LEAST = 9  # columns of a number
+_LEAST = 9  # minimum width of a column of numbers
 _LEAST_FIRST = len("step 123")
 _GAP = "  "
 
 
 @dataclass
 class Row:
-    """A row: what it is of, its cells by column, how long it took, and whether it has the best value so far."""
+    """A row: its epoch or step, its cells by column, how long it took, and whether it has the best value so far."""
 
     epoch: str
     cells: dict[str, str]
@@ -22,13 +22,13 @@ class Row:
     is_best: bool = False
 
 
-Layout = tuple[int, dict[str, int], list[str]]  # the width of the first column, of the others, and what does not fit
+Layout = tuple[int, dict[str, int], list[str]]  # width of the first column, widths of the others, columns left out
 
 
 class EpochTable:
-    """The rows so far, and the columns, the most important first.
+    """The rows so far, and the columns in order of importance.
 
-    :param marked: the column in which the best value is marked
+    :param marked: the column whose best value is marked
     """
 
     def __init__(self, marked: str | None) -> None:
@@ -41,14 +41,14 @@ class EpochTable:
         self._columns = columns
 
     def add(self, row: Row, columns: list[str]) -> None:
-        """Add a row, whose columns may be new."""
+        """Add a row, which may introduce new columns."""
         row.cells = {column: cell for column, cell in row.cells.items() if cell}
         filled = {column for other in [*self.rows, row] for column in other.cells}
         self.rows.append(row)
         self.order([column for column in columns if column in filled or column in self._columns])
 
     def layout(self, width: int) -> Layout:
-        """Choose the columns for which there is room."""
+        """Choose as many columns as fit."""
         first = max([_LEAST_FIRST, *(len(row.epoch) for row in self.rows)])
         room = width - first - len(_GAP) - self._time_width
         chosen: dict[str, int] = {}
@@ -85,15 +85,15 @@ class EpochTable:
         return f"{row.cells.get(column, '')}{mark}"
 
     def text(self, width: int) -> str:
-        """Return the whole table as text."""
+        """Return the complete table as text."""
         layout = self.layout(width)
         return "\n".join([*self.head(layout), *(self.line(row, layout) for row in self.rows)])
 
     def html(self, width: int, below: Iterable[str] = ()) -> str:
-        """Return the whole table as HTML.
+        """Return the complete table as HTML.
 
-        :param width: of the table as text, which decides on the columns
-        :param below: lines of text for below
+        :param width: width in characters of the equivalent text table, which determines the columns
+        :param below: lines of text to show below the table
         """
         _, columns, hidden = self.layout(width)
         best = max((number for number, row in enumerate(self.rows) if row.is_best), default=None)
@@ -122,7 +122,7 @@ def _more(hidden: list[str]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """Return a number with four decimals, or three digits when it is small or large; nothing for what is no number."""
+    """Return a number with four decimals, or three significant digits if small or large; empty if not a number."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, int):
@@ -134,7 +134,7 @@ def format_value(value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time as it is read best: ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
+    """Return a readable duration such as ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
     if seconds < 59.95:
         return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

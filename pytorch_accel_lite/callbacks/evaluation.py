@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class StepBasedEvaluationCallback(TrainerCallback):
-    """Evaluates after every n optimizer updates, besides the evaluations after epochs.
+    """Evaluate every n optimizer updates, in addition to the evaluation after each epoch.
 
-    Losses are recorded as ``intermediate_eval_loss``. The training goes on as if there had been no evaluation: the
-    weights at its end are the same to the bit.
+    Losses are recorded as ``intermediate_eval_loss``. Training is unaffected: the final weights are bit-identical to
+    those of a run without these evaluations.
 
-    :param eval_every_n_steps: optimizer updates from one evaluation to the next
+    :param eval_every_n_steps: number of optimizer updates between evaluations
     """
 
     def __init__(self, eval_every_n_steps: int) -> None:
@@ -29,7 +29,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not trainer.eval_dataloaders:
-            raise ValueError("StepBasedEvaluationCallback needs data to evaluate on. Pass eval_dataset to train().")
+            raise ValueError("StepBasedEvaluationCallback needs evaluation data. Pass eval_dataset to train().")
 
     def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.update % self.eval_every_n_steps == 0:

@@ -1,4 +1,4 @@
-"""Going on when a batch fails: leaving it out, or splitting it."""
+"""Continuing when a batch fails: skipping it, or splitting it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class SkipFailedBatchesCallback(TrainerCallback):
-    """Leaves out a training batch that cannot be read or computed, on all processes together, and says which.
+    """Skip training batches that cannot be read or computed, on all processes together, and report them.
 
-    The update is made of the other batches of its accumulation window; a window of which nothing is left makes none.
-    Gradients, buffers and generators are as if the batch had not been tried. Batches of a stream or of a loader of
-    your own must be readable.
+    The update uses the remaining batches of the accumulation window; if none remain, no update is made. Gradients,
+    buffers and generators are as if the batch had never been tried. Batches of a stream or of your own loader must be
+    readable.
 
-    On several processes the gradients are averaged after the backward pass instead of during it.
+    On several processes, gradients are averaged after the backward pass instead of during it.
 
-    :param max_failures: batches that may fail in a run; the next one ends it with its error
-    :ivar failures: of each failed batch, a dict with ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in
-        the dataset (``None`` when not known) and the ``error``
+    :param max_failures: number of batches that may fail in a run; the next failure ends the run with its error
+    :ivar failures: a dict for each failed batch, with ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in
+        the dataset (``None`` if unknown) and the ``error``
     """
 
     def __init__(self, max_failures: int = 10) -> None:
@@ -48,19 +48,19 @@ class SkipFailedBatchesCallback(TrainerCallback):
         if len(self.failures) > self.max_failures:
             reason = f"More than max_failures={self.max_failures} batches have failed."
             trainer.print(reason)
-            raise kwargs["error"] or RuntimeError(f"{reason} The last: {self.failures[-1]}")
+            raise kwargs["error"] or RuntimeError(f"{reason} Last failure: {self.failures[-1]}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the failures so far."""
         return {"failures": [dict(failure) for failure in self.failures]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state returned by :meth:`state_dict`."""
         self.failures = [dict(failure) for failure in state["failures"]]
 
 
 class OutOfMemoryCallback(TrainerCallback):
-    """Splits batches that do not fit into memory: the same as ``train(auto_microbatch=True)``."""
+    """Split batches that do not fit into memory, like ``train(auto_microbatch=True)``."""
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         request.auto_microbatch = True

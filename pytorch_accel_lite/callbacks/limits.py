@@ -1,4 +1,4 @@
-"""Short trial runs: fewer batches in training and evaluation."""
+"""Limits on the number of batches in training and evaluation, for short trial runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 class LimitBatchesCallback(TrainerCallback):
-    """Limits the batches of each epoch of training and of each evaluation.
+    """Limit the number of batches in each training epoch and each evaluation.
 
-    Progress bars, the run config and placeholders agree with the limit. Trainers have it by themselves when the
-    environment variable ``PT_ACC_LIMIT_BATCHES`` is set; see also :class:`pytorch_accel_lite.utils.LimitBatches`.
+    Progress bars, the run config and placeholders reflect the limit. Setting the environment variable
+    ``PT_ACC_LIMIT_BATCHES`` adds this callback to every trainer; see also
+    :class:`pytorch_accel_lite.utils.LimitBatches`.
 
-    :param num_batches: batches that each process reads
+    :param num_batches: number of batches that each process reads
     """
 
     def __init__(self, num_batches: int) -> None:
@@ -30,7 +31,7 @@ class LimitBatchesCallback(TrainerCallback):
 
 
 def limit_from_environment() -> list[TrainerCallback]:
-    """Return a :class:`LimitBatchesCallback` when ``PT_ACC_LIMIT_BATCHES`` asks for one."""
+    """Return a list with a :class:`LimitBatchesCallback` if ``PT_ACC_LIMIT_BATCHES`` is set, or an empty list."""
     value = os.environ.get(LIMIT_BATCHES_VARIABLE, "none")
     if value.lower() in ("", "none"):
         return []
@@ -38,16 +39,15 @@ def limit_from_environment() -> list[TrainerCallback]:
         return [LimitBatchesCallback(int(value))]
     except ValueError:
         raise ValueError(
-            f"The environment variable {LIMIT_BATCHES_VARIABLE}={value!r} must be a whole number of at least 1, or "
-            "none."
+            f"The environment variable {LIMIT_BATCHES_VARIABLE}={value!r} must be an integer of at least 1, or none."
         ) from None
 
 
 class LimitEvalStepsCallback(TrainerCallback):
-    """Limits the batches of evaluations. Where there are several limits, the smallest counts.
+    """Limit the number of batches in evaluations. If several limits apply, the smallest wins.
 
-    :param num_eval_steps: batches that each process reads
-    :param limit_intermediate_only: only limit evaluations in the middle of a training epoch
+    :param num_eval_steps: number of batches that each process reads
+    :param limit_intermediate_only: limit only evaluations within a training epoch
     """
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:
@@ -58,7 +58,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def _applies(self, is_intermediate: bool) -> bool:
         return is_intermediate or not self.limit_intermediate_only
 
-    # The argument may be given by its position, too, as subclasses written for the ancestor do.
+    # Positional too, because subclasses written for pytorch-accelerated pass it that way.
     def on_eval_epoch_start(self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any) -> None:
         loader = trainer.eval_dataloader
         if self._applies(is_intermediate):
@@ -68,5 +68,5 @@ class LimitEvalStepsCallback(TrainerCallback):
     def on_eval_epoch_end(self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any) -> None:
         loader = trainer.eval_dataloader
         before = self._limit_before
-        if self._applies(is_intermediate):  # of several such callbacks the first found the largest limit, or none
+        if self._applies(is_intermediate):  # the first of several such callbacks found the largest limit, or none
             loader.limit = None if before is None or loader.limit is None else max(before, loader.limit)

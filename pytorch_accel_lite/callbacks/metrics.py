@@ -1,4 +1,4 @@
-"""Computing metrics of torchmetrics over evaluations and epochs."""
+"""Computing torchmetrics metrics over evaluations and epochs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class MetricsCallback(TrainerCallback):
-    """Computes metrics of torchmetrics over each evaluation, and records them in the run history.
+    """Compute torchmetrics metrics over each evaluation, and record them in the run history.
 
-    Every sample counts once, on any number of processes. They are recorded under their names: the keys of a dict or a
-    ``MetricCollection``, or the name of the class; with the prefix ``intermediate_`` for evaluations within an epoch.
-    Callbacks that watch one of them learn from its ``higher_is_better`` which values are better.
-    Metrics that check their inputs may read the device in every step: make them with ``validate_args=False``.
+    Every sample counts exactly once, on any number of processes. Metrics are recorded under their names: the keys of a
+    dict or a ``MetricCollection``, or the class name; evaluations within an epoch add the prefix ``intermediate_``.
+    Callbacks that watch a metric learn from its ``higher_is_better`` which values are better. Metrics that validate
+    their inputs may read from the device in every step; create them with ``validate_args=False``.
 
     :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name
-    :param transform: called as ``transform(batch, batch_output)``, returns the arguments for the metric's ``update``:
-        predictions and targets. By default the model's output (or its ``logits``) and the batch's second element (or
+    :param transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
+        predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element (or
         its ``labels``).
-    :param train: compute them over each epoch of training too, recorded with the prefix ``train_``
+    :param train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class MetricsCallback(TrainerCallback):
                 f"metrics={metrics!r} must be a torchmetrics Metric, a MetricCollection, or a dict of metrics."
             )
         if not len(metrics):
-            raise ValueError(f"metrics={metrics!r} holds no metric.")
-        # Without groups, whose members share a state that is not in the training state.
+            raise ValueError(f"metrics={metrics!r} contains no metric.")
+        # Members of compute groups share state that would be missing from the training state.
         self.metrics = MetricCollection(dict(metrics.items()), compute_groups=False)
         self.train_metrics = self.metrics.clone() if train else None
         self.transform = transform or default_transform
@@ -92,14 +92,14 @@ class MetricsCallback(TrainerCallback):
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
 
     def _update(self, metrics: MetricCollection, batch: Any, batch_output: Any) -> None:
-        if batch_output["batch_size"] == 0:  # a sample of another process, which only keeps this one in step
+        if batch_output["batch_size"] == 0:  # a copy of another process's sample, only here to keep ranks in step
             return
         with torch.no_grad():
             metrics.update(*self.transform(batch, batch_output))
 
     def _record(self, trainer: Trainer, metrics: MetricCollection, prefix: str) -> None:
         with warnings.catch_warnings():
-            # A process without samples of its own has not updated its metrics.
+            # A process without its own samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
             _merge_over_ranks(metrics, trainer.ranks)
             values = metrics.compute()
@@ -107,7 +107,7 @@ class MetricsCallback(TrainerCallback):
             trainer.run_history.update_metric(f"{prefix}{name}", _plain(value))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the training metrics so far; to be called on every process."""
+        """Return the state of the training metrics so far. Must be called on every process."""
         if self.train_metrics is None:
             return {}
         state = {}
@@ -117,14 +117,14 @@ class MetricsCallback(TrainerCallback):
         return {"ranks": [state] if self._ranks is None else self._ranks.all_gather_object(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, each process its own part."""
+        """Load the state returned by :meth:`state_dict`; each process loads its own part."""
         if self.train_metrics is None or "ranks" not in state:
             return
         rank, world_size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.world_size)
         if len(state["ranks"]) != world_size:
             warnings.warn(
-                f"Training metrics are of what remains of this epoch: {len(state['ranks'])} processes saved them, and "
-                f"{world_size} go on.",
+                f"Training metrics cover only the rest of this epoch: they were saved by {len(state['ranks'])} "
+                f"processes and are resumed on {world_size}.",
                 stacklevel=2,
             )
             return
@@ -133,8 +133,8 @@ class MetricsCallback(TrainerCallback):
         if states.keys() != metrics.keys():
             listed = ", ".join(sorted(states.keys() ^ metrics.keys()))
             warnings.warn(
-                "These training metrics are either new, and of what remains of this epoch, or have gone since the "
-                f"state was saved: {listed}.",
+                "These training metrics have been added since the state was saved, and cover only the rest of this "
+                f"epoch, or have been removed: {listed}.",
                 stacklevel=2,
             )
         for name in states.keys() & metrics.keys():
@@ -143,9 +143,9 @@ class MetricsCallback(TrainerCallback):
 
 
 def _merge_over_ranks(metrics: MetricCollection, ranks: Ranks) -> None:
-    """Give the metrics of each process the states of all.
+    """Merge the states of all processes into the metrics of each.
 
-    As torchmetrics does by itself, which however fails where a process has no samples and states are lists.
+    Unlike torchmetrics' own synchronisation, this works if a process has no samples and states are lists.
     """
     from torchmetrics import Metric
 
@@ -154,7 +154,7 @@ def _merge_over_ranks(metrics: MetricCollection, ranks: Ranks) -> None:
     parts = [module for module in metrics.modules() if isinstance(module, Metric)]
     mine = [_to_cpu(dict(part.metric_state)) if part.update_called else None for part in parts]
     for part, *states in zip(parts, *ranks.all_gather_object(mine), strict=True):
-        part.distributed_available_fn = _never  # so that compute() does not add them up once more
+        part.distributed_available_fn = _never  # so that compute() does not merge them again
         present = [state for state in states if state is not None]
         for name, reduction in part._reductions.items():
             values = [state[name] for state in present]
@@ -162,7 +162,7 @@ def _merge_over_ranks(metrics: MetricCollection, ranks: Ranks) -> None:
                 merged: Any = [item.to(part.device) for value in values for item in value]
             elif len(values) > 1:
                 stacked = torch.stack(values).to(part.device)
-                merged = stacked if reduction is None else reduction(stacked)  # without one, compute() takes them all
+                merged = stacked if reduction is None else reduction(stacked)  # without one, compute() gets all of them
             else:
                 merged = values[0].to(part.device) if values else part._defaults[name]
             setattr(part, name, merged)
@@ -173,9 +173,9 @@ def _never() -> bool:
 
 
 def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return predictions and targets of a batch, as :class:`MetricsCallback` finds them by default.
+    """Return the predictions and targets of a batch: the default ``transform`` of :class:`MetricsCallback`.
 
-    :raises ValueError: when it cannot tell
+    :raises ValueError: if they cannot be determined
     """
     outputs = batch_output["model_outputs"]
     predictions = outputs if isinstance(outputs, torch.Tensor) else _find(outputs, ("logits", "predictions"))
@@ -185,8 +185,8 @@ def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torc
         targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
     if not isinstance(predictions, torch.Tensor) or not isinstance(targets, torch.Tensor):
         raise ValueError(
-            f"Predictions and targets cannot be told from a model that returns {type(outputs).__name__} "
-            f"and a batch that is {type(batch).__name__}. Pass transform=lambda batch, batch_output: (preds, targets)."
+            f"Cannot find predictions and targets in a model output of type {type(outputs).__name__} and a batch of "
+            f"type {type(batch).__name__}. Pass transform=lambda batch, batch_output: (preds, targets)."
         )
     return predictions, targets
 
@@ -200,7 +200,7 @@ def _find(values: Any, names: tuple[str, ...]) -> Any:
 
 
 def _is_single(metric: Metric) -> bool:
-    """Whether a metric is known to be recorded under its own name: not as a dict of several with names of their own."""
+    """Whether a metric is known to be recorded under its own name, and not as a dict of several named values."""
     annotation = str(inspect.signature(metric.compute).return_annotation)
     return "Tensor" in annotation and "dict" not in annotation.lower()
 

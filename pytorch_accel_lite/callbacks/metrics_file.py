@@ -1,4 +1,4 @@
-"""The metrics of a run in a file that any program reads."""
+"""Writing the metrics of a run to a JSON lines or CSV file."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Row = dict[str, Any]
 
 
 class MetricsFileCallback(StepLogger):
-    """Writes the metrics of the run history to a file, a row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
+    """Write the metrics of the run history to a file, one row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
-    The file is replaced as a whole after each epoch, so a crash never leaves half a file, and a resumed run has every
-    row once. A metric that was recorded several times in an epoch, as by evaluations within it, shows its last value; a
-    :class:`TrackerCallback` has them all. Numbers that are not finite
-    are written as the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is no number, as a text.
+    The file is replaced atomically after each epoch, so a crash never leaves a partial file, and a resumed run has each
+    row once. A metric recorded several times in an epoch, such as by evaluations within it, shows its last value; a
+    :class:`TrackerCallback` logs all of them. Non-finite numbers are written as the strings ``NaN``, ``Infinity`` and
+    ``-Infinity``; values that are not numbers are written as strings.
 
-    :param path: where to write; missing folders are made. A run that is not resumed replaces the file.
-    :param every_n_updates: also write a row every n updates, with ``update``, ``epoch``, the mean ``loss`` since the
-        row before and the ``step_metrics`` of other callbacks, to a second file: ``metrics.jsonl`` has
-        ``metrics_updates.jsonl`` beside it
-    :raises ValueError: for another suffix
-    :raises OSError: at the start of a run, when the file cannot be written
+    :param path: the file to write; missing directories are created. A run that is not resumed replaces the file.
+    :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
+        ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
+        ``step_metrics`` of other callbacks
+    :raises ValueError: for any other suffix
+    :raises OSError: at the start of a run, if the file cannot be written
     """
 
     def __init__(self, path: str | os.PathLike[str] = "metrics.jsonl", every_n_updates: int | None = None) -> None:
@@ -54,8 +54,8 @@ class MetricsFileCallback(StepLogger):
         super().on_training_run_start(trainer)
         if not hasattr(trainer.run_history, "rows"):
             raise TypeError(
-                f"MetricsFileCallback needs a run history with rows(), which {type(trainer.run_history).__name__} has "
-                "not. Derive it from InMemoryRunHistory."
+                "MetricsFileCallback needs a run history with rows(), which "
+                f"{type(trainer.run_history).__name__} lacks. Derive it from InMemoryRunHistory."
             )
         self._trained = True
         trainer.ranks.run_together(lambda: self._begin_files(trainer), only_first=True)
@@ -88,7 +88,7 @@ class MetricsFileCallback(StepLogger):
         self._update(trainer)
 
     def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if self._trained:  # otherwise the file, if there is one, is that of another program's run
+        if self._trained:  # otherwise an existing file belongs to another program's run
             self._update(trainer)
 
     def _update(self, trainer: Trainer) -> None:
@@ -97,7 +97,7 @@ class MetricsFileCallback(StepLogger):
 
 
 def plain(value: Any) -> Any:
-    """Return a value as it is written."""
+    """Return a value in the form in which it is written."""
     if isinstance(value, (str, bool, int)) or value is None:
         return value
     try:
@@ -122,14 +122,14 @@ def _as_text(rows: Iterable[Row], suffix: str, columns: list[str], header: bool)
 
 
 def _replace(path: Path, rows: list[Row], columns: list[str] | None = None) -> None:
-    """Replace a file by one with these rows, whole or not at all."""
+    """Replace a file atomically with one that has these rows."""
     columns = columns or list(dict.fromkeys(name for row in rows for name in row))
     with replacing(path) as temporary:
         temporary.write_text(_as_text(rows, path.suffix, columns, header=bool(columns)))
 
 
 def _read(path: Path) -> list[Row]:
-    """Read the whole rows of a file: the last may be half written."""
+    """Read the complete rows of a file, whose last row may be partial."""
     if not path.is_file():
         return []
     text = path.read_text()

@@ -1,7 +1,7 @@
-"""Watching a run: learning rates, gradients, throughput, loss scale, memory, and what the model is made of.
+"""Monitors of a run: learning rates, gradients, throughput, loss scale, memory, and a summary of the model.
 
-Each records a value per epoch in the run history, and what is known of an update in ``trainer.step_metrics``, where
-loggers find it. Nothing is read from the device in a step.
+Each records values per epoch in the run history, and values per update, if it has any, in ``trainer.step_metrics`` for
+loggers. No step reads from the device.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _MIB = 2**20
 
 
 class LearningRateMonitorCallback(TrainerCallback):
-    """Records the learning rate of each parameter group in the last update of an epoch.
+    """Record the learning rate of each parameter group at the last update of an epoch.
 
-    As ``lr``, as ``lr_0``, ``lr_1`` ... where there are several groups, and as ``lr_<name>`` where there are several
+    The metric is named ``lr``; ``lr_0``, ``lr_1`` ... if there are several groups; ``lr_<name>`` if there are several
     optimizers.
     """
 
@@ -62,7 +62,7 @@ class LearningRateMonitorCallback(TrainerCallback):
         return {"latest": {name: float(value) for name, value in self._latest.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state returned by :meth:`state_dict`."""
         self._latest = dict(state["latest"])
 
 
@@ -71,10 +71,10 @@ def _rate_names(trainer: Trainer) -> list[str]:
 
 
 class GradientNormCallback(TrainerCallback):
-    """Records the total norm of the gradients, before they are clipped by norm.
+    """Record the total norm of the gradients, before they are clipped by norm.
 
-    Of an epoch: the mean over its updates as ``gradient_norm_mean``, the largest as ``gradient_norm_max`` and, when the
-    run clips by norm, the share of updates that were clipped as ``clipped_updates``.
+    Recorded per epoch: the mean over all updates as ``gradient_norm_mean``, the maximum as ``gradient_norm_max`` and,
+    if the run clips by norm, the fraction of clipped updates as ``clipped_updates``.
     """
 
     def __init__(self) -> None:
@@ -120,17 +120,17 @@ class GradientNormCallback(TrainerCallback):
         return {"sum": self._sum, "max": self._max, "clipped": self._clipped, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state returned by :meth:`state_dict`."""
         self._sum, self._max, self._clipped, self._count = (state[key] for key in ("sum", "max", "clipped", "count"))
 
 
 class ThroughputCallback(TrainerCallback):
-    """Records the training samples of the whole job per second, and its tokens where steps count them.
+    """Record the training throughput over all processes, in samples per second and, if steps count them, tokens.
 
-    Of an epoch without its evaluation ``samples_per_second_epoch``, and ``items_per_second_epoch`` when steps return
-    ``num_items_in_batch``; of the latest updates ``samples_per_second`` in ``trainer.step_metrics``.
+    Recorded per epoch, excluding evaluation: ``samples_per_second_epoch``, and ``items_per_second_epoch`` if steps
+    return ``num_items_in_batch``. ``trainer.step_metrics`` has ``samples_per_second`` over the latest updates.
 
-    :param window: updates over which the latest rate is taken
+    :param window: number of updates over which the latest rate is measured
     """
 
     def __init__(self, window: int = 20) -> None:
@@ -147,7 +147,7 @@ class ThroughputCallback(TrainerCallback):
         request.metrics.record(self, {"samples_per_second_epoch": True, "items_per_second_epoch": True})
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        # The part of an epoch that was trained before a resume has taken no time now.
+        # The part of the epoch that was trained before resuming takes no time now.
         self._restart(trainer.progress.samples_in_epoch)
 
     def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
@@ -175,9 +175,9 @@ class ThroughputCallback(TrainerCallback):
 
 
 class LossScaleCallback(TrainerCallback):
-    """Records the scale of the gradient scaler (fp16) and the updates it skipped; without a scaler it does nothing.
+    """Record the loss scale and the skipped updates of the gradient scaler (fp16); without a scaler, record nothing.
 
-    Of an epoch: ``loss_scale`` at its end, and ``skipped_updates``.
+    Recorded per epoch: ``loss_scale`` at its end, and the number of ``skipped_updates``.
     """
 
     def __init__(self) -> None:
@@ -203,15 +203,15 @@ class LossScaleCallback(TrainerCallback):
         return {"skipped": self._skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state returned by :meth:`state_dict`."""
         self._skipped = state["skipped"]
 
 
 class DeviceMemoryCallback(TrainerCallback):
-    """Records the most memory that any process has used, in MiB.
+    """Record the peak memory use of any process, in MiB.
 
-    On a GPU, in the epoch: ``memory_allocated_mib`` and ``memory_reserved_mib``. Elsewhere ``memory_resident_mib``, the
-    largest size of a process since it was started.
+    On a GPU: ``memory_allocated_mib`` and ``memory_reserved_mib``, the peaks of the epoch. Elsewhere:
+    ``memory_resident_mib``, the peak resident size since the process started.
     """
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -230,7 +230,7 @@ class DeviceMemoryCallback(TrainerCallback):
                 "memory_reserved_mib": memory.max_memory_reserved(trainer.device) / _MIB,
             }
         else:
-            import resource  # which only POSIX systems have
+            import resource  # POSIX only
 
             kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
             used = {"memory_resident_mib": kibibytes / (1024 if sys.platform != "darwin" else _MIB)}
@@ -239,9 +239,9 @@ class DeviceMemoryCallback(TrainerCallback):
 
 
 class ModelSummaryCallback(TrainerCallback):
-    """Prints at the start of a run what the model is made of: its layers, their parameters and their sizes.
+    """Print a summary of the model at the start of a run: its layers, their parameters and their sizes.
 
-    :param depth: how deep modules within modules are listed
+    :param depth: number of levels of nested modules to list
     """
 
     def __init__(self, depth: int = 1) -> None:
@@ -252,11 +252,11 @@ class ModelSummaryCallback(TrainerCallback):
 
 
 def summarise(model: nn.Module, depth: int = 1) -> str:
-    """Return a table of a model's layers with their parameters, those that are trained, and their size.
+    """Return a table of a model's layers with their numbers of parameters and trainable parameters, and their sizes.
 
-    Tied parameters count once, in the layer that has them first. Of sharded weights the whole is counted.
+    Tied parameters count once, in the first layer that has them. Sharded weights count in full.
 
-    :param depth: how deep modules within modules are listed
+    :param depth: number of levels of nested modules to list
     """
     rows = [("layer", "class", "parameters", "trainable", "MiB")]
     counted: set[nn.Parameter] = set()
@@ -284,7 +284,7 @@ def summarise(model: nn.Module, depth: int = 1) -> str:
 
 def _count(parameters: list[nn.Parameter]) -> tuple[str, str, str]:
     known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
-    unknown = "" if len(known) == len(parameters) else " + ?"  # of lazy modules: known after the first batch
+    unknown = "" if len(known) == len(parameters) else " + ?"  # lazy modules, known after the first batch
     trained = sum(p.numel() for p in known if p.requires_grad)
     size = sum(p.numel() * p.element_size() for p in known) / _MIB
     return f"{sum(p.numel() for p in known):,}{unknown}", f"{trained:,}{unknown}", f"{size:.2f}{unknown}"

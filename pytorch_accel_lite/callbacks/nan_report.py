@@ -1,4 +1,4 @@
-"""When a loss or a gradient is not finite: write down what is needed to see it happen again, and run it again."""
+"""Reporting a loss or gradient that is not finite, with all that is needed to reproduce it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class NonFinite:
     """Where numbers stopped being finite in a forward pass.
 
-    :param layer: the name of the first module whose output is not finite, ``None`` when all outputs are
-    :param kind: its class
-    :param inputs_are_finite: whether what the module was given is finite
-    :param weights_are_finite: whether its own parameters and buffers are
+    :param layer: name of the first module whose output is not finite, ``None`` if all outputs are finite
+    :param kind: class of that module
+    :param inputs_are_finite: whether the module's inputs are finite
+    :param weights_are_finite: whether the module's own parameters and buffers are finite
     """
 
     layer: str | None = None
@@ -43,7 +43,7 @@ class NonFinite:
     def __str__(self) -> str:
         if self.layer is None:
             return "The outputs of all layers are finite."
-        where = f"The first layer with an output that is not finite is {self.layer or 'the model itself'} ({self.kind})"
+        where = f"The first layer with a non-finite output is {self.layer or 'the model itself'} ({self.kind})"
         causes = [
             name
             for name, fine in (("inputs", self.inputs_are_finite), ("weights", self.weights_are_finite))
@@ -54,7 +54,7 @@ class NonFinite:
 
 @dataclass
 class RecordedStep:
-    """A batch of the accumulation window, as it was before its step."""
+    """A batch of the accumulation window, with the generators' states before its step."""
 
     generators: dict[str, Any]
     batch: Any = None
@@ -62,19 +62,19 @@ class RecordedStep:
 
 
 class NaNReportCallback(TrainerCallback):
-    """Writes a report when a loss or a gradient is infinite or NaN, before the weights are touched, and ends the run.
+    """Write a report if a loss or gradient is infinite or NaN, before the weights change, and end the run.
 
-    The report holds the batches of the accumulation window with the indices of their samples, the states of the
-    generators, the weights before the step and the name of the first layer with an output that is not finite;
-    :func:`replay` runs the step again. Beside it lies a summary to read, ``.json``. Every process writes its own.
+    The report contains the batches of the accumulation window with the indices of their samples, the states of the
+    generators, the weights before the step and the name of the first layer with a non-finite output; :func:`replay`
+    runs the step again. A human-readable summary (``.json``) is written next to it. Each process writes its own.
 
-    A tool for finding a fault: it reads the loss of every batch and the norm of the gradients of every update from the
-    device, and keeps a copy of the buffers.
+    This is a debugging tool: it reads the loss of every batch and the gradient norm of every update from the device,
+    and keeps a copy of the buffers.
 
     :param directory: where reports are written
-    :param check_gradients: look at gradients too, and not only at losses; not with a gradient scaler (fp16), for which
-        infinite gradients are the usual way to find its scale
-    :ivar report: the report of this process, ``None`` when all was finite
+    :param check_gradients: check gradients as well as losses; ignored with a gradient scaler (fp16), which finds its
+        scale by letting gradients overflow
+    :ivar report: path of this process's report, ``None`` if everything was finite
     """
 
     def __init__(self, directory: str | os.PathLike[str] = "nan_reports", check_gradients: bool = True) -> None:
@@ -85,8 +85,8 @@ class NaNReportCallback(TrainerCallback):
     def _clear(self) -> None:
         self.report: Path | None = None
         self._window: list[RecordedStep] = []
-        self._done = 0  # of the window, before the current step
-        self._parts = 1  # of its batch
+        self._done = 0  # recorded steps of the window before the current one
+        self._parts = 1  # parts that the current batch is split into
         self._buffers: dict[str, torch.Tensor] = {}
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class NaNReportCallback(TrainerCallback):
         self._window.append(RecordedStep(capture_generators()))
 
     def on_backward_start(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        if trainer.current_run.num_microbatches != self._parts:  # it was tried in larger parts, and taken back
+        if trainer.current_run.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
             self._parts = trainer.current_run.num_microbatches
             del self._window[self._done + 1 :]
         step = self._window[-1]
@@ -118,7 +118,7 @@ class NaNReportCallback(TrainerCallback):
         if self.check_gradients and trainer.accelerator.scaler is None:
             norm = total_norm(trainer).detach()
             is_finite = math.isfinite(to_float(norm))
-            # The norm is the same on all processes; of one of them the loss may have been the cause.
+            # The norm is the same on all processes; the cause may have been the loss of one of them.
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")
 
@@ -142,7 +142,7 @@ class NaNReportCallback(TrainerCallback):
         for step in window if not trainer.is_sharded else ():
             if origin.layer is None:
                 origin = find_non_finite(trainer, step)[1]
-        # Sharded weights are gathered by all processes together, which are not all here.
+        # Gathering sharded weights takes all processes, and not all of them are here.
         weights = {} if trainer.is_sharded else model_state(trainer.get_model(keep_torch_compile=False), keep=True)
         weights |= {name.replace("_orig_mod.", ""): buffer for name, buffer in self._buffers.items() if name in weights}
         name = f"epoch-{progress.epoch}-step-{progress.step}-rank-{rank}"
@@ -162,13 +162,13 @@ class NaNReportCallback(TrainerCallback):
         write_checkpoint({"model_state_dict": weights, "steps": steps, "modes": modes, **summary}, self.report)
         self.report.with_suffix(".json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
         raise NonFiniteLossError(
-            f"A {what} is not finite in epoch {progress.epoch}, step {progress.step}. {origin} Written to "
+            f"A {what} is not finite in epoch {progress.epoch}, step {progress.step}. {origin} Report written to "
             f"{os.fspath(self.report)!r}; replay(path, trainer) runs the step again."
         )
 
 
 def find_non_finite(trainer: Trainer, step: RecordedStep, keep_buffers: bool = True) -> tuple[torch.Tensor, NonFinite]:
-    """Go forward with a batch as the step did, on this process alone, and find where numbers stop being finite."""
+    """Repeat the forward pass of a step, on this process alone, and find where numbers stop being finite."""
     wrapped = trainer.model
     model = trainer.get_model()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -188,7 +188,7 @@ def find_non_finite(trainer: Trainer, step: RecordedStep, keep_buffers: bool = T
     trainer.model = model
     try:
         restore_generators(step.generators)
-        # Hooks are not called in compiled code.
+        # Compiled code does not call hooks.
         with torch.compiler.set_stance("force_eager"), mixed_precision(trainer.accelerator):
             loss = total_loss(trainer.calculate_train_batch_loss(step.batch)["loss"])
     finally:

@@ -1,4 +1,4 @@
-"""The output of a notebook in which a run is shown: its table, and below it the bars that are live."""
+"""The notebook output that shows a run: its table, with live bars below."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from weakref import WeakKeyDictionary
 
 from IPython.display import display
 
-_SHORT = 0.5  # seconds in which no bar is needed: an output, once made, stays in the notebook
+_SHORT = 0.5  # seconds before a bar is worth showing: an output, once created, stays in the notebook
 _pages: WeakKeyDictionary[Any, Page] = WeakKeyDictionary()
 
 
 class Page:
-    """One output, which is shown when there is something to show, and from then on updated in its place.
+    """A notebook output, created once there is something to show and updated in place from then on.
 
-    :ivar html: what stands above the bars; ``text`` the same where there is no HTML
-    :ivar bars: the bars that are live
+    :ivar html: content above the bars; ``text`` is its plain-text alternative
+    :ivar bars: the live bars
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Page:
         self._made = time.monotonic()
 
     def refresh(self) -> None:
-        """Show what there is now."""
+        """Show the current content."""
         is_short = time.monotonic() - self._made < _SHORT
         if self._handle is None and not self.html and (is_short or not self.bars):
             return
@@ -46,12 +46,12 @@ def open_page(trainer: object) -> Page:
 
 
 def page_of(trainer: object) -> Page:
-    """Return the output in which a trainer's run is shown, or a new one."""
+    """Return the output that shows a trainer's run, creating it if there is none."""
     return _pages.get(trainer) or open_page(trainer)
 
 
 def leave_page(trainer: object) -> None:
-    """Let the next run of a trainer be shown in another output."""
+    """Make a trainer's next run use a new output."""
     _pages.pop(trainer, None)
 
 

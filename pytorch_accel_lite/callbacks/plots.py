@@ -1,4 +1,4 @@
-"""Pictures of a run in progress: the curves of its metrics, and what a function of the user draws."""
+"""Plots of a run in progress: the curves of its metrics, and pictures drawn by a user's function."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class PlotMetricsCallback(TrainerCallback):
-    """Draws the curves of the metrics after each epoch: to a file, and live in a notebook (extra ``plot``).
+    """Plot the metrics after each epoch, to a file and live in a notebook (extra ``plot``).
 
-    It gets a fiftieth of the run's time (a tenth in a notebook): where that is too little, epochs are left out. The
-    last is always drawn, at the end.
+    Plotting takes at most a fiftieth of the run's time (a tenth in a notebook): epochs are skipped if necessary, but
+    the final state is always drawn.
 
-    :param path: where to save the picture, by suffix (``.png``, ``.svg``, ``.pdf``); replaced atomically
-    :param metrics: the names of the metrics to draw; ``None``: all with numbers
-    :raises ImportError: when matplotlib is not installed
+    :param path: picture file, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
+    :param metrics: names of the metrics to draw; defaults to all numeric metrics
+    :raises ImportError: if matplotlib is not installed
     """
 
     def __init__(self, path: str | os.PathLike[str] = "metrics.png", metrics: list[str] | None = None) -> None:
@@ -77,7 +77,7 @@ class PlotMetricsCallback(TrainerCallback):
                 self._show(figure)
 
     def _show(self, figure: Any) -> None:
-        """Show the picture in the notebook, in the place of the one before."""
+        """Show the picture in the notebook, replacing the previous one."""
         from IPython.display import Image, display
 
         data = io.BytesIO()
@@ -90,19 +90,19 @@ class PlotMetricsCallback(TrainerCallback):
 
 
 class SnapshotCallback(TrainerCallback):
-    """Calls your function to draw what the model makes of fixed samples, and saves the pictures.
+    """Call your function to draw what the model makes of fixed samples, and save the pictures.
 
-    They are saved as PNG files, and sent to every tracker of the trainer. The model is in evaluation mode meanwhile;
-    modes and generators are restored, so training is the same with and without. A function that raises an error is
-    reported once, and the run goes on.
+    Pictures are saved as PNG files and sent to every tracker of the trainer. The model is in evaluation mode during the
+    call; modes and generators are restored, so training is unaffected. If the function raises an error, it is reported
+    once and the run continues.
 
     :param fn: called as ``fn(model, samples)`` on the first process, without gradients; returns a picture or a dict of
         pictures: a matplotlib figure, a PIL image, or an array or tensor of shape ``(height, width)``,
-        ``(height, width, channels)`` or ``(channels, height, width)``, whose values are bytes, or from 0 to 1, or are
-        stretched to that range
-    :param samples: what it is given; moved to the device when it is a tensor
-    :param every_n_epochs: how often
-    :param directory: where the pictures are saved, as ``NAME-epoch-0001.png``
+        ``(height, width, channels)`` or ``(channels, height, width)`` with bytes or values from 0 to 1; other ranges
+        are rescaled
+    :param samples: passed to ``fn``; a tensor is moved to the device
+    :param every_n_epochs: number of epochs between calls
+    :param directory: where pictures are saved, as ``NAME-epoch-0001.png``
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class SnapshotCallback(TrainerCallback):
         except Exception as error:
             if not self._failed:
                 reason = f"{type(error).__name__}: {error}"
-                trainer.print(f"SnapshotCallback: its function failed, and the run goes on. {reason}")
+                trainer.print(f"SnapshotCallback: fn failed; the run continues. {reason}")
             self._failed = True
             return
         for name, picture in pictures.items():
@@ -160,7 +160,7 @@ class SnapshotCallback(TrainerCallback):
 
 
 def _as_bytes(picture: Any) -> np.ndarray[Any, Any]:
-    """Return a picture as an array of shape (height, width, 3) with values from 0 to 255."""
+    """Return a picture as a uint8 array of shape (height, width, 3)."""
     from pytorch_accel_lite.plotting import as_picture
 
     if hasattr(picture, "savefig"):

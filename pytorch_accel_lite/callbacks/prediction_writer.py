@@ -1,4 +1,4 @@
-"""Predictions written to disk while they are made, for data that do not fit into memory."""
+"""Writing predictions to disk as they are made, for data that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _ABOUT = "predictions.json"
 
 
 class PredictionWriterCallback(TrainerCallback):
-    """Writes what ``predict`` and ``predict_iter`` return to a folder, in shards, while they run.
+    """Write the outputs of ``predict`` and ``predict_iter`` to a directory, in shards, while they run.
 
-    Every process writes its own shards, with the indices of their samples; :func:`read_predictions` puts them in the
-    order of the dataset. A shard is there whole or not at all. A prediction that was killed goes on, when it is made
-    again, after the last sample before which all have been written, with any number of processes; what is returned
-    then is only the rest. To keep little in memory::
+    Each process writes its own shards, with the indices of their samples; :func:`read_predictions` puts them in the
+    order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
+    first sample that has not been written, on any number of processes, and returns only the remaining outputs. To keep
+    memory use low::
 
         for _ in trainer.predict_iter(dataset):
             pass
 
-    :param directory: the folder; made when it is missing
-    :param shard_size: samples of a process in a shard, at least
-    :param overwrite: remove what an earlier prediction has left, instead of going on with it
-    :raises ValueError: when the folder holds predictions for a dataset of another length
+    :param directory: where shards are written; created if missing
+    :param shard_size: minimum number of samples in a process's shard
+    :param overwrite: remove the shards of an earlier prediction instead of resuming it
+    :raises ValueError: if the directory contains predictions for a dataset of another length
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class PredictionWriterCallback(TrainerCallback):
         (start,) = trainer.ranks.run_together(lambda: self._begin(length), only_first=True)
         request.first_sample = start
         if start:
-            trainer.print(f"{start} of {length} samples have been predicted already; going on with the rest.")
+            trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
 
     def _begin(self, length: int) -> int:
-        """Return how many samples from the first on have been written."""
+        """Return the number of leading samples that have all been written."""
         self.directory.mkdir(parents=True, exist_ok=True)
         about = self.directory / _ABOUT
         if self.overwrite:
@@ -73,8 +73,8 @@ class PredictionWriterCallback(TrainerCallback):
                 path.unlink()
         elif about.exists() and (before := json.loads(about.read_text())["length"]) != length:
             raise ValueError(
-                f"{os.fspath(self.directory)!r} holds predictions for {before} samples, not {length}. Choose another "
-                "directory, or pass overwrite=True."
+                f"{os.fspath(self.directory)!r} contains predictions for {before} samples, not {length}. Choose "
+                "another directory, or pass overwrite=True."
             )
         about.write_text(json.dumps({"length": length}) + "\n")
         written = {index for path in self.directory.glob("shard-*.pt") for index in load_plain(path)["indices"]}
@@ -83,8 +83,8 @@ class PredictionWriterCallback(TrainerCallback):
     def on_predict_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
         if indices is None:
-            raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, and no stream.")
-        if not indices:  # a batch that only keeps this process in step
+            raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
+        if not indices:  # a batch that only keeps ranks in step
             return
         self._indices += indices
         self._outputs.append(to_cpu(batch_output))
@@ -104,30 +104,32 @@ class PredictionWriterCallback(TrainerCallback):
 
 
 def read_predictions(directory: str | os.PathLike[str]) -> Any:
-    """Return the predictions in a folder as ``predict`` would have: concatenated, in the order of the dataset.
+    """Return the predictions in a directory as ``predict`` does: concatenated, in the order of the dataset.
 
-    :raises FileNotFoundError: when the folder holds none
-    :raises ValueError: when some are missing: the prediction has not come to its end
+    :raises FileNotFoundError: if the directory contains no predictions
+    :raises ValueError: if some are missing because the prediction did not finish
     """
     about = Path(directory) / _ABOUT
     if not about.is_file():
-        raise FileNotFoundError(f"{os.fspath(directory)!r} holds no predictions.")
+        raise FileNotFoundError(f"{os.fspath(directory)!r} contains no predictions.")
     length = json.loads(about.read_text())["length"]
     indices = list[int]()
     outputs = list[Any]()
     for index, output in iterate_predictions(directory):
         indices += index
         outputs.append(output)
-    place = {index: position for position, index in enumerate(indices)}  # of a sample predicted twice, the latest
+    place = {index: position for position, index in enumerate(indices)}  # the latest if a sample was predicted twice
     missing = length - len(place)
     if missing:
-        raise ValueError(f"{missing} of {length} predictions are missing in {os.fspath(directory)!r}. Predict again.")
+        raise ValueError(
+            f"{missing} of {length} predictions are missing in {os.fspath(directory)!r}. Run the prediction again."
+        )
     order = torch.tensor([place[index] for index in range(length)], dtype=torch.int64)
     return _reorder(concatenate(outputs), order)
 
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:
-    """Yield the shards in a folder: the indices of the samples, and their outputs. A sample may be in two of them."""
+    """Yield the shards in a directory: sample indices and outputs. A sample may appear in two shards."""
     for path in sorted(Path(directory).glob("shard-*.pt")):
         shard = load_plain(path)
         yield shard["indices"], shard["outputs"]

@@ -1,4 +1,4 @@
-"""Showing how a run goes: messages, a progress bar, metrics."""
+"""Reporting the progress of a run: messages, a progress bar, metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PrintProgressCallback(TrainerCallback):
-    """Prints when a run and each of its epochs start, and when the run ends: not by an error, nor for a pause."""
+    """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
 
     _failed = False
 
@@ -53,18 +53,18 @@ class PrintProgressCallback(TrainerCallback):
 
 
 class ProgressBarCallback(TrainerCallback):
-    """Shows a bar for each epoch of training and each evaluation, in a terminal or a notebook.
+    """Show a progress bar for each training epoch and each evaluation, in a terminal or a notebook.
 
-    It shows the running mean of the loss, the loss of the latest evaluation, the learning rate, the samples of the
-    whole job in a second and, when its length is known, the time left of the whole run. The loss is read from the
-    device when it is shown, a few times a second. A narrow terminal shows as much of this as fits; what is printed
-    meanwhile appears above the bar. Only the first process of a machine shows bars, and only when its
-    output is a terminal or a notebook. Otherwise, as in the log of a cluster's job, it prints a line every so often.
+    The bar shows the running mean of the loss, the latest evaluation loss, the learning rate, the samples per second
+    over all processes and, if the length of the run is known, the time left. The loss is read from the device only when
+    it is shown, a few times per second. A narrow terminal shows as much of this as fits; printed text appears above the
+    bar. Only the first process of each machine shows bars, and only if its output is a terminal or a notebook;
+    otherwise, as in a cluster job's log, it prints a line at intervals.
 
-    :param show_always: bars also when the output is a file or a pipe
-    :param refresh_seconds: time between two refreshes
-    :param line_every_seconds: time between two lines where there are no bars; ``None`` for no lines
-    :param style: ``"tqdm"``, or ``"rich"`` for bars of that package (extra ``rich``); a notebook has one of its own
+    :param show_always: show bars even if the output is a file or a pipe
+    :param refresh_seconds: seconds between refreshes of the bar
+    :param line_every_seconds: seconds between lines where there are no bars; ``None`` prints no lines
+    :param style: ``"tqdm"``, or ``"rich"`` for rich's bars (extra ``rich``); notebooks have their own style
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ProgressBarCallback(TrainerCallback):
         self._interval = refresh_seconds
 
     def _start(self, trainer: Trainer, loader: Any, description: str, before: Any) -> Any:
-        if before is not None:  # of an evaluation that failed, say
+        if before is not None:  # for example, of an evaluation that failed
             self._bars.finish(before)
         disable = not self._shows_bars(trainer)
         return self._bars.start(trainer, description, find_length(loader), "batches", disable)
@@ -106,7 +106,7 @@ class ProgressBarCallback(TrainerCallback):
         self._config = trainer.run_config
         self._run_start = time.monotonic()
         self._updates_before = trainer.progress.update
-        # Where there are no bars, the next line; on processes that show nothing, never.
+        # Without bars, this is the time of the next line, which is never on processes that show nothing.
         self._interval = self.refresh_seconds
         self._next_refresh = 0.0
         if not self._shows_bars(trainer):
@@ -118,7 +118,7 @@ class ProgressBarCallback(TrainerCallback):
         return bool(trainer.accelerator.is_local_main_process and (self.show_always or _is_watched()))
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.run_config is not self._config:  # a run's first epoch, whatever a subclass does when the run starts
+        if trainer.run_config is not self._config:  # a run's first epoch, even if a subclass overrides the start event
             self._begin_run(trainer)
         self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
         self._since = time.monotonic()
@@ -142,13 +142,13 @@ class ProgressBarCallback(TrainerCallback):
             self._show(trainer, now)
 
     def _numbers(self, trainer: Trainer, now: float) -> dict[str, str]:
-        """Return what is shown, by name."""
+        """Return the values to show, by name."""
         parts = {"loss": f"{trainer.current_run.loss_trackers['loss'].average:.4g}"}
         config = trainer.run_config
         progress = trainer.progress
         made = progress.update - self._updates_before
         if config is not None and config.max_num_train_steps is not None and made:
-            # Evaluations and saving are in it, as far as there were any.
+            # Includes the evaluations and saving done so far.
             left = (now - self._run_start) / made * (config.max_num_train_steps - progress.update)
             parts["left"] = tqdm.format_interval(left)
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
@@ -196,7 +196,7 @@ class ProgressBarCallback(TrainerCallback):
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        if not trainer.is_running or trainer.train_dataloader is None:  # not within a training run
+        if not trainer.is_running or trainer.train_dataloader is None:  # outside a training run
             self._close()
 
     def _close(self) -> None:
@@ -213,7 +213,7 @@ class ProgressBarCallback(TrainerCallback):
 
 
 def epoch_of(trainer: Trainer) -> str:
-    """Return the number of the current epoch, and of how many."""
+    """Return the number of the current epoch and, if known, the number of epochs, such as ``3/10``."""
     config = trainer.run_config
     epoch = trainer.progress.epoch
     planned = None if config is None else config.num_epochs
@@ -221,14 +221,14 @@ def epoch_of(trainer: Trainer) -> str:
 
 
 def _is_watched() -> bool:
-    """Whether bars go to a terminal or a notebook, and not into a file."""
+    """Whether bars go to a terminal or a notebook rather than to a file."""
     return in_notebook() or is_terminal(sys.stderr)
 
 
 class LogMetricsCallback(TrainerCallback):
-    """Prints the metrics that were recorded since it printed last, once on every machine.
+    """Print newly recorded metrics, once per machine.
 
-    It does so after the training part of an epoch, and when every callback has seen the end of the epoch or of
+    Metrics are printed after the training part of an epoch, and after every callback has seen the end of the epoch or
     the evaluation. Override :meth:`log_metrics` to send them elsewhere.
     """
 
@@ -242,7 +242,7 @@ class LogMetricsCallback(TrainerCallback):
         self._skip_earlier(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        # A history that was reset has fewer; a subclass may have replaced what is done when the run starts.
+        # The history may have been reset; a subclass may have overridden the start event.
         counts = self._counts(trainer)
         self._logged = {name: min(count, counts.get(name, 0)) for name, count in self._logged.items()}
 
@@ -253,7 +253,7 @@ class LogMetricsCallback(TrainerCallback):
         trainer.callback_handler.set_listening(self, True, "on_train_step_checkpoint")
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._log_new(trainer)  # of an evaluation in the middle of the epoch
+        self._log_new(trainer)  # from an evaluation in the middle of the epoch
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._log_new(trainer)
@@ -284,5 +284,8 @@ class LogMetricsCallback(TrainerCallback):
             self.log_metrics(trainer, {name: trainer.run_history.get_latest_metric(name) for name in new})
 
     def log_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Print metrics by name on one line."""
+        """Print metrics on one line.
+
+        :param metrics: new values by name
+        """
         trainer.print("  " + ", ".join(f"{name}: {format_metric(value)}" for name, value in metrics.items()))

@@ -1,4 +1,4 @@
-"""Checking more often that all processes train the same weights."""
+"""Frequent checks that all processes train the same weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheckCallback(TrainerCallback):
-    """Checks every so often that all processes hold the same weights, to the last bit.
+    """Check every n updates that all processes hold bit-identical weights.
 
-    The trainer itself does so after the first update and after each epoch; see :meth:`Trainer.compare_replicas`.
-    Each check reads the device once.
+    The trainer itself checks after the first update and after each epoch; see :meth:`Trainer.compare_replicas`.
+    Each check reads from the device once.
 
-    :param every_n_updates: updates from one check to the next
+    :param every_n_updates: number of updates between checks
     """
 
     def __init__(self, every_n_updates: int = 100) -> None:

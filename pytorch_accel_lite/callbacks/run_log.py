@@ -1,4 +1,4 @@
-"""A folder that says what a run was, how it went, and how to repeat it."""
+"""A record of a run: its setup, its results, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy
 
 
 class RunLogCallback(TrainerCallback):
-    """Keeps a folder on a run: ``run.json`` for programs, ``summary.md`` and ``summary.html`` for people.
+    """Keep a record of a run: ``run.json`` for programs, ``summary.md`` and ``summary.html`` for people.
 
-    They hold how the run went (its duration, outcome, best and final metrics, all metrics of all epochs), what was run
-    (model, optimizer, schedule, the run's configuration and yours), in which environment (versions, device, host, the
-    git commit when the program is run in a repository), and the commands that repeat and resume it. The page is one
-    file with its curves in it (extra ``plot``; without it, only tables), for dark and light screens, and phones.
+    The record covers the results (duration, outcome, best and final metrics, all metrics of all epochs), the setup
+    (model, optimizer, schedule, configuration), the environment (versions, device, host, git commit if run in a
+    repository), and the commands to repeat and resume the run. The page is a single file that includes the curves
+    (extra ``plot``; without it, only tables) and adapts to dark and light screens and to phones.
 
-    The files are replaced atomically after an epoch, when the share of the time that this takes, and the share that
-    drawing takes, are both below a fiftieth; and in any case at the beginning and at the end. A run that is resumed
-    adds an attempt; another run in the same folder replaces it.
+    The files are written at the start and the end of the run, and replaced atomically after epochs as long as writing
+    and drawing each take less than a fiftieth of the time. Resuming a run adds an attempt to its record; a new run in
+    the same directory replaces it.
 
-    :param directory: the folder
-    :param config: your own hyper-parameters, to be shown with the run's configuration
-    :param name: the heading of the page; ``None``: the name of the folder
+    :param directory: where the files are written
+    :param config: your own hyper-parameters, shown with the run's configuration
+    :param name: heading of the page; defaults to the name of the directory
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RunLogCallback(TrainerCallback):
         if not trainer.accelerator.is_main_process or not self._record:
             return
         attempt = self._record["attempts"][-1]
-        if attempt["outcome"] != "running":  # an error has been noted before the ending event
+        if attempt["outcome"] != "running":  # on_exception has already recorded an error
             return
         attempt |= {"ended": _now(), "seconds": self._seconds(), "outcome": outcome}
         attempt |= {"traceback": trace} if trace else {}
@@ -163,7 +163,7 @@ class RunLogCallback(TrainerCallback):
 
 
 def _as_json(value: Any) -> Any:
-    """Return a nested value as JSON can hold it: keys as texts, and so what is neither text nor a finite number."""
+    """Return a nested value as JSON can hold it: keys and values other than text and finite numbers become strings."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -176,7 +176,7 @@ def _now() -> str:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit of the current folder's repository, and whether files differ from it."""
+    """Return the commit of the current directory's repository, and whether tracked files have changes."""
     try:
         commit, changes = (
             subprocess.run(["git", *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -198,7 +198,7 @@ def _versions() -> dict[str, str]:
 
 
 def _curves(trainer: Trainer) -> list[str]:
-    """Return the curves of the run history as SVG; nothing without matplotlib or numbers."""
+    """Return the curves of the run history as SVG, or an empty list without matplotlib or numbers."""
     history = trainer.run_history
     if not isinstance(history, InMemoryRunHistory):
         return []
@@ -214,9 +214,9 @@ def _device(trainer: Trainer) -> str:
 
 
 def launch_command(trainer: Trainer) -> list[str] | None:
-    """Return the command line that starts this program as it was started; ``None`` in a notebook.
+    """Return the command line that started this program, or ``None`` in a notebook.
 
-    A process of a job knows only its own, which the launcher made; then it is that of ``accelerate launch``.
+    A launched process knows only its own command line, so the ``accelerate launch`` command is reconstructed.
     """
     if in_notebook():
         return None
@@ -232,24 +232,24 @@ def launch_command(trainer: Trainer) -> list[str] | None:
 
 
 def describe(trainer: Trainer) -> dict[str, str]:
-    """Return in a line each what is trained, and how."""
+    """Return one-line descriptions of the model, the loss, the optimizer and the schedule."""
     model = trainer.get_model(keep_torch_compile=False)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters() if not isinstance(p, UninitializedParameter)]
     trained = sum(size for size, is_trained in sizes if is_trained)
     total = sum(size for size, _ in sizes)
-    count = f"{total:,} parameters" + (f", of which {trained:,} are trained" if trained != total else "")
+    count = f"{total:,} parameters" + (f", {trained:,} of them trainable" if trained != total else "")
     loss = trainer.loss_func
     scheduler = getattr(trainer.scheduler, "scheduler", trainer.scheduler)
     return {
         "model": f"{type(model).__name__}, {count}",
-        "loss": getattr(loss, "__name__", type(loss).__name__) if loss is not None else "that of the step",
+        "loss": getattr(loss, "__name__", type(loss).__name__) if loss is not None else "computed by the training step",
         "optimizer": describe_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer)),
         "schedule": "none: the learning rate is constant" if scheduler is None else type(scheduler).__name__,
     }
 
 
 def describe_optimizer(optimizer: Any) -> str:
-    """Return the class of an optimizer, the learning rate it begins with, and what else is not as by default."""
+    """Return an optimizer's class, its initial learning rate, and its other settings that are not defaults."""
     known = inspect.signature(type(optimizer)).parameters
     groups = optimizer.param_groups
     rates = [float(group.get("initial_lr", group["lr"])) for group in groups]

@@ -1,4 +1,4 @@
-"""The pages of a run: what its record says, as people read it."""
+"""The pages of a run: its record in readable form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Cell(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table; the numbers of some columns are aligned on the right.
+    """A table.
 
-    :param numbers: the places of those columns
+    :param numbers: indices of the columns that hold numbers, which are right-aligned
     """
 
     columns: list[str]
@@ -32,10 +32,10 @@ class Table(NamedTuple):
 
 
 def pages(record: Mapping[str, Any], curves: Sequence[str]) -> dict[str, str]:
-    """Return the pages of a run by the names of their files.
+    """Return the pages of a run by file name.
 
-    :param record: the run as ``run.json`` has it
-    :param curves: pictures of its metrics, as SVG
+    :param record: the contents of ``run.json``
+    :param curves: plots of its metrics, as SVG
     """
     attempts = record["attempts"]
     outcome, _, reason = attempts[-1]["outcome"].partition(": ")
@@ -92,7 +92,7 @@ def _moment(text: str) -> str:
 
 
 def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the best and the final value of each metric whose better values are known; of training the final."""
+    """Return the best and final values of each metric with a known direction; final only for training metrics."""
     names = _names(record)
     results = []
     for name, (_, _, is_monitor, label) in place_of_each(names).items():
@@ -139,7 +139,7 @@ def _of_environment(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _how_to_resume(record: Mapping[str, Any]) -> str:
     if not record["states"]:
-        return "The run cannot be resumed: no training state is saved. SaveTrainingStateCallback saves them."
+        return "The run cannot be resumed: it saves no training states. Add a SaveTrainingStateCallback to save them."
     again = "The same command resumes the run" if record["command"] else "The run was started in a notebook; it resumes"
     where = ", ".join(record["states"])
     return f'{again} from the newest training state in {where}, with train(..., resume_from="latest").'
@@ -167,7 +167,7 @@ def _names(record: Mapping[str, Any]) -> list[str]:
 
 
 def _metrics(record: Mapping[str, Any]) -> tuple[Table, Table]:
-    """Return the table of the metrics, with the learning rate, and that of the other monitors."""
+    """Return a table of the metrics and the learning rate, and a table of the other monitors."""
     places = place_of_each(_names(record))
     main = [name for name, (title, _, is_monitor, _) in places.items() if not is_monitor or title == "learning rate"]
     others = [name for name in places if name not in main]
@@ -175,7 +175,7 @@ def _metrics(record: Mapping[str, Any]) -> tuple[Table, Table]:
 
 
 def _table(record: Mapping[str, Any], names: Iterable[str]) -> Table:
-    """Return a row for each epoch, with the best value of each column marked."""
+    """Return a table with a row for each epoch and the best value of each column marked."""
     columns = ["epoch", *names]
     directions = record["directions"]
     unmarked = {"epoch"} | {name for name, place in place_of_each(columns).items() if place[3].endswith("train")}
@@ -195,7 +195,7 @@ def _number(value: Any) -> float:
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Return the values of a column, numbers with equally many decimals, four or more digits in the largest."""
+    """Return the values of a column as text, numbers with the same number of decimals, at least four digits."""
     sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value)]
     power = math.floor(math.log10(max(sizes))) if any(sizes) else 0
     decimals = 3 - power if power < -1 else max(4 - max(power, 0), 0)

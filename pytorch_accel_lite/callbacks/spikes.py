@@ -1,4 +1,4 @@
-"""Guarding the weights against single updates with gradients far larger than usual."""
+"""Protecting the weights from single updates with unusually large gradients."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class GradientSpikeCallback(TrainerCallback):
-    """Skips updates whose gradients are unusually large, or scales their gradients down to what is usual.
+    """Skip updates whose gradients are unusually large, or scale their gradients down.
 
-    Usual is the running mean of the total norms of the gradients (before clipping by norm, if they are clipped), an
-    exponential average over the updates that were no spikes.
+    The usual norm is an exponential moving average of the total gradient norm (before any clipping by norm) over the
+    updates that were not spikes.
 
-    :param factor: a norm larger than so many times the usual one is a spike
-    :param action: ``"skip"``: leave the weights, the optimizer and the scheduler as they are, also when gradients are
-        infinite or NaN. This reads one number from the device in every update. ``"clip"``: scale the gradients to
-        ``factor`` times the usual norm, which reads nothing.
-    :param warm_up_updates: updates of a run before the first that can be a spike
-    :param decay: of the average, for each update
-    :param max_skips_in_a_row: so many spikes in a row are no spikes, but training that has diverged: the run is stopped
-    :ivar skipped: the numbers of the updates that were skipped, from 1
+    :param factor: a norm larger than ``factor`` times the usual norm is a spike
+    :param action: ``"skip"`` leaves the weights, the optimizer and the scheduler unchanged, and also skips infinite and
+        NaN gradients; it reads one number from the device per update. ``"clip"`` scales the gradients to ``factor``
+        times the usual norm, and reads nothing.
+    :param warm_up_updates: number of updates at the start of a run during which nothing counts as a spike
+    :param decay: decay of the average per update, between 0 and 1
+    :param max_skips_in_a_row: number of consecutive spikes after which training counts as diverged and is stopped
+    :ivar skipped: numbers of the skipped updates, counted from 1
     """
 
     def __init__(
@@ -78,9 +78,7 @@ class GradientSpikeCallback(TrainerCallback):
         trainer.skip_update()
         self._in_a_row += 1
         self.skipped.append(trainer.progress.update + 1)
-        trainer.print(
-            f"Update {self.skipped[-1]} skipped: its gradients have the norm {norm:.3g}, usual is {usual:.3g}."
-        )
+        trainer.print(f"Update {self.skipped[-1]} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}.")
         if self._in_a_row >= self.max_skips_in_a_row:
             raise StopTrainingError(
                 f"Stopping: the gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as "
@@ -88,7 +86,7 @@ class GradientSpikeCallback(TrainerCallback):
             )
 
     def _clip(self, trainer: Trainer, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
-        """Clip and average without knowing any of the numbers."""
+        """Clip and average without reading any number from the device."""
         largest: Any = math.inf
         if trainer.progress.update >= self.warm_up_updates:
             largest = self.factor * self._usual()
@@ -98,7 +96,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._add(torch.where(torch.isfinite(norm) & (norm <= largest), norm, self._usual()))
 
     def _usual(self) -> Any:
-        """Return the average; its beginning with 0 is corrected for, as in Adam."""
+        """Return the average, bias-corrected as in Adam."""
         return self._average / (1 - self.decay**self._count) if self._count else self._average
 
     def _add(self, norm: Any) -> None:
@@ -106,7 +104,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._average = self._average + (norm - self._average) * (1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and what was skipped."""
+        """Return the average and the skipped updates."""
         return {
             "count": self._count,
             "average": float(self._average),
@@ -115,7 +113,7 @@ class GradientSpikeCallback(TrainerCallback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state returned by :meth:`state_dict`."""
         self._count = state["count"]
         self._average = state["average"]
         self._in_a_row = state["in_a_row"]

@@ -1,4 +1,4 @@
-"""What loggers have in common: a row of numbers every n updates, means over all processes, which no step waits for."""
+"""Base class of loggers: a row of numbers every n updates, averaged over all processes without blocking any step."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
-# So many rows are kept while their numbers are copied from a device.
+# Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4
-# So many jobs may be waiting before the run waits for them: a tracker that does not answer must not fill the memory.
+# Number of queued jobs beyond which the run waits: a tracker that does not respond must not fill the memory.
 _JOBS_BEHIND = 1000
-# Seconds that a process which fails alone gives to what is still to be written: its peers wait for it to exit.
+# Seconds that a failing process allows for pending writes while its peers wait for it to exit.
 _PATIENCE = 5.0
-# What is in every row, by names that step metrics cannot have.
+# Columns of every row, whose names step metrics cannot use.
 _COLUMNS = ("update", "epoch", "loss")
 
 
 class BackgroundWorker:
-    """Does one job after the other, in a thread of its own. A job must not communicate with other processes."""
+    """A thread that runs jobs in order. Jobs must not communicate with other processes."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_JOBS_BEHIND)
         self._failure: BaseException | None = None
-        # A daemon: a process that fails does not wait for what no longer comes.
+        # A daemon, so that a failing process can exit without waiting for it.
         threading.Thread(target=self._run, daemon=True, name="logger").start()
 
     def _run(self) -> None:
@@ -53,18 +53,18 @@ class BackgroundWorker:
                 self._jobs.task_done()
 
     def do(self, job: Callable[[], None]) -> None:
-        """Do this when all that was given before is done.
+        """Run a job after all earlier ones.
 
-        :raises BaseException: what an earlier job failed with
+        :raises BaseException: the error of an earlier job that failed
         """
         self._raise_failure()
         self._jobs.put(job)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all is done.
+        """Wait until all jobs are done.
 
-        :param seconds: at most
-        :raises BaseException: what a job failed with
+        :param seconds: timeout
+        :raises BaseException: the error of a job that failed
         """
         done = self._jobs.all_tasks_done
         with done:
@@ -72,8 +72,8 @@ class BackgroundWorker:
         self._raise_failure()
 
     def close(self) -> None:
-        """End the thread, when all is done. It is not waited for."""
-        with suppress(queue.Full):  # of a tracker that does not answer
+        """End the thread once all jobs are done, without waiting for it."""
+        with suppress(queue.Full):  # the tracker does not respond
             self._jobs.put_nowait(None)
 
     def _raise_failure(self) -> None:
@@ -87,18 +87,18 @@ class _Row(NamedTuple):
     update: int
     epoch: int
     names: list[str]  # of the step metrics
-    numbers: list[float | None]  # the sums of losses and weights, then the metrics; None: to be found in ``copied``
+    numbers: list[float | None]  # the sums of losses and weights, then the metrics; None if it is in ``copied``
     copied: AsyncCopy | None
 
 
 class StepLogger(TrainerCallback, ABC):
     """Base class of callbacks that log every n updates: the mean loss since the last row, and ``trainer.step_metrics``.
 
-    A row is made at the end of the step, before any training state is saved. Numbers on a device are copied while it
-    computes, and averaged over the processes a few rows later; rows are written in the background. All of that is
-    waited for when the callback's state is taken: so every state has its rows, and no row is lost or written twice.
+    A row is created at the end of a step, before any training state is saved. Numbers on a device are copied while it
+    computes, and averaged over all processes a few rows later; rows are written in the background. Taking the
+    callback's state waits for all of this, so that every state has its rows and no row is lost or written twice.
 
-    :param every_n_updates: ``None`` for no rows
+    :param every_n_updates: number of updates between rows; ``None`` logs no rows
     """
 
     def __init__(self, every_n_updates: int | None = None) -> None:
@@ -108,16 +108,21 @@ class StepLogger(TrainerCallback, ABC):
         self._ranks: Ranks | None = None
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
-        #: The epoch's sums of losses and weights in the last row, by which the next row's mean is found.
+        #: The epoch's sums of losses and weights at the last row, from which the next row's mean follows.
         self._sums = (0, 0.0, 0.0)
         self._last_row: dict[str, Any] = {}
 
     @abstractmethod
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
-        """Write a row. Called on the first process only, in order, in the background."""
+        """Write a row. Called on the first process only, in order, in the background.
+
+        :param update: number of updates made
+        :param epoch: number of the epoch, from 1
+        :param values: the mean ``loss`` since the last row, and the step metrics, averaged over all processes
+        """
 
     def in_background(self, job: Callable[[], None]) -> None:
-        """Do something in the background, after the rows so far."""
+        """Run a job in the background, after the rows so far."""
         if self._background is None:
             self._background = BackgroundWorker()
         self._background.do(job)
@@ -136,7 +141,7 @@ class StepLogger(TrainerCallback, ABC):
         self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
 
     def _begin(self, trainer: Trainer) -> _Row:
-        """Begin to copy what is on a device to host memory."""
+        """Start a row, copying numbers on a device to host memory asynchronously."""
         tracker = trainer.current_run.loss_trackers["loss"]
         metrics = dict(sorted(trainer.step_metrics.items()))
         values = [tracker.total_loss, tracker.running_count, *metrics.values()]
@@ -149,11 +154,11 @@ class StepLogger(TrainerCallback, ABC):
         return _Row(trainer.progress.update, trainer.progress.epoch, list(metrics), numbers, copied)
 
     def _average(self, keep: int) -> None:
-        """Average the pending rows over the processes and have them written, but for the latest few."""
+        """Average and write pending rows, except the latest ``keep``."""
         while len(self._pending) > keep:
             assert self._ranks is not None
             row = self._pending.popleft()
-            # Copies have arrived long ago, unless all is asked for.
+            # Unless all rows are flushed, the copy has long since arrived.
             copied = iter([] if row.copied is None else row.copied.read().tolist())
             mine = [next(copied) if number is None else number for number in row.numbers]
             self._finish_row(row, *self._ranks.sum(mine))
@@ -182,7 +187,7 @@ class StepLogger(TrainerCallback, ABC):
         if trainer.ranks.world_size == 1 or isinstance(kwargs["exception"], NonFiniteLossError):
             self._average(keep=0)
             self._end_background()
-        else:  # the other processes may not be there to average what is pending
+        else:  # the other processes may not be there to average the pending rows
             self._end_background(_PATIENCE)
 
     def _end_background(self, seconds: float | None = None) -> None:
@@ -193,9 +198,9 @@ class StepLogger(TrainerCallback, ABC):
             background.wait(seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for all rows, and return what the next needs of the last. To be called on every process.
+        """Wait for all rows, and return what the next row needs. Must be called on every process.
 
-        :raises RuntimeError: when a row could not be written: a training state must not be saved without it
+        :raises RuntimeError: if a row could not be written, because no training state may be saved without it
         """
         self._average(keep=0)
         if self._background is not None:
@@ -206,18 +211,18 @@ class StepLogger(TrainerCallback, ABC):
         return {"sums": list(self._sums), "last_row": dict(self._last_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state returned by :meth:`state_dict`."""
         epoch, total, count = state["sums"]
         self._sums = (int(epoch), total, count)
         self._last_row = dict(state["last_row"])
 
 
 def _number(name: str, value: Any) -> float | None:
-    """Return the value of a step metric, ``None`` when it lies on a device, where it is not read."""
+    """Return the value of a step metric, or ``None`` if it is on a device, from which it must not be read yet."""
     if name in _COLUMNS:
         raise ValueError(
-            f"trainer.step_metrics[{name!r}] has the name of a column that every row has: {', '.join(_COLUMNS)}. "
-            "Put the metric there under another name."
+            f"trainer.step_metrics[{name!r}] uses a reserved name; every row has the columns {', '.join(_COLUMNS)}. "
+            "Choose another name."
         )
     try:
         if isinstance(value, torch.Tensor) and not value.is_cpu:

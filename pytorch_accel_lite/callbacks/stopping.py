@@ -1,4 +1,4 @@
-"""Ending a run early: losses that are not finite, metrics that no longer improve."""
+"""Ending a run early: on a non-finite loss, on a metric that stops improving, or at a time limit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class TerminateOnNaNCallback(TrainerCallback):
-    """Ends the run with :class:`NonFiniteLossError` when a loss is infinite or NaN, on all ranks together.
+    """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
 
-    No step waits for the device: losses are looked at late, a few steps after they were computed on a GPU, and at
-    the end of an epoch in any case.
+    No step waits for the device: losses on a GPU are checked a few steps after they were computed, and always by the
+    end of the epoch.
 
-    :ivar triggered: whether a loss that was not finite has been seen
+    :ivar triggered: whether a non-finite loss has been seen
     """
 
-    #: Steps between two looks at losses that lie on a GPU.
+    #: Steps between checks of losses on a GPU.
     LOOK_EVERY = 8
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self._recent: deque[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = deque(maxlen=2 * self.LOOK_EVERY)
-        self._copy: AsyncCopy | None = None  # of the sum of these:
+        self._copy: AsyncCopy | None = None  # of the sum of self._copied
         self._copied: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ class TerminateOnNaNCallback(TrainerCallback):
     def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         latest = trainer.current_run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
-            return  # it lies in host memory, and was read there already
+            return  # the loss is in host memory and has already been read
         loss = batch_output["loss"].detach()
         named = {name: value.detach() for name, value in batch_output.get("losses", {}).items()}
         step = trainer.progress.step - 1
@@ -61,15 +61,15 @@ class TerminateOnNaNCallback(TrainerCallback):
             self._look_late(trainer, loss)
 
     def _look_late(self, trainer: Trainer, loss: torch.Tensor) -> None:
-        """Read the copy that was begun some steps ago, if it has arrived, and begin another."""
+        """Read the copy started some steps ago, if it has arrived, and start another."""
         if not is_asynchronous(loss.device):
-            return  # the end of the epoch will tell
+            return  # checked at the end of the epoch
         if self._copy is not None:
             if not self._copy.has_arrived:
                 return
             if not math.isfinite(to_float(self._copy.read())):
                 self._search(trainer, self._copied)
-        # A sum over the latest steps: one number that is not finite makes it so.
+        # Sums the latest steps: a single non-finite loss makes the sum non-finite.
         self._copied = list(self._recent)
         self._copy = AsyncCopy(torch.stack([recent for _, recent, _ in self._copied]).float().sum())
 
@@ -109,29 +109,29 @@ class TerminateOnNaNCallback(TrainerCallback):
         )
 
 
-_ADVICE = "Lower the learning rate, clip the gradients, or look at the data of this step."
+_ADVICE = "Lower the learning rate, clip the gradients, or inspect the data of this step."
 
 
 @answering
 class EarlyStoppingCallback(TrainerCallback):
-    """Stops the run when a metric has not improved for some time.
+    """Stop the run when a metric has stopped improving.
 
-    :param early_stopping_patience: epochs, or evaluations, without improvement after which the run stops; those
-        without a value of the metric do not count
-    :param early_stopping_threshold: a change that is not larger than this is no improvement
-    :param watch_metric: the name of the metric in the run history
-    :param greater_is_better: whether larger values are better; ``None``: what the metric itself says, see
-        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. Where it says nothing, smaller ones are, with a warning
-        unless it is a loss. An argument that contradicts the metric is an error.
-    :param reset_on_train: begin again in every training run
-    :param threshold_mode: ``"absolute"``, or ``"relative"``: the threshold is a share of the best value's size
-    :param baseline: a value that is to be improved upon from the start; ``None``: any first value is an improvement
-    :param patience_in: ``"epochs"``, or ``"evaluations"``: every new value of the metric counts, also in mid-epoch,
-        as of ``intermediate_eval_loss`` with a
+    :param early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops;
+        those without a value of the metric do not count
+    :param early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
+    :param watch_metric: name of the metric in the run history
+    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
+        :class:`~pytorch_accel_lite.callbacks.MetricsCallback`. If the metric does not say, smaller values are better,
+        with a warning unless it is a loss. A value that contradicts the metric raises an error.
+    :param reset_on_train: reset the best value and the patience at the start of every training run
+    :param threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value
+    :param baseline: value that must be improved upon from the start; ``None`` accepts any first value
+    :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including values
+        within an epoch such as ``intermediate_eval_loss`` of a
         :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
     """
 
-    _message = ""  # said when the metrics of the epoch have been
+    _message = ""  # printed after the metrics of the epoch
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     @property
     def operator(self) -> Callable[[Any, Any], bool]:
-        """Tells whether one value is better than another."""
+        """The function that compares whether one value is better than another."""
         return operator.gt if self._watched.greater_is_better else operator.lt
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -214,7 +214,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter += 1
         stands_at = f"best {'none' if best is None else format(best, '.6g')}, {self._watched.direction}"
         self._message = (
-            f"{self.watch_metric}: {metric:.6g} is no improvement by more than {threshold:.6g} ({stands_at}); "
+            f"{self.watch_metric}: {metric:.6g} has not improved by more than {threshold:.6g} ({stands_at}); "
             f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in} of patience "
             "used."
         )
@@ -232,7 +232,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self._message = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the patience used."""
+        """Return the best value and the patience used so far."""
         return {
             **self._watched.state_dict(),
             "best_metric": self.best_metric,
@@ -240,19 +240,19 @@ class EarlyStoppingCallback(TrainerCallback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, but the state of another metric."""
+        """Load the state returned by :meth:`state_dict`, unless it belongs to another metric."""
         if self._watched.load_state_dict(state, self):
             self.best_metric = state["best_metric"]
             self.early_stopping_patience_counter = state["patience_counter"]
 
 
 class TimeLimitCallback(TrainerCallback):
-    """Ends the run in order, after an update, when it has taken its time; resumed, it goes on, with as much time again.
+    """End the run cleanly, after an update, when a time limit is reached. A resumed run gets the full time again.
 
-    For a job with a limit of its own: leave time for the last evaluation of an epoch, which is not broken off, and for
-    saving. With a :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback` the last state is saved.
+    If the job itself has a limit, leave time for saving and for an epoch's evaluation, which is not interrupted. A
+    :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback` saves the final state.
 
-    :param limit: seconds, or a ``datetime.timedelta``, from the start of the run
+    :param limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
     """
 
     def __init__(self, limit: float | timedelta) -> None:
@@ -261,7 +261,7 @@ class TimeLimitCallback(TrainerCallback):
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.current_run.clock >= self.seconds:
-            raise RunPausedError(f"Stopping: the limit of {timedelta(seconds=self.seconds)} is reached.")
+            raise RunPausedError(f"Stopping: the time limit of {timedelta(seconds=self.seconds)} is reached.")
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if not trainer.current_run.is_finished:

@@ -1,4 +1,4 @@
-"""The table of a run: a row for each epoch, and a summary at its end."""
+"""A table of the run: one row per epoch, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _NOTEBOOK_COLUMNS = 120
 
 
 class ProgressTableCallback(LogMetricsCallback):
-    """Shows a table with a row for each epoch and each evaluation within one, and a summary at the end of the run.
+    """Show a table with a row for each epoch and each evaluation within an epoch, and a summary at the end of the run.
 
-    In a terminal rows are printed; in a notebook the table is one output, which is updated. As many metrics are shown
-    as there is room for, the others are in ``trainer.run_history``. The best value so far is marked: of the metric that
-    the first of the callbacks watches that watch one, else of the loss of the evaluation.
+    A terminal prints the rows; a notebook updates the table in place. As many metrics are shown as fit; the others are
+    in ``trainer.run_history``. The best value so far is marked for the metric watched by the first callback that
+    watches one, or else for the evaluation loss.
 
-    Where the output is neither a terminal nor a notebook, as in the log of a cluster's job, it prints what
-    :class:`PrintProgressCallback` and :class:`LogMetricsCallback` do.
+    If the output is neither a terminal nor a notebook, as in a cluster job's log, it prints the lines of
+    :class:`PrintProgressCallback` and :class:`LogMetricsCallback` instead.
 
-    :param metrics: the names of the metrics to show, in this order; ``None``: losses first, then metrics of
-        evaluations, then what else is recorded
-    :param show_always: a table also when the output is a file or a pipe
+    :param metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
+        then any others
+    :param show_always: show a table even if the output is a file or a pipe
     """
 
     def __init__(self, metrics: Sequence[str] | None = None, *, show_always: bool = False) -> None:
@@ -49,7 +49,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._messages = PrintProgressCallback()
         self._shows_table = False
         self._view: _View | None = None  # while a training run is shown
-        self._evaluated_since: float | None = None  # of an evaluation outside of training
+        self._evaluated_since: float | None = None  # start of an evaluation outside training
         self._config: Any = None
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ class ProgressTableCallback(LogMetricsCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)
-        if trainer.run_config is not self._config:  # a subclass has replaced what is done when the run starts
+        if trainer.run_config is not self._config:  # a subclass has overridden the start event
             self._begin(trainer)
         if self._view is None:
             self._messages.on_train_epoch_start(trainer)
@@ -92,7 +92,7 @@ class ProgressTableCallback(LogMetricsCallback):
             self._view.finish_training(trainer)
 
     def log_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Show metrics as a row of the table; those of an evaluation outside of training as a line."""
+        """Show metrics as a row of the table, or as a line for an evaluation outside training."""
         if not self._shows_table:
             super().log_metrics(trainer, metrics)
         elif self._view is not None:
@@ -116,7 +116,7 @@ class ProgressTableCallback(LogMetricsCallback):
     def _end(self, trainer: Trainer, how: str | None = None) -> None:
         """Show the summary.
 
-        :param how: how the run has ended, when that was by an error
+        :param how: how the run ended, if with an error
         """
         view, self._view = self._view, None
         if view is not None:
@@ -125,7 +125,7 @@ class ProgressTableCallback(LogMetricsCallback):
     # ---------------------------------------------------------------------------------------- evaluation
 
     def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        if self._view is not None:  # within a training run: its metrics are for the next row
+        if self._view is not None:  # within a training run, metrics belong to the next row
             return
         super().on_evaluation_run_start(trainer)
         self._evaluated_since = time.monotonic()
@@ -141,9 +141,9 @@ class ProgressTableCallback(LogMetricsCallback):
 
 
 class _View:
-    """What is shown of one training run.
+    """The display of one training run.
 
-    :param chosen: the metrics that the user wants to see; ``None``: any
+    :param chosen: names of the metrics that the user wants to see; ``None`` for any
     """
 
     def __init__(self, trainer: Trainer, chosen: list[str] | None) -> None:
@@ -169,7 +169,7 @@ class _View:
             self._remember_best(trainer)
 
     def _choose_key(self) -> tuple[str | None, bool]:
-        """Return the metric whose best value is marked, and whether greater values are better."""
+        """Return the metric whose best value is marked, and whether larger values are better."""
         for watched in self._expected.watched:
             return watched.name, bool(watched.greater_is_better)
         losses = [name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name)]
@@ -179,13 +179,13 @@ class _View:
         """Find the best value of the epochs before a resumed run."""
         history: Any = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
-        with suppress(AttributeError, ValueError):  # of a history without rows, or with a metric in the epochs' place
+        with suppress(AttributeError, ValueError):  # a history without rows, or with a metric named "epoch"
             for row in history.rows():
                 if row["epoch"] > offset and self._key in row:
                     self._note(row[self._key], f"epoch {row['epoch'] - offset}")
 
     def _note(self, value: Any, where: str) -> bool:
-        """Note the value of an epoch, and return whether it is the best so far."""
+        """Record the value of an epoch, and return whether it is the best so far."""
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -197,7 +197,7 @@ class _View:
         return True
 
     def _ranked(self, names: Iterable[str]) -> list[str]:
-        """Return the columns of metrics, the most important first."""
+        """Return the columns of metrics in order of importance."""
         if self._chosen is not None:
             return list(dict.fromkeys([*map(_label, self._chosen), "lr"]))
         evaluated = {_label(name) for name in self._expected.evaluated}
@@ -222,14 +222,14 @@ class _View:
         self._rate = _learning_rate(trainer)
 
     def add_row(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Show new metrics: of an epoch, or of an evaluation within one."""
+        """Show new metrics of an epoch or of an evaluation within one."""
         progress = trainer.progress
         is_whole = self._trained == progress.epoch
         epoch = epoch_of(trainer) if is_whole else f"step {progress.step}"
         where = f"epoch {progress.epoch}" + ("" if is_whole else f", step {progress.step}")
         cells = {_label(name): format_value(value) for name, value in metrics.items()}
         rate = self._rate if is_whole else _learning_rate(trainer)
-        rate = metrics.get("lr", rate)  # a callback may record that of the last update
+        rate = metrics.get("lr", rate)  # a callback may have recorded the last update's rate
         cells |= {} if rate is None else {"lr": f"{rate:.2e}"}
         is_best = self._key in metrics and self._note(metrics[self._key], where)
         row = Row(epoch, cells, format_duration(time.monotonic() - self._epoch_start), is_best)
@@ -292,7 +292,7 @@ def _how_it_ended(trainer: Trainer) -> str:
 
 
 def _changed(path: str) -> int | None:
-    """Return when a file was written, or a folder's list of files; ``None`` when it is not there."""
+    """Return the modification time of a file or directory in ns, or ``None`` if it does not exist."""
     try:
         return os.stat(path).st_mtime_ns
     except OSError:
@@ -300,7 +300,7 @@ def _changed(path: str) -> int | None:
 
 
 def _label(name: str) -> str:
-    """Return the column of a metric: without what all columns share; evaluations within epochs have no own ones."""
+    """Return a metric's column title, which omits common suffixes; evaluations within epochs share the columns."""
     name = name.replace("intermediate_", "")
     loss = re.fullmatch(r"(.*_)?(train|eval)_(\w+?)(_epoch)?", name)
     if loss and (loss[4] or loss[2] == "eval"):

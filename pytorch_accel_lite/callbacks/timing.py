@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Measuring where the time of a run goes."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
-# From so many steps of a GPU on, the events of those that have passed are read.
+# Number of GPU steps after which the events of finished steps are read.
 _STEPS_BEHIND = 100
 
 
 class TimingCallback(TrainerCallback):
-    """Measures what the time of each epoch and of the run is spent on, and prints a table at the end of the run.
+    """Measure how the time of each epoch and of the run is spent, and print a table at the end of the run.
 
-    Waiting for data (on average and on the process that waited most), forward pass, backward pass, optimizer (with the
-    averaging over an accumulation window, clipping and the schedule), evaluation, saving (checkpoints, weights and
-    training states, as far as the run waits for them), each callback by name without what it saves or evaluates, and
-    the rest. On a GPU, forward, backward and optimizer are measured there, by events that are read later: nothing waits
-    for the device.
+    The phases are: waiting for data (on average, and on the process that waited most), forward pass, backward pass,
+    optimizer (including averaging over an accumulation window, clipping and the schedule), evaluation, saving
+    (checkpoints, weights and training states, as far as the run waits for them), each callback by name, excluding what
+    it saves or evaluates, and the rest. On a GPU, forward, backward and optimizer are measured with device events that
+    are read later, so nothing waits for the device.
 
     Recorded per epoch in seconds: ``time_data``, ``time_data_max``, ``time_forward``, ``time_backward``,
-    ``time_optimizer``, ``time_evaluation``, ``time_saving``, ``time_callbacks`` and ``time_epoch``. What is saved when
-    all has settled at the end of an epoch belongs to the next. An event costs a few microseconds.
+    ``time_optimizer``, ``time_evaluation``, ``time_saving``, ``time_callbacks`` and ``time_epoch``. Saving at the very
+    end of an epoch counts towards the next. Each event costs a few microseconds.
 
     :param show: print the table
-    :ivar totals: seconds by phase and in the whole ``"run"``, and of each callback by the name of its class
+    :ivar totals: seconds per phase, of the entire ``"run"``, and of each callback by class name
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -55,7 +55,7 @@ class TimingCallback(TrainerCallback):
         self._callbacks: dict[str, float] = defaultdict(float)
         self._events: deque[list[Any]] = deque()
         self._of_step: list[Any] = []
-        #: Seconds of any kind that have been counted, for what is nested in something else that is counted.
+        #: All seconds counted so far, so that nested times are not counted twice.
         self._counted = 0.0
         self._mark = self._mark_counted = self._epoch_start = 0.0
         self._callbacks_before = 0.0
@@ -79,14 +79,14 @@ class TimingCallback(TrainerCallback):
 
     @contextmanager
     def _time(self, part: object) -> Iterator[None]:
-        """Count the time of a callback or a named phase, without what happens in it and is counted by itself."""
+        """Count the time of a callback or a named phase, excluding nested times that are counted separately."""
         start = time.perf_counter()
         counted = self._counted
         try:
             yield
         finally:
             own = time.perf_counter() - start
-            if part is not self:  # what this callback counts in an event was before the event
+            if part is not self:  # this callback's own laps count time before the event
                 own -= self._counted - counted
             if isinstance(part, str):
                 self._phases[part] += own
@@ -95,7 +95,7 @@ class TimingCallback(TrainerCallback):
             self._counted += own
 
     def _lap(self, phase: str | None) -> None:
-        """Count for a phase the time since the last mark that has not been counted otherwise; and set the mark."""
+        """Add the time since the last mark that is not yet counted to a phase, and reset the mark."""
         now = time.perf_counter()
         if phase is not None:
             passed = max(now - self._mark - (self._counted - self._mark_counted), 0.0)
@@ -137,7 +137,7 @@ class TimingCallback(TrainerCallback):
         self._lap(None)
 
     def _read_events(self) -> None:
-        """Read the events of the earliest step, which has passed."""
+        """Read the events of the earliest step, which has finished."""
         for (_, before), (phase, event) in pairwise(self._events.popleft()):
             self._phases[phase] += before.elapsed_time(event) / 1e3
 
@@ -152,9 +152,9 @@ class TimingCallback(TrainerCallback):
             trainer.run_history.update_metric(f"time_{name}", seconds)
 
     def _count(self, trainer: Trainer) -> dict[str, float]:
-        """Return the means over all processes since the last time, and add them to the totals."""
+        """Return the means over all processes since the last call, and add them to the totals."""
         if self._events:
-            self._events[-1][-1][1].synchronize()  # the epoch's losses have been read: it has passed
+            self._events[-1][-1][1].synchronize()  # does not block: the epoch's losses have already been read
         while self._events:
             self._read_events()
         now = time.perf_counter()
@@ -185,7 +185,7 @@ class TimingCallback(TrainerCallback):
         trainer.callback_handler.timer = None
 
     def __str__(self) -> str:
-        """Return a table of what the time was spent on."""
+        """Return a table of how the time was spent."""
         whole = self.totals["run"]
         waiting = f"data (most on one process: {self.totals['data_max']:.2f} s)"
         rows = [(waiting if phase == "data" else phase, self.totals[phase]) for phase in _PHASES]
@@ -198,23 +198,23 @@ class TimingCallback(TrainerCallback):
 
 
 def _refuse_second(trainer: Trainer, callback: TrainerCallback, reason: str) -> None:
-    """Raise an error when a trainer has another callback of the same kind."""
+    """Raise an error if the trainer has another callback of the same kind."""
     kind = type(callback)
     if any(other is not callback and isinstance(other, kind) for other in trainer.callback_handler):
         raise ValueError(f"callbacks holds more than one {kind.__name__}. {reason}: leave the others out.")
 
 
 class ProfilerCallback(TrainerCallback):
-    """Writes traces of ``torch.profiler`` for some steps of a run, to be opened in Perfetto or chrome://tracing.
+    """Write ``torch.profiler`` traces of some steps of a run, to open in Perfetto or chrome://tracing.
 
-    Only one in a trainer: ``torch.profiler`` cannot run twice at a time.
+    A trainer can have only one, because ``torch.profiler`` cannot run twice at a time.
 
-    :param output_dir: where, as ``trace-rank0-update10.json``; a further trace of the same update, as with gradient
-        accumulation, as ``trace-rank0-update10-2.json``
-    :param wait: steps before each trace that are not looked at
-    :param warmup: steps before each trace in which the profiler runs and nothing is kept
-    :param active: steps in a trace
-    :param repeat: how many traces
+    :param output_dir: where traces are written, as ``trace-rank0-update10.json``; another trace of the same update,
+        possible with gradient accumulation, becomes ``trace-rank0-update10-2.json``
+    :param wait: number of steps to skip before each trace
+    :param warmup: number of steps before each trace that are profiled but discarded
+    :param active: number of steps in a trace
+    :param repeat: number of traces
     :param profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
     """
 
@@ -235,7 +235,7 @@ class ProfilerCallback(TrainerCallback):
         self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self.profile_kwargs = profile_kwargs
         self._profiler: torch.profiler.profile | None = None
-        self._traces: Counter[int] = Counter()  # of each update
+        self._traces: Counter[int] = Counter()  # number of traces by update
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         _refuse_second(trainer, self, "torch.profiler cannot run twice at a time")

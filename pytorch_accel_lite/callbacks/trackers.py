@@ -1,4 +1,4 @@
-"""Logging to TensorBoard, Weights & Biases, MLflow and the other trackers that Accelerate knows."""
+"""Logging to TensorBoard, Weights & Biases, MLflow and the other trackers that Accelerate supports."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ if TYPE_CHECKING:
 
 
 class TrackerCallback(StepLogger):
-    """Logs a run to a tracker: its configuration, numbers every n updates, every evaluation and epoch, and pictures.
+    """Log a run to a tracker: its configuration, metrics every n updates, every evaluation and epoch, and pictures.
 
-    The step of everything is the number of updates made. A resumed run goes on in the same curves: TensorBoard forgets
-    what was logged after the state that is resumed from, MLflow is not given twice what it has, Weights & Biases drops
-    it by itself; the id of the run is kept in the training state. Other trackers may show such steps twice. All is
-    logged in the background, but by a tracker of your own; what that fails with ends the run at the next row.
+    The step is always the number of updates made. A resumed run continues the same curves: TensorBoard discards what
+    was logged after the resumed state, MLflow receives no step twice, and Weights & Biases drops repeated steps itself;
+    the run's id is kept in the training state. Other trackers may show such steps twice. Logging happens in the
+    background, except with your own tracker object; if it fails, the run ends with that error at the next row.
 
-    What Accelerate makes of it is also among ``trainer.accelerator.trackers`` while the run lasts; outside of a
-    training run nothing is logged.
+    During a training run, Accelerate's tracker is in ``trainer.accelerator.trackers``; outside, nothing is logged.
 
-    :param tracker: a name: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``,
-        ``"dvclive"``, ``"swanlab"`` or ``"trackio"``; or a ``GeneralTracker`` of yours
-    :param project_name: what the tracker calls the project or experiment; TensorBoard's folder in ``project_dir``
-    :param project_dir: where trackers that write files do so
-    :param every_n_updates: log the mean loss since the last time and the ``step_metrics`` of other callbacks;
-        ``None``: only epochs
-    :param config: hyper-parameters of yours, logged with the run's configuration
-    :param init_kwargs: arguments for the tracker: a run's name, tags ...
-    :raises ValueError: when there is no such tracker
-    :raises ImportError: when its package is not installed
+    :param tracker: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``,
+        ``"dvclive"``, ``"swanlab"``, ``"trackio"``, or your own ``GeneralTracker``
+    :param project_name: name of the tracker's project or experiment; for TensorBoard, the directory in ``project_dir``
+    :param project_dir: directory for trackers that write files
+    :param every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other
+        callbacks; ``None`` logs only epochs
+    :param config: your own hyper-parameters, logged with the run's configuration
+    :param init_kwargs: further arguments for the tracker, such as a run name or tags
+    :raises ValueError: if the tracker is unknown
+    :raises ImportError: if the tracker's package is not installed
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class TrackerCallback(StepLogger):
         self._trainer: Trainer | None = None
         self._is_over = True
         self._logged: dict[str, int] = {}
-        #: The metrics of the run history that were logged last, and the update it was at.
+        #: The metrics of the run history that were logged last, and at which update.
         self._latest: dict[str, Any] = {}
         self._evaluated = False
         self._known: dict[str, set[int]] = {}
@@ -90,14 +89,14 @@ class TrackerCallback(StepLogger):
             os.makedirs(os.path.join(self.project_dir, self.project_name), exist_ok=True)
 
     def in_background(self, job: Callable[[], None]) -> None:
-        """Do something in the background; at once with a tracker of the user's, which may belong to this thread."""
-        self._start()  # here: a run of MLflow, too, belongs to its thread
+        """Run a job in the background, or immediately for a user's own tracker, which may be bound to this thread."""
+        self._start()  # in this thread, to which an MLflow run is bound too
         if isinstance(self.tracker, str):
             super().in_background(job)
         else:
             job()
 
-    # At the first use: what is resumed from is known only after on_training_run_start.
+    # Called at first use: the resumed state is known only after on_training_run_start.
     def _start(self) -> None:
         trainer = self._trainer
         assert trainer is not None
@@ -120,7 +119,7 @@ class TrackerCallback(StepLogger):
         tracker_class = LOGGER_TYPE_TO_CLASS[self.tracker]
         arguments = dict(self.init_kwargs)
         if self.tracker == "tensorboard":
-            arguments.setdefault("purge_step", self._first_update)  # readers pass over what was logged from there
+            arguments.setdefault("purge_step", self._first_update)  # readers ignore older records from there on
         elif self.run_id is not None:
             arguments |= {"wandb": {"id": self.run_id, "resume": "allow"}, "mlflow": {"run_id": self.run_id}}.get(
                 self.tracker, {}
@@ -130,7 +129,7 @@ class TrackerCallback(StepLogger):
         return tracker_class(self.project_name, **arguments)
 
     def _note_run(self) -> None:
-        """Note the id of the run, and what it holds already."""
+        """Remember the run's id, and the steps it already has."""
         if self.tracker == "wandb":
             self.run_id = self._started.run.id
         elif self.tracker == "mlflow":
@@ -160,7 +159,7 @@ class TrackerCallback(StepLogger):
             self._log_new(trainer)
 
     def _log_new(self, trainer: Trainer) -> None:
-        self._average(keep=0)  # trackers take no row of an update before
+        self._average(keep=0)  # trackers do not accept rows of earlier updates afterwards
         counts = self._counts(trainer)
         new = {
             name: trainer.run_history.get_latest_metric(name)
@@ -178,7 +177,7 @@ class TrackerCallback(StepLogger):
                 self.in_background(lambda: self._log(values, update))
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log numbers, unless the tracker has them from an earlier attempt. In the background."""
+        """Log values, unless the tracker has them from an earlier attempt. Runs in the background."""
         new = {name: value for name, value in values.items() if step not in self._known.setdefault(name, set())}
         if not new:
             return
@@ -195,10 +194,10 @@ class TrackerCallback(StepLogger):
         self._client.log_batch(self.run_id, metrics=metrics)
 
     def log_images(self, trainer: Trainer, images: Mapping[str, Any], step: int | None = None) -> None:
-        """Log pictures. To be called on the first process, or on all.
+        """Log pictures. May be called on the first process only, or on all.
 
-        :param images: by name, arrays of shape (height, width, channels) with values from 0 to 255
-        :param step: by default the updates made
+        :param images: arrays of shape (height, width, channels) with values from 0 to 255, by name
+        :param step: step to log at; defaults to the number of updates made
         """
         if not trainer.accelerator.is_main_process or self._is_over:
             return
@@ -247,22 +246,22 @@ class TrackerCallback(StepLogger):
         return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what is pending, and return the id of the run and what was logged last."""
+        """Write pending rows, and return the run's id and what was logged last."""
         trainer = None if self._is_over else self._trainer
         if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
-            self._log_new(trainer)  # the state may be taken before this callback has its turn
+            self._log_new(trainer)  # the state may be taken before this callback's turn
         state = super().state_dict() | {"logged": dict(self._logged), "latest": dict(self._latest)}
         if self._started is not None and self.tracker == "tensorboard":
-            self._started.writer.flush()  # what is in memory only would be lost when the program is killed
+            self._started.writer.flush()  # buffered records would be lost if the program were killed
         run_id = self.run_id
-        if self._trainer is not None:  # the first process alone knows it
+        if self._trainer is not None:  # only the first process knows it
             run_id = self._trainer.ranks.broadcast_object(lambda: self.run_id)
         return state | {"run_id": run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, and log again what belongs to the update that it was taken at.
+        """Load the state returned by :meth:`state_dict`, and log the values of its update again.
 
-        TensorBoard forgets what was logged at that update, as well as what came after it.
+        TensorBoard discards what was logged at that update, as well as everything after it.
         """
         super().load_state_dict(state)
         self.run_id = state["run_id"]
@@ -281,7 +280,7 @@ class TrackerCallback(StepLogger):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a type that every tracker takes."""
+    """Return a value as a type that every tracker accepts."""
     if isinstance(value, (bool, int, float, str)):
         return value
     try:
@@ -293,7 +292,7 @@ def _plain(value: Any) -> Any:
 def _check_tracker(name: str) -> None:
     if name not in LOGGER_TYPE_TO_CLASS:
         known = list(LOGGER_TYPE_TO_CLASS)
-        raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, known)} Choose from: {', '.join(known)}.")
     if importlib.util.find_spec(name) is None:
         install = install_command(name, name.replace("_", "-"))  # some trackers are extras
         raise ImportError(f"tracker={name!r} needs the package {name}. Install it with: {install}")

@@ -1,4 +1,4 @@
-"""Saving training states while a run goes on."""
+"""Saving training states during a run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keep the states of the best epochs too: one is saved after each epoch whose value is among the best so far.
+    """Setting to save and keep the states of the best epochs as well, after each epoch that is among the best so far.
 
-    :param metric: the name of the metric in the run history
-    :param n: how many states to keep
-    :param greater_is_better: whether larger values are better; ``None``: as the metric itself says, see
+    :param metric: name of the metric in the run history
+    :param n: number of states to keep
+    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
         :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
     """
 
@@ -40,24 +40,24 @@ class KeepBest:
 
 @answering
 class SaveTrainingStateCallback(TrainerCallback):
-    """Saves training states, from which ``train(resume_from="latest")`` goes on.
+    """Save training states, from which ``train(resume_from="latest")`` resumes.
 
-    Every state is whole or does not exist, and the newest whole one is never removed. Weights that are not finite are
-    not saved, but end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`. In a job of several processes
-    all take part. The order of the data follows from a seed then, also when the trainer was given none.
+    States are written atomically, and the newest complete one is never removed. Non-finite weights are not saved; they
+    end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`. All processes of a job take part. The data order
+    is seeded even if the trainer has no seed.
 
-    :param save_dir: where the states go, as ``update-000000123``; other files there are left alone
-    :param save_every_n_epochs: save after every n epochs
-    :param save_every_n_steps: save after every n optimizer updates
-    :param save_every_n_minutes: save when so much time has passed since the last state
-    :param save_at_end: save when the run ends, or is stopped early
-    :param max_checkpoints: how many of the newest states to keep; ``None``: all
-    :param save_on_signal: save and end in order at SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C
-    :param asynchronous: training waits only for a copy in host memory, which is written in the background. What fails
-        there is raised at the next save or at the end of the run.
-    :param continue_on_error: report an ``OSError`` of saving, such as a full disk, and go on; by default it ends the
-        run. The states that are there stay whole in either case.
-    :param keep_best: save the states of the best epochs, and keep them besides the newest ones
+    :param save_dir: directory for states named like ``update-000000123``; other files in it are left alone
+    :param save_every_n_epochs: save every n epochs
+    :param save_every_n_steps: save every n optimizer updates
+    :param save_every_n_minutes: save when this many minutes have passed since the last state
+    :param save_at_end: save when the run ends or is stopped early
+    :param max_checkpoints: number of newest states to keep; ``None`` keeps all
+    :param save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C
+    :param asynchronous: make training wait only for a copy in host memory, which is written in the background. Errors
+        are raised at the next save or at the end of the run.
+    :param continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends
+        the run. Existing states stay intact either way.
+    :param keep_best: also save the states of the best epochs, and keep them in addition to the newest ones
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._best_before: dict[str, float] = {}
         watched = keep_best or KeepBest(metric="")
         self._watched = WatchedMetric(self, "keep_best.metric", watched.metric, watched.greater_is_better)
-        self._value = math.nan  # of the metric, in the epoch that has just ended
+        self._value = math.nan  # value of the metric in the epoch that has just ended
         self._saved: dict[str, Any] | None = None
-        self._latest = self.save_dir  # the state that was saved last
+        self._latest = self.save_dir  # path of the state saved last
         self._saved_clock = 0.0
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 request.metrics.watch(self._watched)
 
     def find_latest(self, trainer: Trainer) -> TrainingState | None:
-        """Return the newest whole state of ``save_dir``, or ``None`` when there is none."""
+        """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
         self._lock(trainer)
         try:
             path = trainer.ranks.broadcast_object(lambda: self._store.find_latest(trainer.print))
@@ -163,7 +163,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         if trainer.current_run.window.sizes is not None:
             trainer.print(
-                f"No training state is saved: the run was stopped within an accumulation window, after update "
+                f"No training state was saved: the run was stopped within an accumulation window, after update "
                 f"{trainer.progress.update}. Raise StopTrainingError in on_train_step_checkpoint to stop after one."
             )
             return
@@ -187,7 +187,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._say_how_to_resume(trainer)
 
     def _say_how_to_resume(self, trainer: Trainer) -> None:
-        """Say, of a run that has not come to its end, where it was saved last, if it was."""
+        """Print where an unfinished run was last saved, if it was."""
         if self._saved is not None:
             said = (
                 f"The run is saved in {os.fspath(self._latest)!r}, after update {self._saved['update']}. To resume it, "
@@ -198,7 +198,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def _save(self, trainer: Trainer) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.stop_reason}
-        if moment == self._saved:  # it is saved already
+        if moment == self._saved:  # already saved
             return
         trainer.check_weights()
         if self._writer is not None:
@@ -220,7 +220,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._attempt(trainer, lambda: trainer.save_training_state(path, writer=self._writer, then=rotate))
 
     def _attempt(self, trainer: Trainer, action: Callable[[], None]) -> None:
-        """Do something that may fail for want of space or rights."""
+        """Run an action that may fail for lack of disk space or permissions."""
         try:
             action()
         except OSError as error:
@@ -228,12 +228,10 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._best = self._best_before
             if not self.continue_on_error:
                 raise
-            trainer.print(
-                f"The training state could not be saved, and the run goes on. {type(error).__name__}: {error}"
-            )
+            trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
     def _look_at_metric(self, trainer: Trainer) -> bool:
-        """Note the value of the epoch that has just ended, and return whether it is among the best."""
+        """Record the value of the epoch that has just ended, and return whether it is among the best."""
         if self.keep_best is None:
             return False
         value = self._watched.new_value(trainer)
@@ -242,7 +240,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         return name in self._ranked(name)
 
     def _ranked(self, name: str) -> dict[str, float]:
-        """Return the best states, with the one of this name if the value of its epoch is among the best."""
+        """Return the best states, including the one with this name if its epoch is among the best."""
         if self.keep_best is None or math.isnan(self._value):
             return self._best
         candidates = self._best | {name: self._value}
@@ -254,7 +252,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         return {**self._watched.state_dict(), "best": dict(self._best)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        # Without keep_best the states that were kept stay; with it for the first time there are none.
+        """Load the state returned by :meth:`state_dict`."""
+        # Without keep_best, earlier best states stay; when it is used for the first time, there are none.
         if self.keep_best is None or not state["best"] or self._watched.load_state_dict(state, self):
             self._best = dict(state["best"])

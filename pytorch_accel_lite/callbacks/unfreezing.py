@@ -1,4 +1,4 @@
-"""Unfreezing a pretrained model from its head downwards while a run goes on."""
+"""Gradually unfreezing a pretrained model during a run, from its head downwards."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 
 
 class GradualUnfreezingCallback(TrainerCallback):
-    """Trains the last layer group alone at first, and unfreezes one more, from the head downwards, every n epochs.
+    """Train only the last layer group at first, and unfreeze one more, from the head downwards, every n epochs.
 
     From Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018, arXiv:1801.06146).
     Layer groups are those of :class:`~pytorch_accel_lite.finetuning.ModelFreezer`; groups without parameters do not
-    count. Frozen groups are kept in evaluation mode. In the end all are unfrozen, whatever was frozen before.
+    count. Frozen groups are kept in evaluation mode. Eventually all groups are unfrozen, including any that were frozen
+    before the run.
 
-    Parameters that the optimizer does not have yet are added to it before the scheduler is made, a parameter group for
-    each layer group, so every scheduler knows all of them; the optimizer passes over those that are frozen. A scheduler
-    that sets learning rates itself, such as ``OneCycleLR``, needs a list of them for the groups to differ.
+    Parameters missing from the optimizer are added to it before the scheduler is created, one parameter group per layer
+    group, so every scheduler sees all of them; the optimizer ignores frozen ones. A scheduler that sets learning rates
+    itself, such as ``OneCycleLR``, needs a list of rates if the groups are to differ.
 
-    :param every_n_epochs: epochs from one unfreezing to the next
-    :param lr_decay: the groups that are added have the learning rate of the group after them times this factor; those
-        which the optimizer already has keep their own
-    :param freeze_batch_norms: batch norms of frozen groups keep their weights and statistics; ``False``: they are
-        trained from the beginning
+    :param every_n_epochs: number of epochs between unfreezings
+    :param lr_decay: factor between the learning rate of an added group and that of the next group towards the head;
+        groups already in the optimizer keep theirs
+    :param freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
+        are trained from the beginning
     """
 
     def __init__(self, every_n_epochs: int = 1, lr_decay: float = 1 / 2.6, freeze_batch_norms: bool = True) -> None:
@@ -40,7 +41,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         self._is_running = False
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.train_dataloader is None or self._is_running:  # of an evaluation
+        if trainer.train_dataloader is None or self._is_running:  # an evaluation
             return
         model = trainer.get_model(keep_torch_compile=False)
         groups = [group for group in parameters_by_group(model) if group]
@@ -66,13 +67,13 @@ class GradualUnfreezingCallback(TrainerCallback):
         self._is_running = False
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        # A function of the epoch alone, so a resumed run needs no state to be where it was.
+        # Depends on the epoch alone, so a resumed run needs no state.
         wanted = 1 + (trainer.progress.epoch - 1) // self.every_n_epochs
         if self._unfreeze(trainer.get_model(keep_torch_compile=False), wanted):
             trainer.rewrap_model()
 
     def _unfreeze(self, model: nn.Module, wanted: int) -> bool:
-        """Freeze all but the last groups with parameters; return whether something else is trained than before."""
+        """Freeze all but the last groups with parameters; return whether the set of trained parameters changed."""
         before = [parameter.requires_grad for parameter in model.parameters()]
         indices = [index for index, group in enumerate(parameters_by_group(model)) if group]
         freezer = ModelFreezer(model, self.freeze_batch_norms)
@@ -87,10 +88,10 @@ class GradualUnfreezingCallback(TrainerCallback):
         head = next((owners[parameter] for parameter in groups[-1] if parameter in owners), None)
         if head is None:
             raise ValueError(
-                "GradualUnfreezingCallback trains the model's last layer group first, but the optimizer has no "
-                "parameter of it. Make the optimizer over that group or over all parameters of the model."
+                "GradualUnfreezingCallback trains the model's last layer group first, but the optimizer has none of "
+                "its parameters. Create the optimizer with that group or with all parameters of the model."
             )
-        lr = head.get("initial_lr", head["lr"])  # a scheduler of an earlier run may have changed the latter
+        lr = head.get("initial_lr", head["lr"])  # an earlier run's scheduler may have changed the latter
         for distance, group in enumerate(reversed(groups)):
             missing = [parameter for parameter in group if parameter not in owners]
             if missing:

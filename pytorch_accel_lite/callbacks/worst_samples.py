@@ -1,4 +1,4 @@
-"""Looking at the samples of an evaluation that a model gets most wrong."""
+"""Finding the samples of an evaluation with the largest losses."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class WorstSample(NamedTuple):
     """A sample with a large loss.
 
-    :param index: in the dataset; ``None`` for a stream
-    :param loss: of this sample alone
-    :param prediction: what the model makes of it: the class of a classifier, otherwise its output
-    :param target: what was wanted
-    :param dataset: the name of the dataset, when several are evaluated; else empty
+    :param index: index in the dataset; ``None`` for a stream
+    :param loss: loss of this sample alone
+    :param prediction: the predicted class for a classifier, otherwise the model's output
+    :param target: the target
+    :param dataset: name of the dataset if several are evaluated, otherwise empty
     """
 
     index: Any
@@ -41,18 +41,18 @@ class WorstSample(NamedTuple):
 
 
 class WorstSamplesCallback(TrainerCallback):
-    """Keeps the samples of the latest evaluation with the largest losses, over all processes.
+    """Keep the samples with the largest losses in the latest evaluation, over all processes.
 
     The losses stay on the device until the evaluation ends.
 
-    :param k: how many samples to keep
-    :param loss: called as ``loss(model_outputs, targets)``, returns a loss for each sample, of shape
-        ``(batch_size, ...)``, further dimensions of which are averaged. By default the trainer's loss function with
+    :param k: number of samples to keep
+    :param loss: called as ``loss(model_outputs, targets)``; returns a loss for each sample, of shape
+        ``(batch_size, ...)``, whose further dimensions are averaged. Defaults to the trainer's loss function with
         ``reduction="none"``.
-    :param transform: called as ``transform(batch, batch_output)``, returns the outputs and the targets; by default the
-        model's output (or its ``logits``) and the batch's second element (or its ``labels``)
+    :param transform: called as ``transform(batch, batch_output)``; returns the outputs and the targets. Defaults to the
+        model's output (or its ``logits``) and the batch's second element (or its ``labels``).
     :param show: print a table after each evaluation
-    :ivar samples: the worst, the largest loss first: :class:`WorstSample`. A loss that is NaN is the largest.
+    :ivar samples: list of :class:`WorstSample`, largest loss first; a NaN loss counts as the largest
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WorstSamplesCallback(TrainerCallback):
 
     def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
-        if indices == []:  # a batch that only keeps this process in step
+        if indices == []:  # a batch that only keeps ranks in step
             return
         outputs, targets = self.transform(batch, batch_output)
         with torch.no_grad():
@@ -121,7 +121,7 @@ class WorstSamplesCallback(TrainerCallback):
             trainer.print(self)
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Return the samples as text, a row each, the names of the columns first."""
+        """Return the samples as rows of text, below a row of column names."""
         rows = [("index", "loss", "prediction", "target")]
         rows += [
             (f"{s.dataset} {s.index}".strip(), f"{s.loss:.4g}", _short(s.prediction), _short(s.target))
@@ -140,18 +140,18 @@ class WorstSamplesCallback(TrainerCallback):
     def plot(
         self, dataset: Any, path: str | os.PathLike[str] | None = None, classes: list[str] | None = None
     ) -> Figure:
-        """Draw the samples, which are images, as a sheet (extra ``plot``).
+        """Draw the samples, which must be images, as a contact sheet (extra ``plot``).
 
-        :param dataset: what was evaluated, or the dict of what was; its samples are tuples that begin with an image of
+        :param dataset: the evaluated dataset, or dict of datasets, whose samples are tuples that begin with an image of
             shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
-        :param path: where to save the picture; ``None``: not saved
-        :param classes: the names of the classes
-        :raises ValueError: when there is nothing to draw, or it is no image
+        :param path: where to save the picture; ``None`` does not save it
+        :param classes: names of the classes
+        :raises ValueError: if there is nothing to draw, or a sample is not an image
         """
         from pytorch_accel_lite.plotting import plot_sheet
 
         if not self.samples or any(sample.index is None for sample in self.samples):
-            raise ValueError("There is nothing to draw: no samples with an index have been evaluated yet.")
+            raise ValueError("Nothing to draw: no samples with an index have been evaluated yet.")
 
         def name(value: Any) -> str:
             return classes[value] if classes is not None and isinstance(value, int) else _short(value)
@@ -165,21 +165,21 @@ class WorstSamplesCallback(TrainerCallback):
 
 
 def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
-    """Return the dataset of a sample; ``datasets`` itself unless several were evaluated."""
+    """Return the dataset of a sample, which is ``datasets`` itself unless several were evaluated."""
     if not sample.dataset or not isinstance(datasets, Mapping):
         return datasets
-    # An average of the weights puts its own prefix before the name.
+    # An averaged model adds its own prefix to the name.
     names = [name for name in datasets if f"_{sample.dataset}".endswith(f"_{name}")]
     if not names:
         raise ValueError(
-            f"dataset={list(datasets)} does not hold {sample.dataset!r}, of which a worst sample is. Pass the datasets "
-            "that were evaluated, by their names."
+            f"dataset={list(datasets)} lacks {sample.dataset!r}, which contains one of the worst samples. Pass the "
+            "dict of datasets that was evaluated."
         )
     return datasets[max(names, key=len)]
 
 
 def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
-    """Return a loss function that gives a value for each sample."""
+    """Return a version of the loss function that gives a value for each sample."""
     if isinstance(loss_func, nn.Module) and hasattr(loss_func, "reduction"):
         loss_func = copy.copy(loss_func)
         loss_func.reduction = "none"
@@ -187,13 +187,13 @@ def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
     if not isinstance(loss_func, nn.Module) and _takes_reduction(loss_func):
         return partial(loss_func, reduction="none")
     raise ValueError(
-        f"WorstSamplesCallback: of the loss function {loss_func!r} no loss for each sample can be had. Pass "
-        "loss=, a function of outputs and targets that returns one value per sample."
+        f"WorstSamplesCallback: cannot get per-sample losses from the loss function {loss_func!r}. Pass loss=, a "
+        "function of outputs and targets that returns one value per sample."
     )
 
 
 def _takes_reduction(loss_func: Any) -> bool:
-    """Whether a function is one like those of ``torch.nn.functional``, or a ``partial`` of one."""
+    """Whether a function takes ``reduction``, like those of ``torch.nn.functional`` or a ``partial`` of one."""
     try:
         return "reduction" in inspect.signature(loss_func).parameters
     except (TypeError, ValueError):
@@ -203,12 +203,12 @@ def _takes_reduction(loss_func: Any) -> bool:
 def _per_sample(losses: Any, size: int) -> torch.Tensor:
     if not isinstance(losses, torch.Tensor) or not losses.ndim or len(losses) != size:
         found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-        raise ValueError(f"WorstSamplesCallback: loss must return a value for each of {size} samples, not {found}.")
+        raise ValueError(f"WorstSamplesCallback: loss must return one value for each of {size} samples, not {found}.")
     return losses.detach().float().flatten(1).mean(1) if losses.ndim > 1 else losses.detach().float()
 
 
 def _predicted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the classes that a classifier chooses; of anything else the outputs."""
+    """Return a classifier's predicted classes, or any other model's outputs."""
     is_classifier = outputs.ndim == targets.ndim + 1 and not targets.is_floating_point()
     return outputs.detach().argmax(1) if is_classifier else outputs.detach()
 

@@ -1,4 +1,4 @@
-"""Saving the model before and after each decay of a warm-up, stable, decay schedule."""
+"""Saving the model before and after each decay of a warmup-stable-decay schedule."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _POST = "post_decay"
 
 
 class WSDCheckpointCallback(TrainerCallback):
-    """Saves portable checkpoints around each decay of a :class:`~pytorch_accel_lite.schedulers.WSDLrScheduler`.
+    """Save portable checkpoints around each decay of a :class:`~pytorch_accel_lite.schedulers.WSDLrScheduler`.
 
-    After n updates of the schedule: ``checkpoint_n_wsd_pre_decay.pt`` right before a decay, with the states of the
-    optimizer and the scheduler, to go on from (WSD); ``checkpoint_n_wsd_post_decay.pt`` right after it, to use, or to
-    go on from (WSD-S). A run that ends or is stopped within a decay saves its last model as the latter; one that is
-    only paused does not.
+    After n updates of the schedule, ``checkpoint_n_wsd_pre_decay.pt`` is saved just before a decay, with the states of
+    the optimizer and the scheduler, as a starting point for further training (WSD), and
+    ``checkpoint_n_wsd_post_decay.pt`` just after it, for use or further training (WSD-S). A run that ends or is stopped
+    within a decay saves its last model as a post-decay checkpoint; a paused run does not.
 
-    :param save_dir: where the checkpoints go
-    :param save_optimizer: include the optimizer's state in the checkpoints after a decay
-    :param save_scheduler: include the scheduler's state in the checkpoints after a decay
-    :param initial_checkpoint: a checkpoint to begin with: its weights, its optimizer's state and its base learning
-        rates, if it holds them; the schedule and all counts begin at 0. A run that resumes from a training state does
-        not load it.
-    :raises ValueError: at the start of a run without a ``WSDLrScheduler``, or that would write over
+    :param save_dir: directory for the checkpoints
+    :param save_optimizer: include the optimizer's state in post-decay checkpoints
+    :param save_scheduler: include the scheduler's state in post-decay checkpoints
+    :param initial_checkpoint: checkpoint to start from: its weights and, if present, its optimizer state and base
+        learning rates; the schedule and all counts start at 0. A run that resumes from a training state does not load
+        it.
+    :raises ValueError: at the start of a run without a ``WSDLrScheduler``, or of one that would overwrite
         ``initial_checkpoint``
     """
 
@@ -44,7 +44,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.save_optimizer = save_optimizer
         self.save_scheduler = save_scheduler
         self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
-        self._kinds: set[tuple[int, str]] = set()  # the counts of updates at which something is saved
+        self._kinds: set[tuple[int, str]] = set()  # when to save, in updates, and which kind of checkpoint
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not hasattr(trainer.scheduler, "get_decay_info"):
@@ -57,22 +57,22 @@ class WSDCheckpointCallback(TrainerCallback):
         self._kinds |= {(period["period_end"], _POST) for period in periods}
         if self.initial_checkpoint is not None and not trainer.progress.update:
             self._load(trainer, self.initial_checkpoint)
-        self._save_due(trainer)  # what a run was killed before saving, when it resumes from a state of this moment
+        self._save_due(trainer)  # a run may have been killed between saving its training state and this checkpoint
 
     def _load(self, trainer: Trainer, path: Path) -> None:
         if path.is_dir():
             raise ValueError(
-                f"initial_checkpoint={str(path)!r} is a directory. Give a file that WSDCheckpointCallback wrote; to "
-                "go on from a training state, pass it to train(resume_from=...)."
+                f"initial_checkpoint={str(path)!r} is a directory. Pass a file written by WSDCheckpointCallback; to "
+                "resume from a training state, use train(resume_from=...)."
             )
         if path.resolve() in {self._path(*kind).resolve() for kind in self._kinds}:
             raise ValueError(
-                f"initial_checkpoint={str(path)!r} would be written over by this run. Choose another save_dir than "
+                f"initial_checkpoint={str(path)!r} would be overwritten by this run. Choose a save_dir other than "
                 f"{str(self.save_dir)!r}."
             )
         checkpoint = trainer.load_checkpoint(path, load_scheduler=False)
         trainer.scheduler.continue_from(checkpoint.get("scheduler_state_dict"))
-        trainer.print(f"Beginning with the weights of {os.fspath(path)!r}")
+        trainer.print(f"Starting from the weights in {os.fspath(path)!r}")
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._save_due(trainer)
@@ -88,7 +88,7 @@ class WSDCheckpointCallback(TrainerCallback):
             self._save_last(trainer)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.current_run.interruption is None:  # a run that is paused goes on
+        if trainer.current_run.interruption is None:  # a paused run will be resumed
             self._save_last(trainer)
 
     def _save_last(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Writing, verifying, finding and loading: portable checkpoints of weights, and training states."""
+"""Writing, verifying, finding and loading portable checkpoints of weights and training states."""
 
 from pytorch_accel_lite.checkpoint.files import read_checkpoint, write_checkpoint
 from pytorch_accel_lite.checkpoint.training_state import DamagedStateError, verify_state

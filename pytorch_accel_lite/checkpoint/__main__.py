@@ -1,4 +1,4 @@
-"""Look at training states: ``python -m pytorch_accel_lite.checkpoint inspect|verify DIRECTORY``."""
+"""Inspect or verify a training state: ``python -m pytorch_accel_lite.checkpoint inspect|verify DIRECTORY``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytorch_accel_lite.utils import format_metric
 
 
 def inspect(directory: Path) -> None:
-    """Print what a state holds."""
+    """Print the contents of a training state."""
     manifest = verify_state(directory)
     progress = manifest["progress"]
     saved = datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
@@ -45,7 +45,7 @@ def inspect(directory: Path) -> None:
 
 
 def main() -> int:
-    """Run the command line; the exit code is 1 when the state is not whole."""
+    """Run the command line; the exit code is 1 if the state is not intact."""
     parser = argparse.ArgumentParser(prog="python -m pytorch_accel_lite.checkpoint", description=__doc__)
     parser.add_argument("command", choices=["inspect", "verify"])
     parser.add_argument("directory", type=Path)
@@ -55,7 +55,7 @@ def main() -> int:
             inspect(arguments.directory)
         else:
             verify_state(arguments.directory)
-            print(f"{arguments.directory} is whole")
+            print(f"{arguments.directory} is intact")
     except (DamagedStateError, FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

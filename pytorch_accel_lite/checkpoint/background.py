@@ -1,4 +1,4 @@
-"""Writing while training goes on."""
+"""Writing in the background while training continues."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pytorch_accel_lite.distributed import Ranks
 
 
 class BackgroundWriter:
-    """Writes in a thread of its own. Making one is a collective: all ranks do it.
+    """Writes in a separate thread. Creating one is a collective operation: all ranks must do it.
 
-    The writers of a process write one after another, in the order in which they were started: it is the same on all
-    ranks, so that they can share one group for what they communicate.
+    The writers of a process run one after another, in the order in which they were started. This order is the same on
+    all ranks, so they can share one process group.
 
-    :ivar ranks: for the thread alone, beside the training's
+    :ivar ranks: the processes, with a group that is used only by background threads
     """
 
-    _newest: ClassVar[threading.Thread | None] = None  # of all writers
+    _newest: ClassVar[threading.Thread | None] = None  # over all writers
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.ranks = Ranks(accelerator, "background writing")
@@ -28,12 +28,12 @@ class BackgroundWriter:
         self._failure: Exception | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Begin something, once what was begun before is complete.
+        """Start a job once the previous one is complete.
 
-        :raises Exception: what that failed with
+        :raises Exception: the error of the previous job, if it failed
         """
         self.wait()
-        # A daemon: a process that fails does not wait for peers that do not come.
+        # A daemon, so that a failing process does not wait for its peers.
         before = BackgroundWriter._newest
         self._thread = threading.Thread(target=self._run, args=(job, before), daemon=True, name="training-state-writer")
         BackgroundWriter._newest = self._thread
@@ -48,9 +48,9 @@ class BackgroundWriter:
             self._failure = error
 
     def wait(self) -> None:
-        """Wait for what was begun.
+        """Wait for the current job.
 
-        :raises Exception: what it failed with
+        :raises Exception: the error of the job, if it failed
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""The states of what is trained beside the model: of the loss function, and of the trainer's attributes."""
+"""The states of what is trained besides the model: the loss function and the trainer's attributes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def loss_state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return what a loss function has learned, by name: its parameters that are trained, and its buffers.
+    """Return what the loss function has learned, by name: its trained parameters and its buffers.
 
-    Not the model's, nor what torch's own losses were given and never change: the weights of classes.
+    Excludes those of the model, and the constant buffers of torch's own losses, such as class weights.
     """
     return {name: value.detach() for name, value in _learned_by_loss(trainer).items()}
 
 
 def buffers_beside_model(trainer: Trainer) -> list[torch.Tensor]:
-    """Return the buffers, running statistics say, of the loss function and of the attributes that are trained."""
+    """Return the buffers (running statistics, for example) of the loss function and of trained attributes."""
     of_loss = [value for value in _learned_by_loss(trainer).values() if not isinstance(value, nn.Parameter)]
     modules = [owner for owner in attributes.trained(trainer).values() if isinstance(owner, nn.Module)]
     return [*of_loss, *(buffer for module in modules for buffer in module.buffers())]
@@ -52,7 +52,7 @@ def _learned_by_loss(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def load_loss_state(trainer: Trainer, state: Mapping[str, Any], source: StrPath) -> None:
-    """Restore what :func:`loss_state` returned; of another loss function, with a warning, what fits."""
+    """Restore the result of :func:`loss_state`; for a different loss function, restore what fits and warn."""
     loss_func = trainer.loss_func
     own = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
     fitting = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
@@ -61,17 +61,18 @@ def load_loss_state(trainer: Trainer, state: Mapping[str, Any], source: StrPath)
     others = sorted(state.keys() - fitting.keys())
     if others and loss_func is not None:
         warnings.warn(
-            f"{os.fspath(source)!r} holds what another loss function had learned ({', '.join(others)}), for which the "
-            "trainer's has no place. It is left out.",
+            f"{os.fspath(source)!r} holds the state of a different loss function ({', '.join(others)}), which the "
+            "trainer's loss function does not have. It is ignored.",
             stacklevel=3,
         )
 
 
 def attribute_states(trainer: Trainer, keep: bool, optimizers: bool = True, schedulers: bool = True) -> dict[str, Any]:
-    """Return the states of the attributes that are saved with a trainer, by name. A collective where they are sharded.
+    """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
 
     :param keep: ``False`` on processes that will not write them
-    :param optimizers: include those of optimizers, and ``schedulers`` those of schedulers
+    :param optimizers: whether to include optimizers
+    :param schedulers: whether to include schedulers
     """
     states: dict[str, Any] = {}
     for name, owner in attributes.trained(trainer).items():
@@ -85,7 +86,7 @@ def attribute_states(trainer: Trainer, keep: bool, optimizers: bool = True, sche
 def load_attribute_state(owner: Any, name: str, state: Mapping[str, Any], source: StrPath, strict: bool = True) -> None:
     """Restore the state of an attribute.
 
-    :raises ValueError: when it does not fit; names the attribute
+    :raises ValueError: if it does not fit; names the attribute
     """
     try:
         if isinstance(owner, nn.Module):
@@ -96,15 +97,15 @@ def load_attribute_state(owner: Any, name: str, state: Mapping[str, Any], source
             owner.load_state_dict(state)
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"{name} of the trainer does not fit: {error} Create it as it was when it was saved, or set "
-            "saves_attributes = False in your Trainer, so that its attributes are neither saved nor restored."
+            f"{name} of the trainer does not fit its saved state: {error} Create it as it was when it was saved, or "
+            "set saves_attributes = False in your Trainer to neither save nor restore its attributes."
         ) from error
 
 
 def load_attribute_states(trainer: Trainer, states: Mapping[str, Any], source: StrPath, is_final: bool) -> None:
     """Restore the attributes that a training state holds.
 
-    :param is_final: warn of those that it does not hold, and of those it holds that are gone: no others will be made
+    :param is_final: whether to warn of mismatches between attributes and states, as no more attributes will be created
     """
     if not trainer.saves_attributes:
         return
@@ -114,11 +115,13 @@ def load_attribute_states(trainer: Trainer, states: Mapping[str, Any], source: S
     for name in owners.keys() - states.keys() if is_final else ():
         warnings.warn(f"The training state holds nothing for the trainer's attribute {name!r}.", stacklevel=3)
     for name in states.keys() - owners.keys() if is_final else ():
-        warnings.warn(f"The training state holds the state of an attribute {name!r} that is gone.", stacklevel=3)
+        warnings.warn(
+            f"The training state holds the state of attribute {name!r}, which no longer exists.", stacklevel=3
+        )
 
 
 def describe_attributes(trainer: Trainer) -> str:
-    """Return a sentence about which attributes training states hold; empty when there are none to speak of."""
+    """Return a description of the attributes that training states hold; empty if there are none."""
     if not trainer.saves_attributes:
         return ""
     held = ", ".join(attributes.trained(trainer))
@@ -126,7 +129,7 @@ def describe_attributes(trainer: Trainer) -> str:
     parts = [f"Training states include these attributes of the trainer: {held}."] if held else []
     if left_out:
         parts.append(
-            f"{'They' if held else 'Training states'} leave out what no optimizer trains: {left_out}. If that changes "
-            "during the run, include it with register_for_checkpointing()."
+            f"{'They' if held else 'Training states'} do not include what no optimizer trains: {left_out}. If that "
+            "changes during the run, include it with register_for_checkpointing()."
         )
     return " ".join(parts)

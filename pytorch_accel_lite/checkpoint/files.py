@@ -1,4 +1,4 @@
-"""Writing files so that they are on the disk when the call returns, and reading them without running code."""
+"""Writing files durably before the call returns, and reading them without running code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 StrPath = str | os.PathLike[str]
-# What a number of numpy is rebuilt by, which torch does not allow by itself; that needs no code of a file's.
+# Needed to load numpy numbers, and not allowed by torch by default; they run no code from a file.
 _NUMPY_NUMBERS: list[Any] = [
     np.dtype,
     (np.float64().__reduce__()[0], "numpy.core.multiarray.scalar"),  # as numpy 1 wrote it
@@ -26,7 +26,7 @@ _NUMPY_NUMBERS: list[Any] = [
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, survive a loss of power."""
+    """Flush a file, or the entries of a directory, to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,7 +36,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Give a path whose file takes the place of another when the block ends, and is removed when it fails."""
+    """Yield a temporary path that replaces ``target`` when the block succeeds, and is removed when it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -48,7 +48,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content as a hexadecimal string."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -57,10 +57,10 @@ def checksum(path: Path) -> str:
 
 
 def storable(value: Any, path: str) -> Any:
-    """Return a value in the types that ``torch.load(weights_only=True)`` rebuilds; numpy's numbers become Python's.
+    """Convert a value to types that ``torch.load(weights_only=True)`` can load; numpy numbers become Python numbers.
 
-    :param path: what to call the value in the error
-    :raises TypeError: when it, or something in it, has no such type; names the path to it
+    :param path: name of the value in the error
+    :raises TypeError: if the value, or one nested in it, cannot be converted; names the path to it
     """
     if isinstance(value, (torch.Tensor, str, bytes)) or value is None or type(value) in (bool, int, float, complex):
         return value
@@ -78,16 +78,16 @@ def storable(value: Any, path: str) -> Any:
 
 
 def write_plain(value: Any, path: Path) -> None:
-    """Write what :func:`load_plain` loads."""
+    """Write a value to be loaded with :func:`load_plain`."""
     with open(path, "wb") as file:
         torch.save(value, file)
     sync(path)
 
 
 def load_plain(path: Path) -> Any:
-    """Load what ``torch.save`` wrote, onto the CPU, without running code from the file.
+    """Load a file written by ``torch.save`` onto the CPU, without running code from the file.
 
-    :raises ValueError: when it cannot be loaded so
+    :raises ValueError: if it cannot be loaded this way
     """
     try:
         with torch.serialization.safe_globals(_NUMPY_NUMBERS):
@@ -95,12 +95,12 @@ def load_plain(path: Path) -> Any:
     except Exception as error:  # a damaged file makes torch raise almost anything
         raise ValueError(
             f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
-            f"objects that only code could rebuild ({type(error).__name__})."
+            f"objects that cannot be rebuilt without running code ({type(error).__name__})."
         ) from error
 
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors that are tied under one name each, and the other names with the one that was kept."""
+    """Return tensors with tied ones under a single name, and a dict from their other names to that name."""
     kept: dict[Any, str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -112,10 +112,10 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, tied: Mapping[str, str] | None = None) -> None:
-    """Write tensors as safetensors. The format has no tied ones: each name gets its own copy.
+    """Write tensors as safetensors. The format has no tied tensors: each name gets its own copy.
 
-    :param tied: further names for some of them, kept in the file's metadata
-    :raises OSError: when they cannot be written
+    :param tied: further names of some tensors, stored in the metadata of the file
+    :raises OSError: if the file cannot be written
     """
     separate: dict[str, torch.Tensor] = {}
     storages = set()
@@ -129,15 +129,15 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, tied: Mapping
         safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(tied or {}))
     except safetensors.SafetensorError as error:
         raise OSError(f"The file {os.fspath(path)!r} cannot be written. {error}") from error
-    path.chmod(mode)  # safetensors makes files that only their owner can read
+    path.chmod(mode)  # safetensors creates files that only their owner can read
     sync(path)
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
-    """Write a checkpoint so that ``path`` holds the old or the new one whole, whenever the process is killed.
+    """Write a checkpoint atomically: even if the process is killed, ``path`` holds either the old or the new one.
 
-    :raises TypeError: when an entry could not be loaded again without running code; names the path to it
-    :raises OSError: when it cannot be written; the previous file is left as it was
+    :raises TypeError: if an entry could not be loaded again without running code; names the path to it
+    :raises OSError: if it cannot be written; the previous file is left unchanged
     """
     content = storable(checkpoint, "checkpoint")
     with replacing(Path(path)) as temporary:
@@ -147,12 +147,12 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
 def read_checkpoint(path: StrPath) -> dict[str, Any]:
     """Read a checkpoint onto the CPU, without running code from it.
 
-    :raises FileNotFoundError: when there is none
-    :raises ValueError: when the file is damaged, is no checkpoint, or holds objects that only code can rebuild
+    :raises FileNotFoundError: if the file does not exist
+    :raises ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no checkpoint at {os.fspath(path)!r}.")
     checkpoint = load_plain(Path(path))
     if not isinstance(checkpoint, dict) or "model_state_dict" not in checkpoint:
-        raise ValueError(f"The file {os.fspath(path)!r} is no checkpoint: it has no 'model_state_dict'.")
+        raise ValueError(f"The file {os.fspath(path)!r} is not a checkpoint: it has no 'model_state_dict'.")
     return checkpoint

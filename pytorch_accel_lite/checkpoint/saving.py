@@ -1,4 +1,4 @@
-"""What a trainer saves and loads: portable checkpoints, weights for others, training states."""
+"""The trainer's methods for saving and loading checkpoints, weights and training states."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def save_checkpoint(
     save_scheduler: bool = True,
     save_per_node: bool = True,
 ) -> None:
-    """Save the weights as one portable file, written whole or not at all. To be called on every process.
+    """Save the weights as one portable file, written atomically. Call it on every process.
 
-    With them what the loss function has learned, and the trainer's attributes that are trained, heads and critics say
-    (not with ``saves_attributes = False`` in the trainer's class).
+    The file includes what the loss function has learned, and the trainer's attributes that are trained, such as heads
+    and critics (unless ``saves_attributes = False`` in the trainer's class).
 
-    :param save_path: usually ends in ``.pt``; missing folders are made
+    :param save_path: path of the file, usually ending in ``.pt``; missing folders are created
     :param checkpoint_kwargs: further entries of the file
-    :param save_optimizer: include the optimizer's state, and those of optimizers that are attributes
-    :param save_scheduler: include the scheduler's state, if there is a scheduler; so those that are attributes
-    :param save_per_node: save once on every machine; ``False``: once in the whole job
+    :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
+    :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
+    :param save_per_node: whether to save once on every machine, instead of once in the job
     """
     with attributes.evaluating_optimizers(self):
         here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
@@ -62,7 +62,7 @@ def save_checkpoint(
         if held := attribute_states(self, here, save_optimizer, save_scheduler):
             checkpoint["attribute_state_dicts"] = held
         checkpoint.update(checkpoint_kwargs or {})
-        self.ranks.barrier()  # where others may still read the file that is replaced
+        self.ranks.barrier()  # others may still be reading the file that is replaced
         self.ranks.run_together(lambda: write_checkpoint(checkpoint, save_path) if here else None)
 
 
@@ -76,13 +76,14 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load weights saved by :meth:`save_checkpoint`, without running code from the file.
 
-    Those of the loss function and of the trainer's attributes too, where the file holds them and the trainer has them.
+    Also loads those of the loss function and of the trainer's attributes, if both the file and the trainer have them.
 
-    :param load_optimizer: load the optimizer's state too, if it was saved
-    :param load_scheduler: load the scheduler's state too, if it was saved and there is a scheduler
-    :param strict: ``False`` to load the weights that fit, and to warn of the others
-    :return: the whole content of the file
-    :raises ValueError: when it does not fit the model; lists missing and unexpected keys
+    :param checkpoint_path: path of the file
+    :param load_optimizer: whether to load the state of the optimizer, if it was saved
+    :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
+    :param strict: ``False`` to load only the weights that fit, and warn of the others
+    :return: the full content of the file
+    :raises ValueError: if it does not fit the model; lists missing and unexpected keys
     """
     self.ranks.barrier()
     checkpoint = read_checkpoint(checkpoint_path)
@@ -96,7 +97,7 @@ def load_checkpoint(
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
             load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
-            self.current_run.rates_left = []  # rates that differ from those were loaded, not set by hand
+            self.current_run.rates_left = []  # the rates were loaded, not set by hand
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
@@ -111,11 +112,11 @@ def load_checkpoint(
 
 @timed_as_saving
 def save_model(self: Trainer, path: StrPath) -> None:
-    """Save the weights only, as safetensors, whole or not at all, once in the job. For use by others.
+    """Save only the weights, as safetensors, for use in other programs. Written atomically, once in the job.
 
-    To be called on every process.
+    Call it on every process.
 
-    :param path: usually ends in ``.safetensors``; missing folders are made
+    :param path: path of the file, usually ending in ``.safetensors``; missing folders are created
     """
     with attributes.evaluating_optimizers(self):
         weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
@@ -128,11 +129,11 @@ def save_model(self: Trainer, path: StrPath) -> None:
 
 
 def check_weights(self: Trainer) -> None:
-    """Check that what is trained is finite, and no buffer NaN, before it replaces what was saved. Reads the device.
+    """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
 
-    To be called on every process.
+    Call it on every process.
 
-    :raises NonFiniteLossError: on all processes, when a weight is infinite or NaN on one
+    :raises NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
     """
 
     def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -145,7 +146,7 @@ def check_weights(self: Trainer) -> None:
     if self.ranks.max([float(not finite)])[0]:
         raise NonFiniteLossError(
             f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "
-            "learning rate, clip the gradients, or go on from an earlier state with SkipFailedBatchesCallback or "
+            "learning rate, clip the gradients, or resume from an earlier state with SkipFailedBatchesCallback or "
             "GradientSpikeCallback."
         )
 
@@ -153,8 +154,8 @@ def check_weights(self: Trainer) -> None:
 def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
     """Include one of your own objects in every training state.
 
-    :param name: what it is called there; the same in the run that resumes
-    :param obj: has ``state_dict()``, the same on every process, and ``load_state_dict(state)``
+    :param name: name of the object, which must be the same in the run that resumes
+    :param obj: an object with ``state_dict()``, the same on every process, and ``load_state_dict(state)``
     """
     if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
         raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
@@ -172,17 +173,17 @@ def save_training_state(
     writer: BackgroundWriter | None = None,
     then: Callable[[], None] | None = None,
 ) -> None:
-    """Save all that the run needs to go on, as a directory that is whole or does not exist.
+    """Save everything needed to resume the run, as a directory that is either complete or does not exist.
 
-    To be called on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``,
-    or after a run.
+    Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after a
+    run.
 
-    :param output_dir: the state's name; a state of this name is replaced when the new one is whole
+    :param output_dir: directory of the state; an existing state is replaced once the new one is complete
     :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
-    :param writer: copy the state to host memory and let this write it while training goes on
-    :param then: called on every process when the state is whole
-    :raises TypeError: when a value cannot be stored without pickle; names the path to it
-    :raises OSError: when it cannot be written
+    :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
+    :param then: called on every process once the state is complete
+    :raises TypeError: if a value cannot be stored without pickle; names the path to it
+    :raises OSError: if the state cannot be written
     :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
     """
     if self.current_run.window.sizes is not None:
@@ -192,12 +193,12 @@ def save_training_state(
         )
     if self.progress.is_mid_epoch and self.current_run.data_seed is None:
         raise RuntimeError(
-            "The order of this epoch does not follow from a seed, so a run could not go on in its middle. Give the "
-            "trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
+            "The order of this epoch does not follow from a seed, so a run could not resume in the middle of it. Give "
+            "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
         )
     check_states_are_possible(self.accelerator)
     if writer is not None:
-        writer.wait()  # before what it holds in memory is held twice
+        writer.wait()  # avoids holding two copies in memory
     snapshot = capture(self, dict(checkpoint_kwargs or {}))
     ranks = self.ranks if writer is None else writer.ranks
 
@@ -214,14 +215,15 @@ def save_training_state(
 
 
 def load_training_state(self: Trainer, input_dir: StrPath) -> dict[str, Any]:
-    """Load a training state into the trainer; to resume a run, which calls this too, see ``train(resume_from=)``.
+    """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
 
-    :return: the state's metadata, ``current_epoch``, and what was given as ``checkpoint_kwargs``
-    :raises DamagedStateError: when the state is not whole; names the file
-    :raises ValueError: when it does not fit the model or the optimizer
+    :param input_dir: directory of the state
+    :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
+    :raises DamagedStateError: if the state is damaged; names the file
+    :raises ValueError: if it does not fit the model or the optimizer
     """
     resumed = self.current_run.resumed
-    if resumed is not None and resumed.directory == Path(input_dir):  # the run has read it, and finishes it later
+    if resumed is not None and resumed.directory == Path(input_dir):  # read, and finished later, by the run
         state = resumed
         restore(self, state, with_scheduler=not self.current_run.recreates_schedule)
     else:

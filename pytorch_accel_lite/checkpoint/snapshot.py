@@ -1,4 +1,4 @@
-"""What a training state holds of a trainer, and how it is restored."""
+"""Capturing the state of a trainer for a training state, and restoring it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:
-    """Raise an error for engines whose weights and optimizer we cannot gather and verify."""
+    """Raise an error for engines whose weights and optimizer states cannot be gathered and verified."""
     kind = accelerator.distributed_type
     if kind not in _PLAIN and not accelerator.is_fsdp2:
         raise ValueError(
-            f"Training states are not possible with {kind.value}: its weights and optimizer cannot be gathered here. "
-            "Use FSDP with fsdp_version=2, or save with accelerator.save_state() in a callback of yours."
+            f"Training states are not supported with {kind.value}: its weights and optimizer state cannot be gathered "
+            "here. Use FSDP with fsdp_version=2, or call accelerator.save_state() in your own callback."
         )
 
 
 def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
-    """Return what this rank is to write of a trainer; nothing is copied yet. To be called on every process.
+    """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
-    :raises TypeError: when a value cannot be stored without pickle; names the path to it
+    :raises TypeError: if a value cannot be stored without pickle; names the path to it
     """
     is_first = trainer.accelerator.is_main_process
     shared = _collect_shared(trainer, is_first) | {"extra": extra}
@@ -61,13 +61,13 @@ def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
 
 
 def _fits_safetensors(value: Any) -> bool:
-    """Whether the format has a place for an entry of a model's state: not for what ``get_extra_state()`` gave."""
+    """Whether safetensors supports an entry of a model's state, unlike, for example, that of ``get_extra_state()``."""
     is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
     return is_plain and value.dtype != torch.complex128
 
 
 def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
-    """Return what is the same on all ranks, besides the weights."""
+    """Return the state shared by all ranks, without the weights."""
     callbacks = _named(trainer.callback_handler, "state_dict")
     return {
         **{
@@ -87,12 +87,12 @@ def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
 
 
 def _stepped(trainer: Trainer) -> dict[str, Any]:
-    """Return what is stepped by updates, ``None`` for what the trainer has not."""
+    """Return the objects that updates step, with ``None`` for those that the trainer does not have."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
 def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
-    """Return the callbacks with a method, under names that tell two of a kind apart: ``Class``, ``Class#2`` ..."""
+    """Return the callbacks that have a method, under unique names: ``Class``, ``Class#2`` ..."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
@@ -104,7 +104,7 @@ def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
 
 
 def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return what a state's manifest says of its run, in types of JSON."""
+    """Return the facts about the run for the manifest of a state, in JSON types."""
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     return {
         "saved_at": time.time(),
@@ -119,9 +119,9 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
 
 
 def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None) -> TrainingState | None:
-    """Find, verify and read the state to resume from: for ``"latest"`` in sources, see ``RunRequest.state_sources``.
+    """Find, verify and read the state to resume from; ``None`` means a fresh start.
 
-    ``None`` stands for a fresh start.
+    :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
     if resume_from is None:
         return None
@@ -129,8 +129,8 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None
         state = read_state(Path(resume_from), trainer.ranks)
     elif not sources:
         raise ValueError(
-            "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir says where to look. Add one to "
-            "the trainer's callbacks, or give the directory of a state."
+            "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir is searched. Add one to the "
+            "trainer's callbacks, or pass the directory of a state."
         )
     else:
         found = [state for source in sources if (state := source.find_latest(trainer)) is not None]
@@ -145,7 +145,7 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None
 
 
 def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True) -> None:
-    """Restore the weights, the optimizer, the counts, the history, and the scheduler if it is asked for."""
+    """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
     shared = state.shared
     model = trainer.get_model(keep_torch_compile=False)
     weights = fit_model_state(model, read_weights(state), state.directory)
@@ -174,10 +174,10 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
 
 
 def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
-    """Restore, last before training goes on, the callbacks, the running losses and the generators of this rank.
+    """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
 
-    And the attributes once more: those that the starting events have made, or moved to the device.
-    With another number of processes, generators are seeded again, and rank 0 has the sums of all ranks' losses.
+    Also restores the attributes again, as the starting events may have created some or moved them to the device. With
+    a different number of processes, generators are reseeded, and rank 0 gets the summed losses of all ranks.
     """
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
@@ -196,11 +196,11 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
 
 
 def _restore_each(kind: str, owners: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Restore those of a kind that have a state; warn of those that have none, and of states whose owner is gone."""
+    """Restore all owners of a kind that have a state; warn of owners without a state and states without an owner."""
     for name, owner in owners.items():
         if name in states:
             owner.load_state_dict(states[name])
         else:
             warnings.warn(f"The training state holds nothing for the {kind} {name!r}.", stacklevel=3)
     for name in states.keys() - owners.keys():
-        warnings.warn(f"The training state holds the state of a {kind} {name!r} that is gone.", stacklevel=3)
+        warnings.warn(f"The training state holds the state of {kind} {name!r}, which no longer exists.", stacklevel=3)

@@ -1,4 +1,4 @@
-"""A directory of training states: naming, finding the newest whole one, rotation, and the lock."""
+"""A directory of training states: names, finding the newest intact one, rotation and locking."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
 
 
 class StateStore:
-    """The states of a run in one directory, which is made when it is locked. Other files in it are left alone."""
+    """The states of a run in one directory, which locking creates. Other files in it are left alone."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._lock: Any = None
 
     def path_for(self, update: int) -> Path:
-        """Return where the state after an update is; names sort in the order of updates."""
+        """Return the path of the state after an update; paths sort in the order of updates."""
         return self.directory / f"update-{update:09d}"
 
     def lock(self) -> None:
-        """Claim the directory for this process, until :meth:`unlock` or its end, and remove what killed runs left.
+        """Lock the directory until :meth:`unlock` or the end of the process, and remove remains of killed runs.
 
-        :raises RuntimeError: when a run that is alive has claimed it
-        :raises OSError: when the directory cannot be written
+        :raises RuntimeError: if another live run has locked it
+        :raises OSError: if the directory cannot be written
         """
         if self._lock is not None:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         file = open(self.directory / ".lock", "a+")  # noqa: SIM115
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: forked workers do not hold it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked workers
         except OSError:
             file.seek(0)
             owner = file.read().strip() or "unknown"
@@ -52,11 +52,11 @@ class StateStore:
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
-        weakref.finalize(self, file.close)  # where a run fails before it begins, nobody unlocks
+        weakref.finalize(self, file.close)  # a run that fails before it begins never unlocks
         self._tidy()
 
     def unlock(self) -> None:
-        """Let others have the directory."""
+        """Unlock the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -68,15 +68,15 @@ class StateStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _states(self) -> list[Path]:
-        """Return all states, the newest first."""
+        """Return all states, newest first."""
         found = [path for path in self.directory.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: (_saved_at(path), path.name), reverse=True)
 
     def find_latest(self, report: Callable[[str], object]) -> Path | None:
-        """Return the newest whole state, ``None`` when there is no state at all.
+        """Return the newest intact state, or ``None`` if there is no state at all.
 
-        :param report: told of each damaged state that is passed over
-        :raises DamagedStateError: when there are states and none of them is whole
+        :param report: called with a message for each damaged state that is skipped
+        :raises DamagedStateError: if there are states, but all are damaged
         """
         problems = []
         for path in self._states():
@@ -85,22 +85,22 @@ class StateStore:
                 return path
             except DamagedStateError as error:
                 problems.append(str(error))
-                report(f"Passing over a damaged training state. {error}")
+                report(f"Skipping a damaged training state. {error}")
         if problems:
             raise DamagedStateError(
-                f"There are training states in {os.fspath(self.directory)!r}, but none is whole: {' '.join(problems)} "
-                "Remove them to start afresh."
+                f"All training states in {os.fspath(self.directory)!r} are damaged: {' '.join(problems)} Remove them "
+                "to start afresh."
             )
         return None
 
     def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest ``keep`` states (``None``: all), and never one whose name is protected."""
+        """Remove all but the newest ``keep`` states, sparing those with protected names; ``None`` keeps all."""
         if keep is None:
             return
         for path in self._states()[keep:]:
             if path.name not in protected:
                 removed = path.with_name(f".{path.name}.removed")
-                path.rename(removed)  # at once no state any more, however long the removal takes
+                path.rename(removed)  # stops being a state at once, however long removal takes
                 shutil.rmtree(removed, ignore_errors=True)
 
 

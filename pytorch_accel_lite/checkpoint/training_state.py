@@ -1,7 +1,7 @@
-"""A training state: a directory that holds all that a run needs to go on, and is whole or does not exist.
+"""A training state: a directory with everything needed to resume a run, which is either complete or does not exist.
 
-It is written under a temporary name; every file is synced; a manifest with the sizes and checksums of all files comes
-last; then the directory gets its name. Reading verifies all of it first and runs no code from it.
+It is written under a temporary name, and every file is synced. A manifest with the sizes and checksums of all files is
+written last, and then the directory is renamed. Reading verifies everything first and runs no code from it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
 RANK = "rank{:05d}.pt"
 _OF_ACCELERATE = (
-    "{!r} is a training state of Accelerate, as pytorch-accelerated writes them: whole perhaps, but without what a run "
-    "needs to be resumed here. Begin a new run with its weights, for example with "
-    "model.load_state_dict(safetensors.torch.load_file('model.safetensors')); or load it there, and save it with "
+    "{!r} is a training state of Accelerate, as written by pytorch-accelerated, which lacks what is needed to resume a "
+    "run here. Start a new run from its weights, for example with "
+    "model.load_state_dict(safetensors.torch.load_file('model.safetensors')); or load it there and save it with "
     "save_checkpoint(), whose files load_checkpoint() reads here."
 )
 
 
 class DamagedStateError(ValueError):
-    """A training state is not whole. The message names the file."""
+    """A training state is damaged. The message names the file."""
 
 
 @dataclass
 class TrainingState:
-    """What a training state holds besides the weights.
+    """The contents of a training state, except the weights.
 
-    :param metadata: the manifest's facts about the run: progress, processes, versions ...
-    :param shared: what is the same on all ranks: optimizer, scheduler, history, callbacks ...
-    :param own: what is this rank's own: its generators and its part of running losses; ``None`` when the state was
-        saved by another number of processes
+    :param metadata: facts about the run from the manifest: progress, processes, versions ...
+    :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
+    :param own: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
+        by a different number of processes
     """
 
     directory: Path
@@ -58,10 +58,10 @@ class TrainingState:
 
 @dataclass
 class Snapshot:
-    """What this rank writes into a training state: on ranks other than the first, its ``own`` alone.
+    """The contents that this rank writes to a training state; only ``own`` on ranks other than the first.
 
-    :param weights: the model's tensors by name, tied ones once
-    :param tied: the other names of tied weights, with the names under which they are kept
+    :param weights: tensors of the model by name, tied ones once
+    :param tied: the other names of tied weights, mapped to the names under which they are kept
     """
 
     weights: dict[str, torch.Tensor]
@@ -71,17 +71,17 @@ class Snapshot:
     metadata: dict[str, Any]
 
     def to_host(self) -> Snapshot:
-        """Return a copy in host memory, that later updates do not change."""
+        """Return a copy in host memory that later updates do not change."""
         copies = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), vars(self))
         return Snapshot(**copies)
 
 
 def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:
-    """Write a training state; all ranks take part, and all raise when one fails.
+    """Write a training state. All ranks take part, and all raise an error if one fails.
 
-    A state that is already under this name is replaced once the new one is whole.
+    An existing state of this name is replaced once the new one is complete.
 
-    :raises OSError: when it cannot be written; what was there before is left as it was
+    :raises OSError: if it cannot be written; an existing state is left unchanged
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     try:
@@ -101,7 +101,7 @@ def _make_empty(temporary: Path) -> None:
 
 
 def _write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    """Write what is this rank's to write, and return what the manifest says of it."""
+    """Write this rank's files and return their entries in the manifest."""
     names = [RANK.format(rank)]
     write_plain(snapshot.own, temporary / names[0])
     if rank == 0:
@@ -132,12 +132,12 @@ def _commit(temporary: Path, directory: Path, files: dict[str, Any], metadata: d
 
 
 def _previous(directory: Path) -> Path:
-    """Where a state waits while a new one of its name takes its place."""
+    """Return the path to which a state is moved while a new one of the same name replaces it."""
     return directory.with_name(f".{directory.name}.previous")
 
 
 def recover(directory: Path) -> None:
-    """Give a state its name back that was waiting for its successor when the process was killed."""
+    """Restore the name of a state whose replacement was interrupted because the process was killed."""
     if not directory.exists() and _previous(directory).exists():
         os.rename(_previous(directory), directory)
 
@@ -148,16 +148,17 @@ def _manifest_checksum(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return a state's manifest.
+    """Return the manifest of a state.
 
-    :raises FileNotFoundError: when the directory does not exist, ``NotADirectoryError`` when it is a file
-    :raises DamagedStateError: when it holds no state, or the manifest was changed
-    :raises ValueError: when a newer version of this library wrote it, or another library
+    :raises FileNotFoundError: if the directory does not exist
+    :raises NotADirectoryError: if it is a file
+    :raises DamagedStateError: if it holds no state, or the manifest is damaged
+    :raises ValueError: if it was written by a newer version of this library, or by another library
     """
     recover(directory)
     if directory.is_file():
         raise NotADirectoryError(
-            f"{os.fspath(directory)!r} is a file, and a training state is a directory. To begin from the weights of a "
+            f"{os.fspath(directory)!r} is a file, but a training state is a directory. To start from the weights of a "
             "checkpoint, call trainer.load_checkpoint(path) and then train() without resume_from."
         )
     if not directory.is_dir():
@@ -168,11 +169,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if next(directory.glob("random_states_*.pkl"), None) is not None:
             raise ValueError(_OF_ACCELERATE.format(os.fspath(directory))) from None
-        raise DamagedStateError(f"{os.fspath(directory)!r} is no training state: it has no {MANIFEST}.") from None
+        raise DamagedStateError(f"{os.fspath(directory)!r} is not a training state: it has no {MANIFEST}.") from None
     except ValueError as error:
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
-        raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not fit its checksum.")
+        raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not match its checksum.")
     if manifest["format_version"] > FORMAT_VERSION:
         raise ValueError(
             f"The training state {os.fspath(directory)!r} has format {manifest['format_version']}; this version of "
@@ -182,9 +183,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def verify_state(directory: Path) -> dict[str, Any]:
-    """Check that a state is whole, byte by byte, and return its manifest.
+    """Check that a state is complete and every byte is intact, and return its manifest.
 
-    :raises DamagedStateError: when it is not; names the file
+    :raises DamagedStateError: if it is damaged; names the file
     """
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
@@ -195,12 +196,12 @@ def verify_state(directory: Path) -> dict[str, Any]:
         if size != entry["size"]:
             raise DamagedStateError(f"{os.fspath(path)!r} is damaged: it has {size} bytes instead of {entry['size']}.")
         if checksum(path) != entry["sha256"]:
-            raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not fit its checksum.")
+            raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not match its checksum.")
     return manifest
 
 
 def read_state(directory: Path, ranks: Ranks) -> TrainingState:
-    """Verify a state, once in the job, and read what it holds besides the weights."""
+    """Verify a state, once in the job, and read everything except the weights."""
     metadata = ranks.broadcast_object(lambda: verify_state(directory))
     has_own = metadata["world_size"] == ranks.world_size
     own = load_plain(directory / RANK.format(ranks.rank)) if has_own else None
@@ -208,10 +209,10 @@ def read_state(directory: Path, ranks: Ranks) -> TrainingState:
 
 
 def read_weights(state: TrainingState) -> dict[str, Any]:
-    """Return the model's state that a training state holds, by name."""
+    """Return the state of the model in a training state, by name."""
     path = state.directory / MODEL
     weights: dict[str, Any] = safetensors.torch.load_file(path)
     with safetensors.safe_open(path, framework="pt") as file:
-        names = file.metadata().items() - {("format", "pt")}  # that is no name of a tensor called "pt"
+        names = file.metadata().items() - {("format", "pt")}  # the format, not another name of a tensor "pt"
     tied = {name: weights[kept] for name, kept in names}
     return {**weights, **tied, **state.shared["model_extra"]}

@@ -1,7 +1,8 @@
-"""The states of models and optimizers as one process would have them, also when their weights are sharded (FSDP2).
+"""Full states of models and optimizers, as a single process would have them, even if the weights are sharded (FSDP2).
 
-Sharded tensors are gathered, so what any number of processes saved, sharded or not, any other can load. The host memory
-of a process that saves must hold all weights and the optimizer's state. Gathering is a collective: all processes call.
+Sharded tensors are gathered, so a state saved by any number of processes, sharded or not, can be loaded by any other.
+The host memory of a saving process must hold all weights and the optimizer's state. Gathering is a collective
+operation: all processes must call it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _PARALLEL = "module."
 
 
 def full_state_dict(state: Any, keep: bool) -> Any:
-    """Return a state with every sharded tensor made whole, in host memory.
+    """Return a state with every sharded tensor gathered in host memory.
 
-    :param keep: ``False`` on processes that will not write it: there, sharded tensors become ``None``
+    :param keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
     """
 
     def gather(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -38,7 +39,7 @@ def full_state_dict(state: Any, keep: bool) -> Any:
 
 
 def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
-    """Return the whole state of a model, under the names that it has without ``torch.compile``."""
+    """Return the full state of a model, under its names without ``torch.compile``."""
     return dict(full_state_dict(_without_compile(model.state_dict()), keep))
 
 
@@ -49,12 +50,12 @@ def _without_compile(state: Mapping[str, Any]) -> dict[str, Any]:
 def fit_model_state(
     model: nn.Module, state: Mapping[str, Any], source: str | os.PathLike[str], strict: bool = True
 ) -> dict[str, Any]:
-    """Return a whole state as ``model.load_state_dict`` takes it, also when the model is sharded; nothing is loaded.
+    """Convert a full state for ``model.load_state_dict``, even if the model is sharded, without loading it.
 
-    Prefixes that wrappers left in the names do not matter.
+    Prefixes that wrappers have left in the names are ignored.
 
-    :param strict: ``False`` to warn of what does not fit, and to return the rest
-    :raises ValueError: when it does not fit; lists missing and unexpected keys and differing shapes
+    :param strict: ``False`` to warn of entries that do not fit and return the rest
+    :raises ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     found = model.state_dict()
     names = {key.replace(_COMPILED, ""): key for key in found}
@@ -63,21 +64,21 @@ def fit_model_state(
     shapes = {
         key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
         for key in own.keys() & state.keys()
-        # Lazy layers have no shape before their first batch, extra state never has one.
+        # Lazy layers have no shape before their first batch, and extra state never has one.
         if isinstance(own[key], torch.Tensor) and not is_lazy(own[key]) and state[key].shape != own[key].shape
     }
     problems = [
         _listed("missing in the checkpoint", own.keys() - state.keys()),
         _listed("not in the model", state.keys() - own.keys()),
-        _listed("of another shape", shapes.values()),
+        _listed("of a different shape", shapes.values()),
     ]
     if any(problems):
         text = f"The checkpoint {os.fspath(source)!r} does not fit the model {type(model).__name__}: "
         text += "; ".join(filter(None, problems))
         if strict:
             raise ValueError(
-                f"{text}. Build the model as it was when it was saved, or use load_checkpoint(..., strict=False) for "
-                "the weights that fit."
+                f"{text}. Create the model as it was when it was saved, or use load_checkpoint(..., strict=False) to "
+                "load only the weights that fit."
             )
         warnings.warn(f"{text}. The rest is loaded.", stacklevel=3)
     fitting = [key for key in state if key in own and key not in shapes]
@@ -85,7 +86,7 @@ def fit_model_state(
 
 
 def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop what ``torch.compile`` and ``DistributedDataParallel`` put into names, as often as fits the model best."""
+    """Remove the prefixes of ``torch.compile`` and ``DistributedDataParallel``, as many as fit the model best."""
     candidates = [_without_compile(state)]
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})

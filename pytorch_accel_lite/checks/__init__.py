@@ -1,4 +1,4 @@
-"""What answers mistakes: before a run, when a callback is added, a subclass made, an argument unknown, a step failed.
+"""Checks and explanations of mistakes: in arguments, callbacks, subclasses and failed steps.
 
-Nothing here is needed to understand training, and nothing is called in a step that goes well.
+Nothing here is needed to understand training, and nothing is called in a successful step.
 """

@@ -1,6 +1,6 @@
-"""Checks of what the user asked for, before anything happens.
+"""Checks of the user's arguments before anything else happens.
 
-Each raises a ``TypeError`` or ``ValueError`` for the first argument that is wrong, with its name and value.
+Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, with its name and value.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
 
-# What is a rank's own of a run's settings.
+# Settings of a run that may differ between ranks.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
-_SEEDS = 2**32 - 2**20  # a job of a million processes still has a seed for each
+_SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
 
 
 def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest, create_scheduler_fn: Any) -> None:
     """Check the arguments of a training run."""
     if optimizer is None:
-        raise ValueError("optimizer=None: train() needs a trainer that was given an optimizer.")
+        raise ValueError("optimizer=None: train() needs an optimizer. Pass one to the trainer.")
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
     check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
@@ -65,12 +65,12 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
-            "Leave it at 1 there, and pass gradient_accumulation_steps to train() instead."
+            "Leave it at 1 there and pass gradient_accumulation_steps to train() instead."
         )
 
 
 def _by_name(name: str, given: Any) -> list[tuple[str, Any]]:
-    """Return what is given for each optimizer, or for the only one, with how the user can name it."""
+    """Return the argument for each optimizer, or for the only one, together with the name the user knows it by."""
     if isinstance(given, Mapping):
         return [(f"{name}[{key!r}]", value) for key, value in given.items()]
     return [(name, given)]
@@ -81,8 +81,8 @@ def _check_factories(create_scheduler_fn: Any, optimizer: Any) -> None:
     if isinstance(create_scheduler_fn, Mapping):
         if not parts:
             raise TypeError(
-                "create_scheduler_fn is a dict, for several optimizers by name, but the trainer has one. Pass the "
-                "function alone, or give Trainer a dict of optimizers."
+                "create_scheduler_fn is a dict, which is for several optimizers, but the trainer has one. Pass a "
+                "single function, or give Trainer a dict of optimizers."
             )
         unknown = [name for name in create_scheduler_fn if name not in parts]
         if unknown:
@@ -91,15 +91,15 @@ def _check_factories(create_scheduler_fn: Any, optimizer: Any) -> None:
     for name, create in _by_name("create_scheduler_fn", create_scheduler_fn):
         if create is not None and not callable(create):
             raise TypeError(
-                f"{name}={create!r} must be a function that makes a scheduler from an optimizer, not a scheduler: for "
-                "example functools.partial(StepLR, step_size=10)."
+                f"{name}={create!r} must be a function that creates a scheduler from an optimizer, not a scheduler. "
+                "For example: functools.partial(StepLR, step_size=10)."
             )
 
 
 def check_all_are_optimized(model: nn.Module, optimizer: Any, optimized: Iterable[nn.Parameter]) -> None:
-    """Check that of several optimizers one has each parameter that is to be trained: a part is easily forgotten.
+    """Check that several optimizers together have all trainable parameters, as it is easy to forget some.
 
-    :param optimized: what any of the trainer's optimizers updates
+    :param optimized: the parameters updated by any of the trainer's optimizers
     """
     parts = parts_of(optimizer)
     known = set(optimized) if parts else set()
@@ -107,8 +107,8 @@ def check_all_are_optimized(model: nn.Module, optimizer: Any, optimized: Iterabl
     if missed:
         more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
         raise ValueError(
-            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {', '.join(missed[:3])}{more}. Give "
-            "them to one of the optimizers, or call requires_grad_(False) on what is not to be trained."
+            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {', '.join(missed[:3])}{more}. Add "
+            "them to one of the optimizers, or call requires_grad_(False) on those that should not be trained."
         )
 
 
@@ -119,19 +119,20 @@ def warn_of_what_is_not_trained(
     optimized: Iterable[nn.Parameter],
     stacklevel: int,
 ) -> None:
-    """Warn when the optimizer has no parameter of a module of the trainer, or none has those of the loss function.
+    """Warn if the optimizer has no parameters of the trainer's modules, or no optimizer has those of the loss function.
 
-    :param modules: the model, and the trainer's other modules
-    :param own: what the trainer's own optimizer updates, and ``optimized`` what any of its optimizers does
-    :param stacklevel: where train() is called, seen from the caller
+    :param modules: the model, followed by the trainer's other modules
+    :param own: the parameters of the trainer's own optimizer
+    :param optimized: the parameters of any of the trainer's optimizers
+    :param stacklevel: of the warnings, seen from the caller
     """
     model, *others = modules
     own = list(own)
     if own and {p for module in (model, *others) for p in module.parameters()}.isdisjoint(own):
         warnings.warn(
-            f"None of the {len(own)} parameters of the optimizer belongs to the model, which training will leave "
-            "as it is, unless the optimizer works on copies. Make the optimizer from model.parameters() of the model "
-            "that the trainer is given: again, whenever you make the model again.",
+            f"None of the {len(own)} parameters of the optimizer belongs to the model, so training will not change "
+            "the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of the "
+            "model passed to the trainer, and recreate it whenever you recreate the model.",
             stacklevel=stacklevel + 1,
         )
     elif own and isinstance(loss_func, nn.Module):
@@ -140,31 +141,30 @@ def warn_of_what_is_not_trained(
         if missed:
             more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
             warnings.warn(
-                f"{type(loss_func).__name__}, the loss function, has parameters that are to be trained, but that no "
-                f"optimizer has: {', '.join(missed[:3])}{more}. Make the optimizer from [*model.parameters(), "
-                "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they are meant to stay as they "
-                "are.",
+                f"{type(loss_func).__name__}, the loss function, has trainable parameters that no optimizer has: "
+                f"{', '.join(missed[:3])}{more}. Create the optimizer from [*model.parameters(), "
+                "*loss_func.parameters()], or call loss_func.requires_grad_(False) if they should not be trained.",
                 stacklevel=stacklevel + 1,
             )
 
 
 def check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
-    """Ranks with other settings would wait for each other, or read each other's samples."""
+    """Check that all ranks have the same settings: otherwise they would deadlock or read each other's samples."""
     given = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
     first, *others = ranks.all_gather_object(given)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
                 raise ValueError(
-                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Give the Trainer and "
-                    "train() the same arguments on every process: each works out its share of the run from them."
+                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Pass the same arguments "
+                    "to the Trainer and train() on every process: each derives its share of the run from them."
                 )
 
 
 def check_scheduler_factory(create_scheduler_fn: Any, optimizer: Any) -> None:
-    """Check that a class of schedulers needs nothing but the optimizer.
+    """Check that a scheduler class needs no arguments besides the optimizer.
 
-    :raises TypeError: when it needs more
+    :raises TypeError: if it needs more
     """
     for name, create in _by_name("create_scheduler_fn", create_scheduler_fn):
         if isinstance(create, type) and not accepts(create, optimizer):
@@ -172,18 +172,18 @@ def check_scheduler_factory(create_scheduler_fn: Any, optimizer: Any) -> None:
             parameters = list(inspect.signature(create).parameters.values())[1:]
             needed = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty)
             raise TypeError(
-                f"{name}={kind} is called with the optimizer alone. Pass functools.partial({kind}, {needed})."
+                f"{name}={kind} is called with the optimizer only. Pass functools.partial({kind}, {needed})."
             )
 
 
 def check_resume(resume_from: Any) -> None:
-    """Check what a run is to resume from.
+    """Check the ``resume_from`` argument.
 
-    :raises TypeError, ValueError: when it is neither ``"latest"`` nor a path
+    :raises TypeError, ValueError: if it is neither ``"latest"`` nor a path
     """
     hint = "Pass 'latest' for the newest state in the save_dir of the SaveTrainingStateCallback, or a state's directory"
     if resume_from is not None and not isinstance(resume_from, (str, os.PathLike)):
-        raise TypeError(f"resume_from={resume_from!r} is no path. {hint}; leave it out to start afresh.")
+        raise TypeError(f"resume_from={resume_from!r} is not a path. {hint}; omit it to start afresh.")
     if resume_from in ("last", "auto", "newest", "best", "") and not os.path.exists(resume_from):
         raise ValueError(f"resume_from={resume_from!r}: there is no such directory. {hint}.")
 
@@ -194,16 +194,16 @@ def _check_stepping(interval: Any, metric: Any) -> None:
         raise TypeError(f"scheduler_metric={metric!r} must be the name of a metric, or None.")
     if metric is not None and interval != "epoch":
         raise ValueError(
-            f"scheduler_metric={metric!r}: metrics are recorded once an epoch. Pass scheduler_interval='epoch' too."
+            f"scheduler_metric={metric!r}: metrics are recorded once per epoch. Pass scheduler_interval='epoch' too."
         )
 
 
 def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: Any, steps_itself: bool) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
-    :param create_scheduler_fn: the function that made it; ``None`` when the user's own ``create_scheduler`` did, which
-        may make none
-    :param steps_itself: the user's own method steps the scheduler, with whatever it takes
+    :param create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which
+        may return no scheduler
+    :param steps_itself: whether an overridden method steps the scheduler
     """
     interval = request.scheduler_interval
     metric = request.scheduler_metric
@@ -215,13 +215,13 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
             given = "create_scheduler_fn" + (f"[{name!r}]" if name else "")
             source = "create_scheduler()" if create is None else f"{given}={create!r}"
             raise TypeError(
-                f"{source} returned {part!r}, which is no scheduler: it has no step(). Return one made from the "
-                "optimizer."
+                f"{source} returned {part!r}, which is not a scheduler: it has no step(). Return a scheduler created "
+                "from the optimizer."
             )
     if scheduler is None:
         if (interval, metric) != ("update", None):
             name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
-            raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or leave it out.")
+            raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or omit it.")
         return
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
     held = [getattr(part, "__dict__", {}) for part in parts.values()]
@@ -230,37 +230,35 @@ def check_scheduler(scheduler: Any, request: RunRequest, create_scheduler_fn: An
         return
     if metric is not None and not any(map(follows_metric, parts.values())):
         kinds = " and ".join(f"{type(part).__name__}.step" for part in parts.values())
-        raise ValueError(
-            f"scheduler_metric={metric!r}: {kinds} takes no metric, as ReduceLROnPlateau's does. Leave it out."
-        )
+        raise ValueError(f"scheduler_metric={metric!r}: {kinds} takes no metric, unlike ReduceLROnPlateau's. Omit it.")
     for part in parts.values():
         _check_stepped(part, request)
 
 
 def _check_stepped(scheduler: Any, request: RunRequest) -> None:
-    """Check that a scheduler can be stepped as a run will step it."""
+    """Check that a scheduler can be stepped in the way the run will step it."""
     metric = request.scheduler_metric
     kind = type(scheduler).__name__
     if metric is None and hasattr(scheduler, "step_update") and not accepts(scheduler.step):
         raise TypeError(
-            f"create_scheduler_fn returned {kind}, which is stepped as timm's schedulers are, with the number of the "
-            "epoch. Use TrainerWithTimmScheduler in place of Trainer, or override scheduler_step."
+            f"create_scheduler_fn returned {kind}, which is stepped with the number of the epoch, like timm's "
+            "schedulers. Use TrainerWithTimmScheduler instead of Trainer, or override scheduler_step."
         )
     if metric is None and isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            f"{kind} follows a metric. Say which: scheduler_interval='epoch', scheduler_metric='eval_loss_epoch' "
-            "for example; or override scheduler_step."
+            f"{kind} follows a metric. Specify it, for example with scheduler_interval='epoch' and "
+            "scheduler_metric='eval_loss_epoch', or override scheduler_step."
         )
     better = request.metrics.directions.get(metric or "")
     if better is not None and getattr(scheduler, "mode", None) == ("min" if better else "max"):
         raise ValueError(
-            f"scheduler_metric={metric!r}: of this metric {'greater' if better else 'smaller'} values are better, but "
-            f"{kind} has mode={scheduler.mode!r}. Make it with mode={'max' if better else 'min'!r}."
+            f"scheduler_metric={metric!r}: {'greater' if better else 'smaller'} values of this metric are better, but "
+            f"{kind} has mode={scheduler.mode!r}. Create it with mode={'max' if better else 'min'!r}."
         )
 
 
 def check_length(trainer: Trainer, run: Run) -> None:
-    """Check that a schedule that cannot be stepped beyond its end is as long as the run."""
+    """Check that a schedule that cannot be stepped beyond its end is at least as long as the run."""
     config = run.required_config
     asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
     if is_overridden(trainer, "scheduler_step") or asked is None:
@@ -269,9 +267,9 @@ def check_length(trainer: Trainer, run: Run) -> None:
         if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < asked:
             raise ValueError(
                 f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {asked} times, and it "
-                "refuses steps after its last. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
-                "(NUM_EPOCHS with scheduler_interval='epoch'); a run that resumes a shorter one keeps the shorter "
-                "one's schedule."
+                "cannot be stepped beyond its end. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
+                "(NUM_EPOCHS with scheduler_interval='epoch'). A run resumed from a shorter one keeps the schedule of "
+                "the shorter one."
             )
 
 
@@ -280,8 +278,8 @@ def _refuse_placeholders(kind: str, values: Iterable[dict[str, Any]]) -> None:
         for name, value in held.items():
             if isinstance(value, Placeholder):
                 raise TypeError(
-                    f"{kind} has {name}={value!r}, a placeholder without a value. It is replaced among the arguments "
-                    "of a functools.partial, not within a function: pass it to the function as an argument, as in "
+                    f"{kind} has {name}={value!r}, a placeholder that was not replaced. Placeholders are replaced "
+                    "among the arguments of a functools.partial, not inside a function: pass it as an argument, as in "
                     "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
                 )
 
@@ -292,7 +290,7 @@ def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # what is not written in Python has no signature
+    except ValueError:  # not written in Python
         return True
     return True
 
@@ -306,21 +304,22 @@ def check_data(
     builds_loader: bool,
     needs_targets: bool = False,
 ) -> None:
-    """Check a dataset and how it is to be read.
+    """Check a dataset and the arguments for reading it.
 
-    :param builds_loader: the user's own method makes the dataloader, from whatever the dataset may be
+    :param builds_loader: whether an overridden method creates the dataloader, so that the dataset may be anything
+    :param needs_targets: whether the dataset must provide targets for the loss function
     """
     if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
         raise TypeError(f"{name.replace('dataset', 'dataloader_kwargs')}={loader_kwargs!r} must be a dict.")
     if collate_fn is not None and not callable(collate_fn):
-        raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch of a list of samples.")
+        raise TypeError(f"collate_fn={collate_fn!r} must be callable: it makes a batch from a list of samples.")
     check_positive_int("per_device_batch_size", batch_size)
     if collate_fn is not None or "collate_fn" in (loader_kwargs or ()):
-        needs_targets = False  # it makes batches of whatever the samples are
+        needs_targets = False  # the collate_fn may provide them
     if type(dataset) is not dict:
         _check_dataset(name, dataset, builds_loader, needs_targets)
     elif not dataset:
-        raise ValueError(f"{name}={{}}: a dict of datasets needs at least one.")
+        raise ValueError(f"{name}={{}}: a dict of datasets must not be empty.")
     else:
         for key, part in dataset.items():
             _check_dataset(f"{name}[{key!r}]", part, builds_loader, needs_targets)
@@ -343,18 +342,18 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool, needs_targets: 
                 "return it from create_train_dataloader / create_eval_dataloader."
             )
         if isinstance(dataset, (str, bytes, os.PathLike)):
-            raise TypeError(f"{name}={dataset!r} is no dataset: read what is there into one first.")
+            raise TypeError(f"{name}={dataset!r} is not a dataset: read its content into one first.")
         if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
             raise TypeError(
-                f"{name}={dataset!r} is no dataset: it needs __getitem__ and __len__, as a list has; what can only be "
-                "iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples."
+                f"{name}={dataset!r} is not a dataset: it needs __getitem__ and __len__, like a list. Data that can "
+                "only be iterated over must be a torch.utils.data.IterableDataset, whose __iter__ yields samples."
             )
     if find_length(dataset) == 0:
-        raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Look at how it was made.")
+        raise ValueError(f"{name} is empty: {type(dataset).__name__} has length 0. Check how it was created.")
 
 
 def _has_only_inputs(dataset: Any) -> bool:
-    """Whether each sample is a tensor or an array: of one of all inputs, or of one list of inputs and targets."""
+    """Whether each sample is a single tensor or array: the data are one tensor, or a list of inputs and targets."""
     samples = dataset[:2] if isinstance(dataset, (list, tuple)) else [dataset]
     return bool(samples) and all(isinstance(sample, (torch.Tensor, np.ndarray)) for sample in samples)
 
@@ -373,7 +372,7 @@ def check_constructor(
         )
     if loss_func is not None and not callable(loss_func):
         raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
-    several = isinstance(optimizer, (Mapping, list, tuple))  # which are checked when they are combined
+    several = isinstance(optimizer, (Mapping, list, tuple))  # checked when they are combined
     if optimizer is not None and not several and not hasattr(optimizer, "param_groups"):
         _check_optimizer_factory(optimizer)
     if run_history is not None and not isinstance(run_history, RunHistory):
@@ -383,7 +382,7 @@ def check_constructor(
     if seed is not None:
         check_number("seed", seed, numbers.Integral, "a whole number, or None")
         if not 0 <= seed < _SEEDS:
-            raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator takes it.")
+            raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
 
 
 def _check_optimizer_factory(factory: Any) -> None:
@@ -408,11 +407,11 @@ def _refuse_class(name: str, value: Any, arguments: str) -> None:
 
 
 def check_model_options(compile_model: Any, channels_last: Any) -> None:
-    """Check how the model is to be prepared."""
+    """Check the options for preparing the model."""
     if not isinstance(compile_model, (bool, dict)):
         raise TypeError(
-            f"compile_model={compile_model!r} must be True, False, or a dict of arguments for torch.compile, for "
-            "example {'mode': 'max-autotune'}."
+            f"compile_model={compile_model!r} must be True, False, or a dict of arguments for torch.compile, "
+            "such as {'mode': 'max-autotune'}."
         )
     if not isinstance(channels_last, bool):
         raise TypeError(f"channels_last={channels_last!r} must be True or False.")

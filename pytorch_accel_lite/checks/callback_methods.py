@@ -1,4 +1,4 @@
-"""Looking at a callback when it is added: how its methods are called, how they are spelt, how it was made."""
+"""Checks of a callback when it is added: its signatures, the spelling of its methods, and its constructor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pytorch_accel_lite.utils import did_you_mean, is_ours
 
 
 def check_methods(callback: Any, base: type) -> None:
-    """Check that each event that a callback defines can be called as it will be.
+    """Check that every event method of a callback accepts the arguments it will be called with.
 
     :param base: the class whose methods are the events
-    :raises TypeError: for the first that cannot; names the class, the method and the signature to write
+    :raises TypeError: if one does not; names the class, the method and the right signature
     """
     for name, default in vars(base).items():
         own = vars(callback).get(name) or getattr(type(callback), name, None)
@@ -26,7 +26,7 @@ def check_methods(callback: Any, base: type) -> None:
 
 
 def _keywords(event: Callable[..., None]) -> Iterator[str]:
-    """Yield what an event passes by keyword, as the base class declares it."""
+    """Yield the keyword arguments of an event, as declared by the base class."""
     for parameter in inspect.signature(event).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
             yield parameter.name
@@ -35,12 +35,12 @@ def _keywords(event: Callable[..., None]) -> Iterator[str]:
 def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Check that the method of a callback can be called with these arguments.
 
-    :param name: of the event
-    :raises TypeError: when it cannot
+    :param name: name of the event
+    :raises TypeError: if it cannot
     """
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # not written in Python
         return
     try:
         signature.bind(*args, **kwargs)
@@ -49,12 +49,12 @@ def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         positional = ("trainer", "request") if name == "configure_run" else ("trainer", "*args")[: len(args)]
         wanted = ", ".join(["self", *positional, *kwargs, "**kwargs"])
         raise TypeError(
-            f"{owner}.{name}{signature} cannot be called as the event is: {error}. Write: def {name}({wanted})"
+            f"{owner}.{name}{signature} does not accept the event's arguments: {error}. Write: def {name}({wanted})"
         ) from None
 
 
 def warn_about_misspelt_events(callback_class: type, events: Iterable[str]) -> None:
-    """Warn of methods whose names are nearly those of events, which would never be called."""
+    """Warn of methods with nearly the name of an event, which would never be called."""
     for name in dir(callback_class):
         if name.startswith("on_") and name not in events:
             hint = did_you_mean(name, events, cutoff=0.88)
@@ -63,11 +63,11 @@ def warn_about_misspelt_events(callback_class: type, events: Iterable[str]) -> N
 
 
 def call_skipped_constructors(callback: Any) -> None:
-    """Set what the constructors of our classes set, where a subclass has one of its own that did not call them.
+    """Call the constructors of our classes that the constructor of a subclass has failed to call.
 
-    What they take as arguments are the attributes of the same names, as far as the subclass has set them.
+    Their arguments are the attributes of the same names, as far as the subclass has set them.
 
-    :raises TypeError: when they cannot do without one that it has not set
+    :raises TypeError: if the subclass has not set an attribute for a required argument
     """
     own, *inherited = [cls for cls in type(callback).__mro__ if "__init__" in vars(cls)]
     for cls in inherited:

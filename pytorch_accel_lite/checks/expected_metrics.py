@@ -1,4 +1,4 @@
-"""What a run will record, as far as that is known before it begins, and whether what is watched is among it."""
+"""The metrics that a run is expected to record, and whether they include those that are watched."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from pytorch_accel_lite.watching import WatchedMetric
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-Directions = dict[str, bool | None]  # whether greater values are better, by name; None: not known
+Directions = dict[str, bool | None]  # whether greater values are better, by name; None if unknown
 
-_NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a metric of the training."
+_NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a training metric."
 
 
 @dataclass
 class ExpectedMetrics:
-    """What a run records and what is watched in it. Callbacks say so in ``configure_run``, by ``request.metrics``.
+    """The metrics that a run records and watches, declared by callbacks in ``configure_run`` via ``request.metrics``.
 
-    A watched metric that cannot come is then an error before the first batch, and which of its values are better need
-    not be said. Your own callbacks and trainers may record metrics without saying so.
+    This way, watching a metric that cannot be recorded is an error before the first batch, and whether greater values
+    are better need not be specified. Your own callbacks and trainers may record metrics without declaring them.
 
-    :ivar directions: whether greater values are better, of each metric that the run is known to record
-    :ivar evaluated: the same, of those that are recorded in evaluations
+    :ivar directions: whether greater values are better, for each metric that the run is known to record
+    :ivar evaluated: the same for the metrics recorded in evaluations
     :ivar evaluators: the callbacks that record metrics in evaluations
-    :ivar within_epochs: a callback evaluates within epochs, too
+    :ivar within_epochs: whether a callback evaluates within epochs, too
     """
 
     directions: Directions = field(default_factory=dict)
     evaluated: Directions = field(default_factory=dict)
     evaluators: list[object] = field(default_factory=list)
     within_epochs: bool = False
-    # By the parts of its name: those of a metric of evaluations are two, with the dataset's name between them.
+    # By the parts of a name: metrics of evaluations have two, with the name of the dataset in between.
     _known: dict[tuple[str, ...], bool | None] = field(default_factory=dict)
-    _required: list[tuple[object, str]] = field(default_factory=list)  # by whom, under which name
-    _said_all: list[object] = field(default_factory=list)  # owners that record nothing else
-    _others: list[str] = field(default_factory=list)  # classes that may
+    _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
+    _said_all: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
+    _others: list[str] = field(default_factory=list)  # classes that may record some
 
     def record(
         self,
@@ -50,13 +50,14 @@ class ExpectedMetrics:
         in_evaluation: bool = False,
         and_others: bool = False,
     ) -> None:
-        """Say that a callback records metrics.
+        """Declare that a callback records metrics.
 
         :param owner: the callback
-        :param metrics: their names; or, by name, whether greater values are better, ``None`` where that is not known
-        :param in_evaluation: they are recorded in every evaluation, of several datasets once for each; in evaluations
-            within an epoch with the prefix ``intermediate_``
-        :param and_others: it may record others too
+        :param metrics: names of the metrics, or a dict from their names to whether greater values are better (``None``
+            if unknown)
+        :param in_evaluation: whether they are recorded in every evaluation: once for each dataset, and within epochs
+            with the prefix ``intermediate_``
+        :param and_others: whether the callback may record further metrics
         """
         better = metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)
         self._known |= {("", name) if in_evaluation else (name,): known for name, known in better.items()}
@@ -68,16 +69,16 @@ class ExpectedMetrics:
             self._said_all.append(owner)
 
     def include(self, nested: ExpectedMetrics, prefix: str, callbacks: Iterable[object]) -> None:
-        """Add what callbacks record in evaluations of their own, under a prefix."""
+        """Add the metrics that callbacks record in separate evaluations, under a prefix."""
         self._known |= {(prefix, parts[1]): better for parts, better in nested._known.items() if len(parts) == 2}
         self._others += nested._may_record_others(callbacks)
 
     def watch(self, watched: WatchedMetric) -> None:
-        """Say that a callback watches a metric: it must be recorded, and its direction is settled."""
+        """Declare that a callback watches a metric: it must be recorded, and its direction will be determined."""
         self.require(watched, watched.name)
 
     def require(self, where: object, name: str) -> None:
-        """Say that a metric must be recorded.
+        """Declare that a metric must be recorded.
 
         :param where: the callback and its argument, or the argument of ``train``, that names the metric
         """
@@ -89,9 +90,9 @@ class ExpectedMetrics:
         return [where for where, _ in self._required if isinstance(where, WatchedMetric)]
 
     def settle(self, trainer: Trainer) -> None:
-        """Work out what the run will record, and settle the direction of each watched metric.
+        """Determine the metrics that the run will record, and the direction of each watched metric.
 
-        :raises ValueError: for a watched metric that certainly is not recorded, or whose direction is another
+        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
         known: dict[tuple[str, ...], bool | None] = {("train_loss_epoch",): False, **self._known}
@@ -112,9 +113,9 @@ class ExpectedMetrics:
                 where.settle(possible.get(name))
 
     def check_evaluated(self, recorded: Iterable[str], prefix: str) -> None:
-        """Check that an evaluation has recorded what was to be recorded in it.
+        """Check that an evaluation has recorded the watched metrics expected from it.
 
-        :raises ValueError: for the first watched metric that is missing, and that comes from nowhere else
+        :raises ValueError: if a watched metric is missing and not recorded elsewhere
         """
         recorded = list(recorded)
         for where, name in self._required:
@@ -122,19 +123,19 @@ class ExpectedMetrics:
             if name not in recorded and not is_elsewhere:
                 raise ValueError(
                     f"{where}: the evaluation before training did not record it.{did_you_mean(name, recorded)} "
-                    f"It recorded: {', '.join(recorded)}. If one of your callbacks records it elsewhere, let its "
-                    f"configure_run say so: request.metrics.record(self, [{name!r}])."
+                    f"It recorded: {', '.join(recorded)}. If one of your callbacks records it elsewhere, declare it "
+                    f"in its configure_run: request.metrics.record(self, [{name!r}])."
                 )
 
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
-        """Return the classes of those that may record what they do not say: all that are not of this package."""
+        """Return the classes of those that may record undeclared metrics: in general, all outside this package."""
         say_all = [part for part in self._said_all if "configure_run" in vars(type(part))]
         silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in say_all]
         return [*silent, *self._others]
 
 
 def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str]) -> None:
-    """Refuse a metric that nothing records; warn where something that does not say what it records may do so."""
+    """Raise an error for a metric that is never recorded, or warn if a user-defined class might record it."""
     hint = reason or did_you_mean(name, directions, cutoff=0.85 if others else 0.6)
     if not others:
         known = "" if reason else f" It records: {', '.join(directions)}."
@@ -142,19 +143,19 @@ def _refuse(where: object, name: str, reason: str, directions: Directions, other
     if hint:
         warnings.warn(
             f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(others))} does.{hint}",
-            stacklevel=7,  # where train() is called
+            stacklevel=7,  # the call of train()
         )
 
 
 def _dataset_prefixes(dataset: Any) -> list[str]:
-    """Return what is put before the names of an evaluation's metrics, for each dataset that is evaluated."""
+    """Return the prefix of the metric names for each evaluation dataset."""
     if isinstance(dataset, dict):
         return [f"{name}_" for name in dataset]
     return [] if dataset is None else [""]
 
 
 def _has_parts(trainer: Trainer) -> bool:
-    """Whether the loss may consist of several by name. Those of torch do not."""
+    """Whether the loss may consist of several named losses, which torch's loss functions never do."""
     return not str(getattr(trainer.loss_func, "__module__", "")).startswith("torch.nn")
 
 

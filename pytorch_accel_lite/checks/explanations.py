@@ -1,4 +1,4 @@
-"""Notes on errors of a step: where, with what, and what to do. Loaded when one has happened."""
+"""Notes on the errors of a step: where it failed, on what data, and what to do. Imported only after an error."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 _SHOWN = 6  # elements of a collection
-# The functions of batches.py that make the default step.
+# The functions in batches.py that make up the default step.
 _DEFAULT_STEP = ("outputs_and_loss", "_other_outputs_and_loss", "call", "loss")
 
-# What to do about errors that their texts tell.
+# Advice for errors that are recognised by their text.
 _BY_TEXT = {
     "^OutOfMemoryError": (
-        "lower per_device_batch_size, with a larger gradient_accumulation_steps for the same updates; or pass "
-        "auto_microbatch=True to train(), which splits the batches that do not fit."
+        "lower per_device_batch_size, and raise gradient_accumulation_steps to keep the same updates; or pass "
+        "auto_microbatch=True to train(), which splits batches that do not fit."
     ),
     "device-side assert": (
-        "an index is out of range on the device, usually a label of a class that the outputs do not have, or an index "
-        "into an embedding. The traceback may be of a later line: run it on the CPU, with "
-        "accelerator=Accelerator(cpu=True), where the error names it."
+        "an index is out of range on the device, usually a label without a corresponding output, or an index into an "
+        "embedding. The traceback may point to a later line: run on the CPU, with accelerator=Accelerator(cpu=True), "
+        "where the error names the index."
     ),
     r"same device|the expected device|Input type \(torch\.(cuda\.)?\w+\) and weight type \(torch\.(cuda\.)?\w+\)": (
-        "the trainer moves the tensors of a batch, nested in tuples, lists and dicts, and the modules that are its "
-        "attributes. Make other tensors on device=trainer.device, keep constants of a model in register_buffer(), and "
-        "give objects of your own a method to(device)."
+        "the trainer moves the tensors of a batch, also in nested tuples, lists and dicts, and modules that are its "
+        "attributes. Create other tensors on device=trainer.device, register constants of a model with "
+        "register_buffer(), and give your own objects a method to(device)."
     ),
     "more than 1 value per channel": (
         "batch norm cannot be trained on a single sample. Pass train_dataloader_kwargs={'drop_last': True}, which "
-        "leaves out the last batch when it is smaller, or choose another per_device_batch_size."
+        "drops a smaller last batch, or choose another per_device_batch_size."
     ),
 }
 
 
 def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
-    """Add a note to an error of a step: the place, the batch, the model, and what to do if that is known.
+    """Add a note to the error of a step, with the place, the batch, the model and, if possible, advice.
 
-    Before Python 3.11 tracebacks do not show notes; they are in ``__notes__`` all the same.
+    Before Python 3.11, tracebacks do not show notes, but ``__notes__`` holds them all the same.
 
     :param phase: ``"training"``, ``"evaluation"`` or ``"prediction"``
     """
@@ -58,10 +58,10 @@ def explain(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:
     if any(map(_is_ours, notes)):
         return
     lines = list[str]()
-    with suppress(Exception):  # an error of which little can be said is still the one to show
+    with suppress(Exception):  # a failing explanation must not hide the error
         for line in _lines(error, trainer, run, phase):
-            lines.append(line)  # one by one: what was found before remains
-    vars(error)["__notes__"] = [*notes, "\n".join(lines)]  # what add_note does, in any version of Python
+            lines.append(line)  # one by one, to keep those found before a failure
+    vars(error)["__notes__"] = [*notes, "\n".join(lines)]  # equivalent to add_note, which needs Python 3.11
 
 
 def _is_ours(note: str) -> bool:
@@ -77,9 +77,9 @@ def _lines(error: Exception, trainer: Trainer, run: Run, phase: str) -> Iterator
     case = Case.of(error, trainer, run)
     yield f"  model: {_described_model(case.model, trainer.accelerator.mixed_precision)}"
     if case.module is not None:
-        yield f"  in {_named(case.module, case.model)}, which was given {described(case.given)}"
+        yield f"  in {_named(case.module, case.model)}, with input {described(case.given)}"
     if case.outputs is not None:
-        yield f"  the loss was given {described(case.outputs)} and {described(case.targets)}"
+        yield f"  in the loss, with {described(case.outputs)} and {described(case.targets)}"
     text = f"{type(error).__name__}: {error}"
     known = (answer for pattern, answer in _BY_TEXT.items() if re.search(pattern, text))
     advice = next(known, None) or next((answer for find in _FINDERS if (answer := find(case))), None)
@@ -96,7 +96,7 @@ def _place(trainer: Trainer, run: Run, phase: str) -> str:
 
 
 def described(value: Any, levels: int = 3) -> str:
-    """Return the structure of something nested, with the type, shape and device of each tensor in it."""
+    """Describe the structure of nested data, with the type, shape and device of each tensor."""
     if isinstance(value, torch.Tensor):
         return f"{_dtype(value)} {tuple(value.shape)} on {value.device}"
     name = type(value).__name__
@@ -138,12 +138,14 @@ def _named(module: nn.Module, model: nn.Module) -> str:
 
 @dataclasses.dataclass
 class Case:
-    """What is known of an error.
+    """The circumstances of an error.
 
-    :ivar module: the innermost module in whose forward pass it happened, and ``given``, the first argument of that
-    :ivar outputs: what the loss function was given, if it had been reached, and ``targets``
-    :ivar function: the function of ``torch.nn.functional`` that was the loss, with ``outputs`` and ``targets``
-    :ivar is_default_step: whether it happened in the trainer's own step
+    :ivar module: the innermost module whose forward pass failed
+    :ivar given: the first argument of that forward pass
+    :ivar outputs: the first argument of the loss function, if it was reached
+    :ivar targets: the second argument of the loss function
+    :ivar function: the function in ``torch.nn.functional`` that computed the loss
+    :ivar is_default_step: whether it happened in the trainer's default step
     """
 
     error: Exception
@@ -160,7 +162,7 @@ class Case:
 
     @classmethod
     def of(cls, error: Exception, trainer: Trainer, run: Run) -> Case:
-        """Find out from the traceback where an error happened."""
+        """Collect the circumstances of an error from its traceback."""
         batch = None if run.batch is None else run.batch.data
         case = cls(error, str(error), trainer.get_model(), trainer.loss_func, batch)
         for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -200,15 +202,15 @@ def _of_arguments(case: Case) -> str | None:
         name = getattr(case.loss_func, "__name__", type(case.loss_func).__name__)
         if not accepts(called, None, None):
             return (
-                f"loss_func is called as loss_func(model_outputs, targets), and {name}{inspect.signature(called)} is "
-                "something else. Give the trainer a function of these two, or override calculate_train_batch_loss and "
+                f"loss_func is called as loss_func(model_outputs, targets), which {name}{inspect.signature(called)} "
+                "does not accept. Pass a function of these two arguments, or override calculate_train_batch_loss and "
                 "calculate_eval_batch_loss."
             )
     elif not isinstance(case.batch, Mapping) and not accepts(case.model.forward, None):
         return (
-            f"the model is called with the first element of a batch, and {type(case.model).__name__}.forward"
-            f"{inspect.signature(case.model.forward)} takes something else. Let the dataset return a dict with these "
-            "names as keys, besides the targets, or override calculate_train_batch_loss and calculate_eval_batch_loss."
+            f"the model is called with the first element of a batch, which {type(case.model).__name__}.forward"
+            f"{inspect.signature(case.model.forward)} does not accept. Let the dataset return a dict with these names "
+            "as keys, besides the targets, or override calculate_train_batch_loss and calculate_eval_batch_loss."
         )
     return None
 
@@ -221,14 +223,14 @@ def _of_what_the_loss_takes(case: Case) -> str | None:
         if isinstance(case.outputs, Mapping):
             part = f"outputs[{next((key for key, value in case.outputs.items() if torch.is_tensor(value)), '...')!r}]"
         return (
-            f"the model returned a {type(case.outputs).__name__}, and the loss function takes a tensor. Choose: "
+            f"the model returned a {type(case.outputs).__name__}, but the loss function takes a tensor. Select one: "
             f"loss_func=lambda outputs, targets: loss({part}, targets), or override calculate_train_batch_loss and "
             "calculate_eval_batch_loss."
         )
     if not isinstance(case.targets, torch.Tensor):
         return (
-            f"the targets are a {type(case.targets).__name__}, and the loss function takes a tensor. Let the dataset "
-            "return numbers or tensors as targets, or pass a collate_fn that makes a tensor of them."
+            f"the targets are a {type(case.targets).__name__}, but the loss function takes a tensor. Let the dataset "
+            "return numbers or tensors as targets, or pass a collate_fn that turns them into a tensor."
         )
     return None
 
@@ -238,7 +240,7 @@ def _of_classes(case: Case) -> str | None:
         return None
     outputs, targets = case.outputs, case.targets
     if targets.shape == outputs.shape:
-        return "targets that are probabilities of classes are floating point: targets.float(), or targets.argmax(1)."
+        return "targets that are class probabilities must be floating point: use targets.float(), or targets.argmax(1)."
     if targets.ndim == outputs.ndim and targets.shape[1:2] == (1,):
         change = "squeeze(1)" if targets.dtype == torch.int64 else "squeeze(1).long()"
     elif targets.dtype != torch.int64:
@@ -247,17 +249,18 @@ def _of_classes(case: Case) -> str | None:
         return _of_labels(outputs, targets) if isinstance(case.error, IndexError) else None
     return (
         "cross entropy takes the index of a class for each sample, int64 of shape "
-        f"{tuple(outputs.shape[:1] + outputs.shape[2:])}, and was given {_dtype(targets)} of shape "
-        f"{tuple(targets.shape)}: use targets.{change}. For one output that says yes or no, use BCEWithLogitsLoss."
+        f"{tuple(outputs.shape[:1] + outputs.shape[2:])}, but was given {_dtype(targets)} of shape "
+        f"{tuple(targets.shape)}: use targets.{change}. For binary classification with one output, use "
+        "BCEWithLogitsLoss."
     )
 
 
 def _of_labels(outputs: torch.Tensor, targets: torch.Tensor) -> str:
     classes = outputs.shape[1] if outputs.ndim > 1 else len(outputs)
     return (
-        f"the labels go from {targets.min()} to {targets.max()}, and the outputs have {classes} classes, which count "
-        f"from 0 to {classes - 1}. Give the model an output for each class, or number the labels from 0; ignore_index "
-        "of the loss function is the label of what does not count."
+        f"the labels range from {targets.min()} to {targets.max()}, but the outputs have {classes} classes, numbered "
+        f"0 to {classes - 1}. Give the model an output for each class, or number the labels from 0; pass ignore_index "
+        "to the loss function to ignore a label."
     )
 
 
@@ -269,12 +272,12 @@ def _of_two_shapes(case: Case) -> str | None:
     if outputs.shape != targets.shape:
         change = "make the shapes equal"
         if outputs.numel() == targets.numel():
-            change += ", with targets.unsqueeze(1) in the dataset, for example, or outputs.squeeze(1) in the model"
+            change += ", for example with targets.unsqueeze(1) in the dataset or outputs.squeeze(1) in the model"
         return f"outputs have shape {tuple(outputs.shape)} and targets {tuple(targets.shape)}: {change}."
     if not targets.is_floating_point():
-        return f"the targets are {_dtype(targets)}, and this loss compares numbers: use targets.float()."
+        return f"the targets are {_dtype(targets)}, but this loss needs floating point: use targets.float()."
     if "between 0 and 1" in case.text:
-        return "BCELoss takes probabilities. Use BCEWithLogitsLoss, which takes what a layer gives."
+        return "BCELoss takes probabilities. Use BCEWithLogitsLoss, which takes the raw outputs of a layer."
     return None
 
 
@@ -283,11 +286,11 @@ def _of_an_embedding(case: Case) -> str | None:
     if not isinstance(module, nn.Embedding) or not isinstance(given, torch.Tensor):
         return None
     if given.is_floating_point():
-        return f"an embedding takes indices, and was given {_dtype(given)}: let the dataset return integers."
+        return f"an embedding takes indices, but was given {_dtype(given)}: let the dataset return integers."
     if isinstance(case.error, IndexError):
         return (
-            f"the indices go from {given.min()} to {given.max()}, and the embedding has rows from 0 to "
-            f"{module.num_embeddings - 1}. Raise num_embeddings, or look at how the indices are made."
+            f"the indices range from {given.min()} to {given.max()}, but the embedding has rows 0 to "
+            f"{module.num_embeddings - 1}. Raise num_embeddings, or check how the indices are created."
         )
     return None
 
@@ -304,13 +307,13 @@ def _of_types(case: Case) -> str | None:
         return None
     if given.is_floating_point():
         return (
-            f"the data are {_dtype(given)} and the model's weights {_dtype(weights)}. Let the dataset return "
-            f"tensor.{_conversion(weights)}, of inputs and targets (NumPy's are float64 by default); "
-            f"or convert the model before the optimizer is made: model.{_conversion(given)}."
+            f"the data are {_dtype(given)}, but the model's weights are {_dtype(weights)}. Let the dataset return "
+            f"tensor.{_conversion(weights)} for inputs and targets (NumPy arrays are float64 by default), or convert "
+            f"the model before creating the optimizer: model.{_conversion(given)}."
         )
     return (
-        f"the data are {_dtype(given)} and the model's weights {_dtype(weights)}. Let the dataset return "
-        f"tensor.{_conversion(weights)}; images in bytes are usually divided by 255, too."
+        f"the data are {_dtype(given)}, but the model's weights are {_dtype(weights)}. Let the dataset return "
+        f"tensor.{_conversion(weights)}; images stored as bytes are usually divided by 255, too."
     )
 
 
@@ -332,21 +335,22 @@ def _of_features(case: Case) -> str | None:
         return None
     shape = tuple(given.shape)
     if isinstance(module, nn.Linear) and shape[-1] != module.in_features:
-        change = f"make in_features={shape[-1]}, or change what comes before"
+        change = f"use in_features={shape[-1]}, or change its input"
         if given.ndim > 2 and given[0].numel() == module.in_features:
-            change = "put nn.Flatten() before it"
-        return f"the layer takes {module.in_features} features, its input of shape {shape} has {shape[-1]}: {change}."
+            change = "insert nn.Flatten() before it"
+        features = module.in_features
+        return f"the layer takes {features} features, but its input of shape {shape} has {shape[-1]}: {change}."
     channels = getattr(module, "in_channels", None) or getattr(module, "num_features", None)
     if channels is not None and given.ndim > 1 and shape[1] != channels:
-        change = "change its number of channels, or what comes before"
+        change = "change its number of channels, or its input"
         if given.ndim > 2 and shape[-1] == channels:
-            change = "the channels seem to come last, permute them to the second place"
+            change = "the channels seem to come last, permute them to the second dimension"
         elif given.ndim == 3 and channels == 1 and isinstance(module, nn.Conv2d):
-            change = "it lacks the dimension of the channels, use .unsqueeze(1)"
+            change = "it lacks the channel dimension, use .unsqueeze(1)"
         return f"the layer takes {channels} channels in the second dimension of its input of shape {shape}: {change}."
     size = getattr(module, "input_size", None)
     if isinstance(module, nn.RNNBase) and shape[-1] != size:
-        return f"the layer takes {size} features, and its input of shape {shape} has {shape[-1]}: change either."
+        return f"the layer takes {size} features, but its input of shape {shape} has {shape[-1]}: change one of them."
     return None
 
 

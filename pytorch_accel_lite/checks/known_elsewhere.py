@@ -1,4 +1,4 @@
-"""Arguments and methods that people know from elsewhere, answered with ours."""
+"""Errors that translate arguments and methods of other libraries into ours."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _Class = TypeVar("_Class", bound=type)
 
 _METHODS = ("__init__", "train", "evaluate", "predict", "predict_iter")
 
-# What arguments are called here, whichever method takes them.
+# Our names of arguments, whichever method takes them, with the names that other libraries use.
 _NAMES: dict[str, tuple[str, ...]] = {
     ours: tuple(theirs.split())
     for ours, theirs in {
-        # of a trainer
+        # arguments of a trainer
         "loss_func": "loss loss_fn loss_function criterion",
         "optimizer": "optim optimizers",
         "callbacks": "callback hooks",
         "run_history": "history logger loggers",
         "seed": "random_seed random_state deterministic",
         "compile_model": "compile torch_compile",
-        # of its methods
+        # arguments of its methods
         "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",
         "eval_dataset": "val_dataset valid_dataset validation_dataset validation_data val_data eval_data valid_ds "
         "val_ds val_dataloader val_dataloaders val_loader eval_loader test_dataset",
@@ -43,7 +43,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "resume_from": "resume resume_from_checkpoint ckpt_path checkpoint",
         "eval_every_n_epochs": "eval_every check_val_every_n_epoch validation_freq eval_interval",
         "auto_microbatch": "auto_find_batch_size",
-        # of callbacks
+        # arguments of callbacks
         "early_stopping_patience": "patience",
         "early_stopping_threshold": "min_delta threshold delta",
         "watch_metric": "monitor metric metric_for_best_model",
@@ -54,7 +54,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     }.items()
 }
 
-# What to do where there is no such argument.
+# Advice for words without a corresponding argument.
 _ADVICE: dict[str, str] = {
     word: advice
     for words, advice in {
@@ -64,7 +64,7 @@ _ADVICE: dict[str, str] = {
             "accelerator=Accelerator(cpu=True) to Trainer() to stay on the CPU."
         ),
         "metrics compute_metrics metric eval_metrics": (
-            "add MetricsCallback({'accuracy': ...}) with metrics of torchmetrics to the callbacks of Trainer()."
+            "add MetricsCallback({'accuracy': ...}) with torchmetrics metrics to the callbacks of Trainer()."
         ),
         "patience early_stopping early_stopping_patience": (
             "add EarlyStoppingCallback(early_stopping_patience=...) to the callbacks of Trainer()."
@@ -75,7 +75,7 @@ _ADVICE: dict[str, str] = {
         "num_workers shuffle drop_last pin_memory sampler batch_sampler": (
             "pass it in train_dataloader_kwargs={'{word}': ...}, eval_dataloader_kwargs or dataloader_kwargs."
         ),
-        "lr learning_rate weight_decay momentum": "pass it to the optimizer that you give to Trainer().",
+        "lr learning_rate weight_decay momentum": "pass it to the optimizer that you pass to Trainer().",
         "save_every save_steps save_dir output_dir checkpoint_dir default_root_dir": (
             "add SaveTrainingStateCallback(save_dir=...) to the callbacks of Trainer()."
         ),
@@ -87,14 +87,14 @@ _ADVICE: dict[str, str] = {
             "add LimitBatchesCallback(num_batches) to the callbacks of Trainer()."
         ),
         "use_ema ema ema_decay": "add ModelEmaCallback(decay=...) to the callbacks of Trainer().",
-        "args training_args": "there is no object of arguments: pass them to Trainer() and to train().",
+        "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
     }.items()
     for word in words.split()
 }
 
 
 def answering(cls: _Class) -> _Class:
-    """Let the methods of a class answer an argument that they do not have with ours, in the ``TypeError``."""
+    """Make the methods of a class answer an unknown argument with ours, in the ``TypeError``."""
     for name in _METHODS:
         if name in vars(cls):
             setattr(cls, name, _answering(cls, name))
@@ -102,7 +102,7 @@ def answering(cls: _Class) -> _Class:
 
 
 def answering_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function do so that is a method of a class elsewhere."""
+    """Do the same for a single method that is defined outside its class."""
     known = inspect.signature(method).parameters.keys()
 
     @wraps(method)
@@ -121,7 +121,7 @@ def _answering(cls: type, name: str) -> Callable[..., Any]:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True  # IPython and pytest leave this frame out
+        __tracebackhide__ = True  # IPython and pytest hide this frame
         if not kwargs.keys() <= known:
             raise TypeError(" ".join(_answers(cls, method, kwargs.keys() - known)))
         if name != "__init__" and "current_run" not in vars(self):
@@ -157,9 +157,9 @@ def _called(cls: type, name: str) -> str:
 
 
 class KnownElsewhere:
-    """A method that the class does not have, and that people look for.
+    """A method name that the class does not have, but users of other libraries expect.
 
-    :param answer: what to call instead
+    :param answer: advice on what to call instead
     """
 
     def __init__(self, name: str, answer: str) -> None:

@@ -1,4 +1,4 @@
-"""What a step returns as its loss, and shapes with which a loss function trains something else, silently."""
+"""Checks of the loss that a step returns, and of shapes for which a loss function silently computes something else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_CLASSES = {nn.CrossEntropyLoss, functional.cross_entropy}
 
 
 def watch_first_call(loss_func: Any) -> None:
-    """Let a module of torch look at the shapes that it is given first, whoever calls it."""
+    """Make a loss module of torch check the shapes of its first inputs, wherever it is called."""
     if isinstance(loss_func, nn.Module) and type(loss_func) in _OF_EACH_ELEMENT | _OF_CLASSES:
         for hook in loss_func._forward_pre_hooks.values():
             if isinstance(hook, _FirstCall):
@@ -26,7 +26,7 @@ def watch_first_call(loss_func: Any) -> None:
 
 
 class _FirstCall:
-    """A hook that removes itself."""
+    """A hook that checks the first inputs of a loss module and removes itself."""
 
     def __init__(self, loss_func: nn.Module) -> None:
         self._handle = loss_func.register_forward_pre_hook(self, with_kwargs=True)
@@ -38,10 +38,10 @@ class _FirstCall:
 
 
 def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
-    """Whether the next batch need not be looked at: unless this one has a single element, which shows nothing.
+    """Check shapes; return whether that settles it, as a batch with a single element is inconclusive.
 
-    :param loss: a function, or a class of modules
-    :raises ValueError: when it takes these shapes, but for something else than the loss of each sample
+    :param loss: a loss function, or the class of a loss module
+    :raises ValueError: if the loss accepts these shapes, but does not compute the loss of each sample
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True
@@ -50,9 +50,9 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
         return outputs.numel() > 1
     if loss in _OF_CLASSES and outputs.ndim > 1 and outputs.shape[1] == 1:
         raise ValueError(
-            f"loss_func: cross entropy over the single class of outputs of shape {tuple(outputs.shape)} is 0, whatever "
-            "the model does. Use BCEWithLogitsLoss for one output that says yes or no, with targets of the same shape, "
-            "or give the model an output for each class."
+            f"loss_func: cross entropy over the single class of outputs of shape {tuple(outputs.shape)} is always 0. "
+            "For binary classification with one output use BCEWithLogitsLoss, with targets of the same shape, or give "
+            "the model an output for each class."
         )
     return True
 
@@ -60,20 +60,20 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
 def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
     try:
         both = tuple(torch.broadcast_shapes(outputs, targets))  # type: ignore[no-untyped-call]
-    except RuntimeError:  # the loss function itself refuses them
+    except RuntimeError:  # the loss function itself rejects them
         return
     if both not in (outputs, targets):
         raise ValueError(
-            f"loss_func: outputs of shape {outputs} and targets of shape {targets} would be broadcast to {both}, each "
-            "output compared with the targets of other samples. Make the shapes equal: with targets.unsqueeze(1) in "
-            "the dataset, for example, or outputs.squeeze(1) in the model."
+            f"loss_func: outputs of shape {outputs} and targets of shape {targets} would be broadcast to {both}, "
+            "comparing each output with the targets of other samples. Make the shapes equal, for example with "
+            "targets.unsqueeze(1) in the dataset or outputs.squeeze(1) in the model."
         )
 
 
 def check_loss(output: Any, method: str, training: bool) -> None:
-    """Check that a step returned a loss of one element, or several by name, which in training requires gradients.
+    """Check that a step returned a loss with one element, or several by name, and in training with gradients.
 
-    In an evaluation a loss may have an element for each sample, or be ``None``.
+    In evaluation, a loss may have an element for each sample, or be ``None``.
     """
     if not isinstance(output, Mapping):
         raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}.")
@@ -87,7 +87,7 @@ def check_loss(output: Any, method: str, training: bool) -> None:
     if not named:
         raise ValueError(f"{method} returned an empty dict of losses.")
     if "loss" in named and len(named) > 1:
-        raise ValueError(f"{method} returned a dict of losses with one called 'loss', as their sum is. Rename it.")
+        raise ValueError(f"{method} returned a dict of losses with one called 'loss', like their sum. Rename it.")
     for name, loss in named.items():
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).")

@@ -1,4 +1,4 @@
-"""What subclasses of the trainer are told: of overrides that nothing calls, and of names with another meaning."""
+"""Checks of subclasses of the trainer: overrides that are never called, and names that are already taken."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pytorch_accel_lite.utils import is_ours
 
 C = TypeVar("C", bound=type)
 
-#: Methods of pytorch-accelerated that are not called here: the methods that do it now, and what to do.
+#: Methods of pytorch-accelerated that are not called here, with the methods that replace them and advice.
 REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
-    "_clip_gradients": (("clip_gradients",), "Override clip_gradients(), which is called once an update."),
+    "_clip_gradients": (("clip_gradients",), "Override clip_gradients(), which is called once per update."),
     "_prepare_model_optimizer_and_dataloaders": (
         (),
         "Configure Accelerate with Trainer(accelerator=Accelerator(...)), build loaders in create_train_dataloader() "
-        "and create_eval_dataloader(), and prepare what else there is in training_run_start().",
+        "and create_eval_dataloader(), and prepare anything else in training_run_start().",
     ),
     "_perform_forward_and_backward_passes": (
         ("calculate_train_batch_loss", "backward_step"),
@@ -27,27 +27,27 @@ REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "_update_loss_tracker": (
         ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
-        "What calculate_train_batch_loss() and calculate_eval_batch_loss() return as 'loss' and 'batch_size' is "
-        "tracked: override these.",
+        "Override calculate_train_batch_loss() and calculate_eval_batch_loss(), whose 'loss' and 'batch_size' are "
+        "tracked.",
     ),
     "_add_epoch_loss_to_run_history": (
         ("train_epoch_end", "eval_epoch_end"),
-        "Record metrics of your own with run_history.update_metric() in train_epoch_end() and eval_epoch_end().",
+        "Record your own metrics with run_history.update_metric() in train_epoch_end() and eval_epoch_end().",
     ),
-    "_check_eval_batch_size": ((), "Remove it: every sample is evaluated once, whatever the size of the batches."),
+    "_check_eval_batch_size": ((), "Remove it: every sample is evaluated exactly once, whatever the batch size."),
 }
-#: Methods that the trainer calls on itself, and no subclass is meant to have.
+#: Internal methods that no subclass should override.
 _INTERNAL = ("_check_data", "_check_scheduler")
 
 
 class _Refusal:
-    """The setter of a property that cannot be set: says what the name stands for, and what to do."""
+    """The setter of a read-only property: raises an error that explains the name and suggests another."""
 
     def __init__(self, name: str, doc: str) -> None:
         meaning = " ".join(doc.split(".")[0].split())
-        self._text = f"{name} cannot be used for something else: it is the trainer's own"
+        self._text = f"{name} is reserved: it is an attribute of the trainer itself"
         self._text += f" ({meaning}). " if meaning else ". "
-        self._text += f"Choose another name, my_{name.strip('_')} for example."
+        self._text += f"Choose another name, for example my_{name.strip('_')}."
 
     def message(self, cls: type) -> str:
         return f"{cls.__name__}.{self._text}"
@@ -57,7 +57,7 @@ class _Refusal:
 
 
 def explain_names(cls: C) -> C:
-    """Let every read-only property of a class say, when it is assigned to, what it is and what to do."""
+    """Make every read-only property of a class explain itself when it is assigned to."""
     for name, held in list(vars(cls).items()):
         if isinstance(held, property) and held.fset is None:
             setattr(cls, name, held.setter(_Refusal(name, held.__doc__ or "")))
@@ -65,9 +65,9 @@ def explain_names(cls: C) -> C:
 
 
 def check_subclass(cls: type, trainer_class: type) -> None:
-    """Warn of overrides that nothing calls, when a subclass of the trainer is made.
+    """Warn of overrides that are never called when a subclass of the trainer is defined.
 
-    :raises TypeError: when it has another meaning for a name on which the trainer relies
+    :raises TypeError: if it redefines a name on which the trainer relies
     """
     own = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: held for c in reversed(own) for name, held in vars(c).items()}

@@ -1,4 +1,4 @@
-"""Samplers and loaders: order, position, sharding, batched fetch."""
+"""Samplers and loaders: order, position, sharding and batched reading."""
 
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoadedBatch, LoaderOptions, ShardedLoader

@@ -18,9 +18,9 @@ from pytorch_accel_lite.utils import cores_per_process
 def default_num_workers(dataset: Any, processes: int) -> int:
     """Return the default number of worker processes of a dataloader, given the number of processes in the job.
 
-    None for data that are in memory or read a whole batch at a time, for iterable datasets (workers would each
-    repeat the stream), and where workers are new interpreters instead of forks; else one for each core that this
-    process can count on, up to eight.
+    Zero for data that are in memory or read a whole batch at a time, for iterable datasets (each worker would repeat
+    the stream), and where workers are new interpreters rather than forks; otherwise one for each core available to this
+    process, up to eight.
     """
     is_fast = _is_in_memory(dataset) or reads_batches(dataset)
     if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
@@ -35,7 +35,7 @@ def _is_in_memory(dataset: Any) -> bool:
 
 
 def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the arguments that a dataloader is made with unless told otherwise."""
+    """Return the default arguments of a dataloader."""
     workers = default_num_workers(dataset, accelerator.num_processes)
     memory = tensors_in_memory(dataset)
     can_be_pinned = memory is None or all(tensor.is_cpu for tensor in memory[0])
@@ -53,7 +53,7 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
 
 
 def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the defaults with the user's arguments on top, less the defaults that these exclude."""
+    """Return the user's arguments merged with all defaults that are compatible with them."""
     given = dict(given or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in given:
         given["sampler"] = NamedSampler(dataset, given.pop("shuffle"))

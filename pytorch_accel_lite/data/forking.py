@@ -1,4 +1,4 @@
-"""Forking processes that are sure to begin."""
+"""Forking processes that are guaranteed to start."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
 
-#: A forked process that has not begun after this many seconds is replaced; the next one gets twice as long.
+#: Seconds after which a forked process that has not started is replaced; doubled for every attempt.
 SECONDS_TO_BEGIN = 2.0
 _ATTEMPTS = 6
 
 
 class CheckedPopen(Popen):
-    """Forks a process, and makes sure that it begins.
+    """Forks a process and makes sure that it starts.
 
-    A thread of torch that is about to enter the interpreter holds a lock of it for an instant, without holding the
-    global one. In a child that was forked just then, Python (3.11 at least) waits for that thread, which is not there.
+    A torch thread that is about to enter the interpreter briefly holds one of its locks without holding the GIL. In a
+    child forked at that moment, Python (at least 3.11) waits for that thread, which does not exist in the child.
     """
 
     def _launch(self, process_obj: CheckedProcess) -> None:
@@ -33,13 +33,11 @@ class CheckedPopen(Popen):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.finalizer()  # type: ignore[misc]
-        raise RuntimeError(
-            f"A worker of a DataLoader did not begin, tried {_ATTEMPTS} times. Is the machine overloaded?"
-        )
+        raise RuntimeError(f"A DataLoader worker did not start after {_ATTEMPTS} attempts. Is the machine overloaded?")
 
 
 class CheckedProcess(ForkProcess):
-    """A process that says through a pipe that it has begun."""
+    """A process that reports through a pipe that it has started."""
 
     pipe: tuple[Connection, Connection]
 
@@ -56,6 +54,6 @@ class CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """Starts processes that are sure to begin."""
+    """A multiprocessing context whose processes are guaranteed to start."""
 
     Process = CheckedProcess

@@ -1,4 +1,4 @@
-"""Batches of sources that cannot be indexed: streams, and what is already different on every process."""
+"""Batches of sources that cannot be indexed: streams, and iterables that already differ between processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pytorch_accel_lite.utils import find_length
 
 
 class OwnShard:
-    """Marks batches that are this process's own, already different on every process.
+    """Marks batches as this process's own: every process already reads different ones.
 
     Return it from ``create_train_dataloader`` for a ``DataLoader`` over an ``IterableDataset`` that shards itself.
-    Iterables that are no ``torch.utils.data.DataLoader`` are always taken to be such.
+    Iterables other than a ``torch.utils.data.DataLoader`` are always assumed to be sharded already.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -38,25 +38,26 @@ class OwnShard:
 
 
 class _ReadInTurn(ShardedLoader):
-    """Reads its source from the beginning; resuming in the middle of an epoch drops what came before."""
+    """Reads its source from the beginning; resuming in the middle of an epoch discards the batches already seen."""
 
     def _set_epoch(self, epoch: int) -> None:
-        """Tell a stream that shuffles by itself which epoch begins; it might repeat an order otherwise."""
+        """Tell a stream that shuffles itself which epoch begins; otherwise it might repeat an order."""
         batches = self.source.batches if isinstance(self.source, OwnShard) else self.source
         dataset: Any = getattr(batches, "dataset", None)
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
 
     def _steps_alone(self, start: int) -> Iterator[Batch]:
-        """Yield what this process reads; only the steps that use the batches can tell their sizes."""
+        """Yield the batches of this process; their sizes are known only to the steps that use them."""
         for batch, is_last in with_last(islice(self._read_from(start), self._left)):
             yield Batch(batch, None, None, is_last)
 
     def _read_from(self, start: int) -> Iterator[Any]:
-        """Read the source and drop what a resumed epoch had before; the generators stay where that run put them.
+        """Read the source and discard what a resumed epoch has already seen, without advancing the random generators.
 
-        As many samples are dropped as it had; a batch in which they end is split. But one process counts what each step
-        says that it had, which may be no size of the batch: where these are as large as before, it drops as many.
+        Discards the number of samples seen, splitting the batch in which they end. A single process, however, counts
+        the samples reported by each step, which may differ from the size of the batch. If the batch size is unchanged,
+        it therefore discards the number of batches seen.
         """
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
@@ -73,7 +74,7 @@ class _ReadInTurn(ShardedLoader):
 class StreamLoader(_ReadInTurn):
     """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads them all and deals them out in turn.
 
-    So every sample is seen once, whatever the randomness of the stream.
+    Every sample is thus seen once, even if the stream is random.
     """
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -85,7 +86,7 @@ class StreamLoader(_ReadInTurn):
         groups = grouped(self._read_from(start), self._ranks.world_size)
         steps = with_last(islice(groups, self._left))
         is_last = False
-        while not is_last:  # a process without a batch in it is done: the others may communicate before they ask again
+        while not is_last:  # a process without a batch in the last step must not wait for the others
             step = self._ranks.broadcast_object(lambda: next(steps, None))
             if step is None:
                 return
@@ -104,12 +105,12 @@ class StreamLoader(_ReadInTurn):
 
 
 class PreShardedLoader(_ReadInTurn):
-    """The batches of any other iterable, taken to be this process's own.
+    """The batches of any other iterable, assumed to be this process's own.
 
-    In training, the processes agree at every step on whether any has a batch left; one that has none repeats its
-    last batch without weight until the others are done.
+    In training, the processes agree at every step on whether any has a batch left. One that has none repeats its last
+    batch with zero weight until the others are done.
 
-    :param shared_by: what shares out a stream that is found to share itself out
+    :param shared_by: name of the mechanism by which a stream shards itself, if that was detected
     """
 
     def __init__(
@@ -152,13 +153,13 @@ class PreShardedLoader(_ReadInTurn):
             ready = following
 
     def _num_steps(self) -> int:
-        return self._length if self._length >= 0 else len(self.source)  # which says why it has none
+        return self._length if self._length >= 0 else len(self.source)  # raises the source's own error
 
 
 def _cannot_split(what: str) -> ValueError:
     return ValueError(
-        f"The run that is resumed was saved at a sample that is now in the middle of {what}, which cannot be split. "
-        "Resume it with its batch size and number of processes."
+        f"The resumed run was saved at a sample that is now in the middle of {what}, which cannot be split. Resume it "
+        "with its original batch size and number of processes."
     )
 
 
@@ -171,20 +172,21 @@ def _last_samples(batch: Any, count: int) -> Any:
 
 
 def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
-    """Skip the first ``count`` batches; unless the caller is certain, warn when they do not hold ``start`` samples."""
+    """Skip the first ``count`` batches; unless ``is_certain``, warn if they do not hold ``start`` samples."""
     skipped = 0
     samples = 0
     for batch in islice(batches, count):
         skipped += 1
         try:
             samples += find_batch_size(batch)
-        except ValueError:  # no size can be told
+        except ValueError:  # the size of the batch is unknown
             is_certain = True
     if skipped < count:
         raise ended("data", f"{skipped} batches", count)
     if samples != start and not is_certain:
         warnings.warn(
-            f"The run that is resumed had counted {start} samples in {count} steps of this epoch; as many batches hold "
-            f"{samples} now. It resumes where it was only if it had one process and the same batches.",
+            f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "
+            f"batches now holds {samples}. It resumes at the right place only if it had one process and the same "
+            "batches.",
             stacklevel=2,
         )

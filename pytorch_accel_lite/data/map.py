@@ -1,4 +1,4 @@
-"""Batches of datasets that can be indexed: one global order, of which each process reads its share."""
+"""Batches of map datasets: each process reads its share of one global order."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, seed_generators
 from pytorch_accel_lite.utils import find_length
 
-#: The samples of this process in a step, those of all processes, whether it is the last, the indices of the samples.
+#: Number of samples of this process and of all processes in a step, whether it is the last, indices of the samples.
 _Counts = tuple[int, int, bool, Any]
 
 
 class _EpochShares:
-    """What this process reads of an epoch, batch by batch: the batch sampler of a :class:`MapLoader`.
+    """This process's share of an epoch, batch by batch: the batch sampler of a :class:`MapLoader`.
 
-    It knows nothing of its loader: a reference cycle would keep workers from being stopped when it is dropped.
+    Holds no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
 
-    :param rows: how many rows data in memory have; indices into them are given as tensors, where their order is fixed
-        when the epoch begins
+    :param rows: number of rows of data in memory, whose indices are given as tensors if their order is fixed when the
+        epoch begins; ``None`` for other data
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
-        self._own_batches = source.batch_size is None  # a batch sampler of the user's
+        self._own_batches = source.batch_size is None  # the user's batch sampler
         self._sampler = of_all_processes(source.batch_sampler if self._own_batches else source.sampler)
-        self._per_step = (source.batch_size or 1) * ranks.world_size  # samples, or batches of the user's
+        self._per_step = (source.batch_size or 1) * ranks.world_size  # samples, or the user's batches
         self._drop_last = source.drop_last
         self._ranks = ranks
         self._seed = options.seed
@@ -52,13 +52,13 @@ class _EpochShares:
         self._rows = rows
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_Counts]:
-        """Say where the next iteration begins, which leaves others alone; return the counts of what it hands out."""
+        """Set the start of the next iteration without affecting running ones; return the counts that it will fill."""
         counts: deque[_Counts] = deque()
         self._next = epoch, start, limit, min_share, counts
         return counts
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what the dataset is asked for in each step: indices, under a seed with their place unless in memory."""
+        """Yield the indices to read in each step; with a seed, together with their place unless data are in memory."""
         epoch, position, limit, min_share, counts = self._next
         rank = self._ranks.rank
         world_size = self._ranks.world_size
@@ -82,7 +82,7 @@ class _EpochShares:
             position += size
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Return the indices of all processes in each step; with own batches, the batches of each step."""
+        """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
         order = draw_order(self._sampler, self._ranks, self._seed, epoch)
         if self._own_batches:
             batches: Iterator[Any] = filter(len, order)
@@ -92,7 +92,7 @@ class _EpochShares:
                 batches = chain([batch[-left:]], batches)
             return grouped(batches, self._per_step)
         if self._rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
-            order = _from_front(np.fromiter(order, dtype=np.int64), self._rows)  # once, not for each batch
+            order = _from_front(np.fromiter(order, dtype=np.int64), self._rows)  # once rather than for each batch
         size = find_length(self._sampler)
         if size is None:
             return grouped(islice(order, start, None), self._per_step)
@@ -109,7 +109,7 @@ class _EpochShares:
         return self._in_turn(order, start, sizes, size)
 
     def _in_turn(self, order: Any, start: int, sizes: list[int], size: int) -> Iterator[Any]:
-        """Yield the indices of each step in turn; check the length that the sampler claimed."""
+        """Yield the indices of each step in turn, checking the length reported by the sampler."""
         rest = islice(order, start, None)
         position = start
         for count in sizes:
@@ -118,10 +118,10 @@ class _EpochShares:
             if len(indices) < count:
                 raise _wrong_length(self._sampler, size, position)
             yield indices
-        if position == size and list(islice(rest, 1)):  # it may have no end
+        if position == size and list(islice(rest, 1)):  # the sampler may be endless
             warnings.warn(
-                f"The sampler {type(self._sampler).__name__} gives more indices than its length, {size}, at which an "
-                "epoch ends.",
+                f"The sampler {type(self._sampler).__name__} gives more indices than its length of {size}, at which "
+                "the epoch ends.",
                 stacklevel=2,
             )
 
@@ -129,7 +129,7 @@ class _EpochShares:
         return count_global_batches(len(self._sampler), self._per_step, self._drop_last)
 
     def ends_in_one(self) -> bool:
-        """Whether the last step of an epoch has a single sample in all; of own batches, torch's sampler tells it."""
+        """Whether the last step of an epoch has a single sample over all processes, as far as that is known."""
         sampler = self._sampler
         if not self._own_batches:
             return ends_in_one(find_length(sampler), self._per_step, self._drop_last)
@@ -143,11 +143,11 @@ class _EpochShares:
 
 
 class MapLoader(ShardedLoader):
-    """The batches of a ``DataLoader`` over a map dataset, shared out over the processes.
+    """The batches of a ``DataLoader`` over a map dataset, divided among the processes.
 
-    Each step takes the next ``batch_size`` samples for every process from one global order; a smaller rest is
-    shared out evenly. With a ``batch_sampler`` of the user's, a step takes its next batch for every process.
-    Tensors in memory are indexed a whole batch at a time.
+    Each step takes the next ``batch_size`` samples for every process from one global order; a smaller remainder is
+    divided evenly. With a user's ``batch_sampler``, each step takes one of its batches for every process. Tensors in
+    memory are indexed a whole batch at a time.
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
@@ -156,7 +156,7 @@ class MapLoader(ShardedLoader):
         self._memory = tensors_in_memory(source.dataset) if is_plain else None
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
-        self._idle: DataLoader[Any] | None = None  # and its workers, for the next iteration
+        self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
 
     def _create_inner(self) -> DataLoader[Any]:
         source = self.source
@@ -182,14 +182,14 @@ class MapLoader(ShardedLoader):
         for batch in self._read() if self._memory is None else self._read_memory():
             own, total, is_last, indices = counts.popleft()
             if place is not None:
-                # Reading here changes python's and numpy's generators, reading in workers does not: so each step
-                # begins with them seeded from its place.
+                # Reading in this process advances python's and numpy's generators, reading in workers does not. So
+                # each step seeds them from its place.
                 seed_generators(mix(start, after=place), with_torch=False)
                 start += total
             yield Batch(batch, own, total, is_last, indices)
 
     def _read(self) -> Iterator[Any]:
-        """Read with a loader that nobody reads with: torch's has a single iterator when its workers persist."""
+        """Read with a loader that is not in use: with persistent workers, torch's has a single iterator."""
         loader = self._create_inner() if self._idle is None else self._idle
         self._idle = None
         batches = self._start_reading(loader)
@@ -210,7 +210,7 @@ class MapLoader(ShardedLoader):
                         torch.default_generator.set_state(state)
                 yield batch
         finally:
-            if not loader.num_workers or batches in self._with_workers:  # they were not stopped meanwhile
+            if not loader.num_workers or batches in self._with_workers:  # not stopped meanwhile
                 self._idle = loader
 
     def _read_memory(self) -> Iterator[list[torch.Tensor]]:
@@ -219,7 +219,7 @@ class MapLoader(ShardedLoader):
         rows = len(self.source.dataset)
         on_host = all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
-        if self.options.seed is None:  # as a DataLoader does: random numbers go on as in a hand-written loop
+        if self.options.seed is None:  # a DataLoader draws this number too, so the generators match a hand-written loop
             torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
         for indices in self._shares:
             chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
@@ -246,7 +246,7 @@ class MapLoader(ShardedLoader):
 
 
 def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-    """Return the tensors of a ``TensorDataset``, with the indices into them of a ``Subset`` of one; else nothing."""
+    """Return the tensors of a ``TensorDataset`` and, for a ``Subset`` of one, the indices; ``None`` for other data."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is Subset:
@@ -261,11 +261,11 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
 def _wrong_length(sampler: Any, size: int, given: int) -> WrongLengthError:
     return WrongLengthError(
         f"The sampler {type(sampler).__name__} gives {given} indices, but its length is {size}. Make its __len__ "
-        "return as many as it gives."
+        "return the number of indices that it gives."
     )
 
 
 def _from_front(indices: Any, rows: int) -> torch.Tensor:
-    """Return indices as ``index_select`` takes them: those below zero, which count from the end, from the front."""
+    """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
     tensor = torch.as_tensor(indices, dtype=torch.int64)
     return torch.where(tensor < 0, tensor + rows, tensor)

@@ -1,4 +1,4 @@
-"""Several datasets at once, as multi-task and semi-supervised training need them."""
+"""Reading several datasets at once, as in multi-task and semi-supervised training."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pytorch_accel_lite.utils import check_choice, find_length
 
 
 class NamedDatasets(Dataset[Any]):
-    """Map datasets by name. A sample is a dict with a sample of each, so a batch is a dict with a batch of each.
+    """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
-    :param datasets: the datasets by name; they are paired at random in every epoch when shuffled
-    :param length: ``"min"``: an epoch is as long as the shortest, and takes that many samples of each;
-        ``"max"``: as long as the longest, and the shorter ones are gone through several times
-    :raises ValueError: when there are none, or one is empty or without a length
+    :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
+    :param length: length of an epoch: with ``"min"`` that of the shortest dataset, with ``"max"`` that of the longest,
+        while the shorter ones are repeated
+    :raises ValueError: if there are no datasets, or one is empty or has no length
     """
 
     def __init__(self, datasets: Mapping[str, Any], length: Literal["min", "max"] = "min") -> None:
         check_choice("length", length, ("min", "max"))
         if not datasets:
-            raise ValueError("A dict of datasets needs at least one.")
+            raise ValueError("A dict of datasets must not be empty.")
         self.datasets = dict(datasets)
         self.sizes: dict[str, int] = {}
         for name, dataset in datasets.items():
             size = find_length(dataset)
             if size is None:
                 raise ValueError(
-                    f"The dataset {name!r} ({type(dataset).__name__}) has no length; datasets by name must be map "
-                    "datasets. Combine iterable ones into one IterableDataset that yields dicts."
+                    f"The dataset {name!r} ({type(dataset).__name__}) has no length, but the datasets of a dict must "
+                    "be map datasets. Combine iterable ones into one IterableDataset that yields dicts."
                 )
             if not size:
                 raise ValueError(f"The dataset {name!r} is empty.")
@@ -43,16 +43,16 @@ class NamedDatasets(Dataset[Any]):
         return self._length
 
     def __getitem__(self, indices: Any) -> dict[str, Any]:
-        """Return the samples at an index of each dataset, in their order, or all at the same index."""
-        if isinstance(indices, int) or getattr(indices, "ndim", 1) == 0:  # those of numpy and torch too
+        """Return a sample of each dataset, given one index for all or a sequence with an index for each, in order."""
+        if isinstance(indices, int) or getattr(indices, "ndim", 1) == 0:  # including those of numpy and torch
             indices = [indices % size for size in self.sizes.values()]
         return {name: data[index] for (name, data), index in zip(self.datasets.items(), indices, strict=True)}
 
 
 class NamedSampler(Sampler[tuple[int, ...]]):
-    """Goes through each of the datasets in an order of its own, over and over, for an epoch's length.
+    """Samples each dataset in a separate order, repeated as necessary for the length of an epoch.
 
-    :param shuffle: ``False`` for the order of the datasets
+    :param shuffle: whether to draw a random order for every pass; otherwise the order is sequential
     """
 
     def __init__(self, datasets: NamedDatasets, shuffle: bool) -> None:

@@ -1,4 +1,4 @@
-"""The order in which an epoch visits the samples, and the randomness inside a dataset."""
+"""The order of the samples in an epoch, and the randomness inside a dataset."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from pytorch_accel_lite.randomness import (
 )
 from pytorch_accel_lite.utils import find_length
 
-#: What is drawn at a time of a sampler without a length.
+#: Number of indices drawn at a time from a sampler without a length.
 _PIECE = 1024
 
 
 def inner_datasets(dataset: Any) -> list[Any]:
-    """Return what one of torch's own wrappers of datasets reads from; nothing for any other dataset."""
+    """Return the datasets inside one of torch's dataset wrappers; an empty list for any other dataset."""
     reads_many = getattr(type(dataset), "__getitems__", None)
     if reads_many is Subset.__getitems__:
         return [dataset.dataset]
@@ -44,7 +44,7 @@ def inner_datasets(dataset: Any) -> list[Any]:
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Whether a dataset itself reads many samples at once; torch's wrappers have ``__getitems__`` in any case."""
+    """Whether a dataset reads many samples at once; torch's wrappers always have ``__getitems__``, so look inside."""
     inner = inner_datasets(dataset)
     has_method = callable(getattr(dataset, "__getitems__", None))
     return has_method and (not inner or any(map(reads_batches, inner)))
@@ -53,9 +53,9 @@ def reads_batches(dataset: Any) -> bool:
 class BatchReader(Dataset[Any]):
     """Reads batches with randomness that is a function of (seed, epoch, position).
 
-    Every sample is read with generators seeded from its place in the epoch's order; a dataset that reads many samples
-    at once (``__getitems__``) has one seed for them, and collating a batch continues from there. So neither workers,
-    nor processes, nor an interruption change what is read.
+    Every sample is read with generators seeded from its place in the epoch's order. A dataset that reads many samples
+    at once (``__getitems__``) gets one seed for them, and collating a batch continues from there. So the number of
+    workers, the number of processes and interruptions do not affect what is read.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -63,7 +63,10 @@ class BatchReader(Dataset[Any]):
         self._reads_batches = reads_batches(dataset)
 
     def __getitems__(self, share: tuple[int, int, list[Any]]) -> Any:
-        """Return the samples of a share: what seed and epoch come to, the position of its first sample, its indices."""
+        """Return the samples of a share.
+
+        :param share: the mixed seed and epoch, the position of the first sample, and the indices of the samples
+        """
         place, first, indices = share
         if self._reads_batches:
             seed_generators(mix(first, after=place))
@@ -76,9 +79,9 @@ class BatchReader(Dataset[Any]):
 
 
 def of_all_processes(sampler: Any) -> Any:
-    """Return a sampler of the whole job: a ``DistributedSampler`` would share out what is shared out here."""
+    """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here."""
     if isinstance(sampler, DistributedSampler):
-        # Nothing is repeated to fill up shares; what its drop_last leaves out stays left out.
+        # No sample is repeated to pad shares; what its drop_last leaves out stays out.
         size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
         sampler = copy.copy(sampler)
         sampler.num_replicas = 1
@@ -91,10 +94,10 @@ def of_all_processes(sampler: Any) -> Any:
 
 
 def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
-    """Return the order of an epoch, the same on all ranks: what a sampler of indices, or of lists of them, gives.
+    """Return the order of an epoch from a sampler of indices or of batches of indices, the same on all ranks.
 
-    Without a seed it is what the sampler draws from torch's generator on rank 0; with one, f(seed, epoch). A sampler
-    without a length may have no end: it is drawn in pieces.
+    With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator. A
+    sampler without a length may be endless and is drawn in pieces.
     """
     if isinstance(sampler, SequentialSampler):
         return range(len(sampler))
@@ -121,14 +124,14 @@ def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iter
 
 
 def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
-    """Return what the sampler draws on rank 0. All ranks read equally far at each step, so they ask together."""
+    """Return the indices that the sampler draws on rank 0. All ranks need each piece at the same step."""
     drawn = chain.from_iterable([sampler])
     pieces = iter(lambda: ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
     return chain.from_iterable(pieces)
 
 
 def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield what a sampler draws from generators of its own, which go on from piece to piece."""
+    """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
     with preserving_generators():
         seed_generators(seed)
         drawn = iter(sampler)
@@ -144,12 +147,12 @@ def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:
-    """Whether a sampler is what ``DataLoader(shuffle=True)`` makes."""
+    """Whether a sampler is the one that ``DataLoader(shuffle=True)`` creates."""
     is_random = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
     return is_random and len(sampler) == len(sampler.data_source)
 
 
 def _shuffled(sampler: Any) -> torch.Tensor:
-    """Return what a plain ``RandomSampler`` gives, drawn as it draws it, as the tensor that it is drawn as."""
+    """Return the order of a plain ``RandomSampler`` as a tensor, consuming the same random numbers."""
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     return torch.randperm(len(sampler), generator=generator)

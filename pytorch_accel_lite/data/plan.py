@@ -1,4 +1,4 @@
-"""Sharing an epoch over processes and batches, and finding a place in it. Nothing here knows what a batch is."""
+"""Dividing an epoch into steps and shares, and finding a position in it, independent of what a batch is."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 def split(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:
-    """Return the bounds of the part of so many positions that falls to a rank, as even and contiguous as possible.
+    """Return the bounds of a rank's contiguous share of ``size`` positions, which are divided as evenly as possible.
 
-    The first ranks get one more where it is not even; with fewer positions than ranks, the last ranks get none.
+    If they do not divide evenly, the first ranks get one more; if there are too few, the last ranks get none.
 
-    :param at_least: what a rank gets that gets any, unless there are fewer in all; so the last ranks may get none
+    :param at_least: the least number of positions a rank gets if it gets any, unless ``size`` is smaller
     """
     sharers = max(min(world_size, size // at_least), 1)
     quotient, remainder = divmod(size, sharers)
@@ -23,25 +23,25 @@ def split(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int
 
 
 def count_global_batches(num_samples: int, global_batch: int, drop_last: bool = False) -> int:
-    """Return how many steps an epoch has."""
+    """Return the number of steps in an epoch."""
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
 
 
 def ends_in_one(num_samples: int | None, batch: int | None, drop_last: bool) -> bool:
-    """Whether the last of an epoch's batches has a single sample, as far as their sizes are known."""
+    """Whether the last batch of an epoch has a single sample, as far as that is known."""
     return bool(num_samples and batch) and not drop_last and num_samples % batch == 1  # type: ignore[operator]
 
 
 def global_batches(
     num_samples: int, global_batch: int, start: int = 0, drop_last: bool = False, at_least: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of each step's samples, of all ranks together, in the order of the epoch.
+    """Yield the bounds of the samples of each step, for all ranks together, in the order of the epoch.
 
-    :param global_batch: samples in a full step
-    :param start: samples of the epoch that have been consumed
-    :param drop_last: leave out a last, smaller step
-    :param at_least: when fewer than this many samples are left for the last step, it shares evenly with the step
-        before it; used in evaluation, where it keeps every rank busy in every step
+    :param global_batch: number of samples in a full step
+    :param start: number of samples of the epoch already consumed
+    :param drop_last: whether to drop a smaller last step
+    :param at_least: if fewer than this many samples are left for the last step, the last two steps divide their samples
+        evenly; evaluation uses it to keep every rank busy in every step
     """
     while start < num_samples:
         left = num_samples - start
@@ -55,19 +55,19 @@ def global_batches(
 
 
 class WrongLengthError(ValueError):
-    """What gives the order of an epoch has not as many indices as it said: no batch of it can be skipped."""
+    """A sampler gives fewer or more indices than its length. Never skipped, unlike a batch that cannot be read."""
 
 
 def ended(source: str, given: str, done: int) -> WrongLengthError:
-    """Return the error for data that end before the place at which a run is resumed."""
+    """Return the error for data that end before the position at which a run resumes."""
     return WrongLengthError(
-        f"The {source} ended after {given} of this epoch, but the run that is resumed has had {done} of them. Resume "
-        "it with the data that it was saved with."
+        f"The {source} ended after {given} of this epoch, but the resumed run had already seen {done}. Resume it with "
+        "the data it was saved with."
     )
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item with whether it is the last, reading one ahead."""
+    """Yield each item with whether it is the last one, reading one ahead."""
     iterator = iter(items)
     held = list(islice(iterator, 1))
     for following in iterator:
@@ -78,14 +78,14 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of so many items; the last may be shorter."""
+    """Yield lists of ``size`` items; the last may be shorter."""
     return iter(lambda: list(islice(items, size)), [])
 
 
 def skip_samples(
     batches: Iterator[T], start: int, size_of: Callable[[T], int], source: str = "data"
 ) -> tuple[T, int] | None:
-    """Drop so many samples; return the batch in the middle of which they end, with how many of its samples are left."""
+    """Skip ``start`` samples; if they end in the middle of a batch, return it and the number of its samples left."""
     position = 0
     while position < start:
         batch = next(batches, None)

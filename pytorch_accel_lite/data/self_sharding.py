@@ -1,4 +1,4 @@
-"""Data that are already split by process: streams that share themselves out, and tables of which each has a part."""
+"""Data that are already sharded by process: streams that shard themselves, and tables that were split before."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.distributed import Ranks
 
-#: Classes of other packages that ask for their rank themselves, by package and name.
+#: Classes of other packages that look up their rank themselves, by package and name.
 _ASK_FOR_THEIR_RANK = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}
 _DATA_PIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 
 
 class Share(NamedTuple):
-    """What part of the data a stream gives.
+    """The part of the data that a stream gives.
 
-    :param shared_by: what shares it out
-    :param rank: the part, of ``world_size`` parts; ``None`` when it follows from the rank of the process
+    :param shared_by: name of the mechanism that shards the data
+    :param rank: index of the part, out of ``world_size``; ``None`` if it follows from the rank of the process
     """
 
     shared_by: str
@@ -30,12 +30,12 @@ class Share(NamedTuple):
 
 
 def find_share(stream: Any) -> Share | None:
-    """Return what is known of how a stream, or one in it, shares itself out; ``None`` when it seems to give all."""
+    """Return how a stream, or one inside it, shards itself; ``None`` if it seems to give all data."""
     return next(filter(None, map(_share, _streams_in(stream, []))), None)
 
 
 def _streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
-    """Yield a stream and those that it reads, as far as they are its attributes."""
+    """Yield a stream and the streams that it reads, as far as they are its attributes."""
     if not isinstance(stream, IterableDataset) or any(stream is other for other in seen):
         return
     seen.append(stream)
@@ -47,35 +47,35 @@ def _streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
 
 def _share(stream: Any) -> Share | None:
     kind = type(stream).__name__
-    split: Any = getattr(stream, "_distributed", None)  # of Hugging Face's
+    split: Any = getattr(stream, "_distributed", None)  # Hugging Face datasets
     if hasattr(split, "rank") and hasattr(split, "world_size"):
         return Share(f"split_dataset_by_node ({kind})", split.rank, split.world_size)
-    if kind == "IterableDatasetShard":  # Accelerate's, and that of transformers
+    if kind == "IterableDatasetShard":  # of Accelerate and transformers
         return Share(kind, stream.process_index, stream.num_processes)
-    stages = getattr(stream, "pipeline", None)  # of webdataset's
+    stages = getattr(stream, "pipeline", None)  # webdataset
     names = [getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages or () if callable(stage)]
     if any("split_by_node" in name for name in names):
         return Share(f"split_by_node ({kind})")
     if any((base.__module__.partition(".")[0], base.__name__) in _ASK_FOR_THEIR_RANK for base in type(stream).__mro__):
         return Share(f"{type(stream).__module__.partition('.')[0]}.{kind}")
     if isinstance(stream, _DATA_PIPE) and hasattr(stream, "apply_sharding"):
-        return Share(kind)  # which torch's DataLoader tells the rank
+        return Share(kind)  # torch's DataLoader tells it the rank
     return None
 
 
 def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
-    """Return how a stream shares itself out among the processes; ``None`` when it is to be dealt out.
+    """Return how a stream shards itself over the processes; ``None`` if the trainer is to shard it.
 
-    To be called on every process.
+    Call it on every process.
 
-    :raises ValueError: on several processes, unless all have a part, each another, and there is no other part
+    :raises ValueError: with several processes, if their parts overlap or are incomplete
     """
     share = find_share(stream)
     if ranks.world_size == 1:
         if share is not None and (share.world_size or 1) > 1:
             warnings.warn(
-                f"The data are part {share.rank} of {share.world_size}, as shared out by {share.shared_by}, but there "
-                "is one process only: the other parts are not read.",
+                f"The data are part {share.rank} of {share.world_size}, as sharded by {share.shared_by}, but there is "
+                "only one process: the other parts are not read.",
                 stacklevel=2,
             )
         return None
@@ -91,20 +91,20 @@ def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
     if known and len(by_rank) < len(shares) and parts != {(rank, len(shares)) for rank in range(len(shares))}:
         read = ["all" if share is None else f"part {share.rank} of {share.world_size}" for share in shares]
         raise ValueError(
-            f"The data are shared out by {known[0].shared_by}, but not over the processes of this job, which would "
-            f"read: {', '.join(read)}. Split them by trainer.ranks.rank and trainer.ranks.world_size, or not at all: "
-            "then the trainer shares them out. If it is meant, return OwnShard(DataLoader(...)) from "
+            f"The data are sharded by {known[0].shared_by}, but not over the processes of this job, which would "
+            f"read: {', '.join(read)}. Split them by trainer.ranks.rank and trainer.ranks.world_size, or do not split "
+            "them and let the trainer shard them. If this is intended, return OwnShard(DataLoader(...)) from "
             "create_train_dataloader or create_eval_dataloader."
         )
     return share
 
 
 def check_same_rows(dataset: Any, ranks: Ranks) -> None:
-    """Check that a Hugging Face ``Dataset`` has the same rows on all processes, as it is about to be shared out.
+    """Check that a Hugging Face ``Dataset``, which is about to be sharded, has the same rows on all processes.
 
-    To be called on every process. Compares a few rows as they are stored, before any transform.
+    Call it on every process. Compares a few rows as they are stored, before any transform.
 
-    :raises ValueError: when it was split before, by ``split_dataset_by_node`` for example
+    :raises ValueError: if it has already been split, for example by ``split_dataset_by_node``
     """
     is_table = all(hasattr(dataset, name) for name in ("_fingerprint", "with_format", "num_rows"))
     if ranks.world_size == 1 or not is_table:
@@ -117,7 +117,7 @@ def check_same_rows(dataset: Any, ranks: Ranks) -> None:
         raise ValueError(
             f"The processes have datasets with different rows, of lengths {[length for length, _ in found]}. Each "
             "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
-            "every process, without split_dataset_by_node or shard(): the trainer shares it out. If each process "
-            "should read all of its own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or "
+            "every process, without split_dataset_by_node or shard(): the trainer shards it. If each process should "
+            "read all of its own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or "
             "create_eval_dataloader."
         )

@@ -1,4 +1,4 @@
-"""Which loader a source of batches gets."""
+"""Choosing the loader for a source of batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shard(
     """Return a loader that gives this process its share of any source of batches.
 
     :param source: a ``DataLoader``, or any other iterable of batches (see :class:`OwnShard`)
-    :param training: every process makes equally many steps; in evaluation a process may have fewer
+    :param training: whether every process must take the same number of steps; in evaluation, a process may take fewer
     :param options: further :class:`LoaderOptions`
     """
     if isinstance(source, ShardedLoader):

@@ -1,4 +1,4 @@
-"""Starting the workers of a dataloader, so that none of them waits for what only its parent has."""
+"""Starting the workers of a dataloader such that none waits for threads that exist only in its parent."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ T = TypeVar("T")
 
 
 def start_method() -> str:
-    """Return how processes are started by default."""
-    # Asking without allow_none would fix it for the whole program.
+    """Return the default start method of processes."""
+    # Without allow_none, asking would fix the method for the rest of the program.
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def start_reading(batches: Iterable[T]) -> Iterator[T]:
-    """Return ``iter(batches)``; the workers of a ``DataLoader`` are forked so that all of them begin.
+    """Return ``iter(batches)``, forking the workers of a ``DataLoader`` such that all of them start.
 
-    A forked worker inherits its parent's garbage: process groups, the iterators of earlier epochs, trainers. Were they
-    collected there, their finalisers would wait for threads and processes that only the parent has, perhaps forever.
+    A forked worker inherits its parent's garbage: process groups, iterators of earlier epochs, trainers. If the worker
+    collected it, finalisers would wait, perhaps forever, for threads and processes that exist only in the parent.
     """
     if not isinstance(batches, DataLoader) or not batches.num_workers:
         return iter(batches)
     was_enabled = gc.isenabled()
     worker_init_fn = batches.worker_init_fn
     context = batches.multiprocessing_context
-    # While a run ends in order at signals, its workers must not die of them first.
+    # While a run handles signals by ending in order, they must not kill its workers first.
     leaves_signals = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled, leaves_signals)
     if (start_method() if context is None else context.get_start_method()) == "fork":
-        from pytorch_accel_lite.data.forking import CheckedForkContext  # which not every system has
+        from pytorch_accel_lite.data.forking import CheckedForkContext  # not available on every system
 
         batches.multiprocessing_context = CheckedForkContext()
     gc.disable()
@@ -51,9 +51,10 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
 def _begin(
     worker_init_fn: Callable[[int], object] | None, collects: bool, leaves_signals: bool, worker_id: int
 ) -> None:
-    """Start a worker: keep all that was there when it was forked out of its garbage collector, then let it collect.
+    """Initialise a worker: exclude all inherited objects from garbage collection, then enable it.
 
-    :param leaves_signals: leave signals to its parent: launchers send them to the whole group
+    :param collects: whether to enable garbage collection
+    :param leaves_signals: whether to leave signals, which launchers send to the whole group, to the parent
     """
     gc.freeze()
     if collects:

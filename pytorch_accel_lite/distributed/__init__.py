@@ -1,4 +1,4 @@
-"""The processes of a job: what they tell each other, the model that they share, how the job is started and left."""
+"""The processes of a job: communication, the shared model, launch and shutdown."""
 
 from pytorch_accel_lite.distributed.ranks import Ranks
 

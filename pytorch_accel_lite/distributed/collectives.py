@@ -1,4 +1,4 @@
-"""What steps and callbacks tell the other processes: methods of the trainer. To be called on every process."""
+"""Communication between processes for use in steps and callbacks: methods of the trainer, called on every process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ T = TypeVar("T")
 
 
 def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, with_gradients: bool = False) -> Any:
-    """Concatenate tensors of all processes along their first dimension. To be called on every process.
+    """Concatenate tensors from all processes along their first dimension. Call it on every process.
 
-    On several processes, what is returned has no gradients unless ``with_gradients`` is given, and going backward
-    through it is an error. One process is given back what it gave.
+    With several processes, the result carries no gradients unless ``with_gradients=True``, and a backward pass through
+    it raises an error. With one process, the input is returned unchanged.
 
-    :param tensor: a tensor, or nested lists, tuples and dicts of tensors, whose first dimension may differ from process
-        to process. Tensors without dimensions become one with an element for each.
-    :param padding_value: leave out rows that are this value throughout, of each tensor by itself; NaN is possible
-    :param with_gradients: for losses over the samples of all processes (contrastive ones, say): their gradients reach
-        the rows of all, and are those of one process with the whole batch. To be given for all that belongs to such
-        a loss, targets too: then rows of a batch that only keeps its process in step with the others are left out
-    :raises RuntimeError: with gradients, in a step that may fail on one process alone (``auto_microbatch``,
+    :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ between
+        processes. Tensors without dimensions become a tensor with one element per process.
+    :param padding_value: in each tensor, drop the rows in which every element has this value; may be NaN
+    :param with_gradients: for losses over the samples of all processes, such as contrastive losses: gradients reach
+        the rows of all processes and equal those of one process with the whole batch. Pass it for everything that
+        enters such a loss, including targets: filler batches, which only keep a process in step with the others, are
+        then left out.
+    :raises RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
         ``SkipFailedBatchesCallback``)
     """
     run = self.current_run
@@ -44,35 +45,37 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, wi
 
 
 def barrier(self: Trainer) -> None:
-    """Wait until every process is here."""
+    """Wait until every process has reached this point."""
     self.ranks.barrier()
 
 
 def sync_buffers(self: Trainer, module: nn.Module) -> None:
-    """Give all processes the first one's buffers of a module. To be called on every process."""
+    """Copy the buffers of a module from the first process to all others. Call it on every process."""
     self.ranks.copy_from_first(module.buffers())
 
 
 def broadcast_object(self: Trainer, obj: T) -> T:
-    """Return the first process's picklable object on every process. To be called on every process."""
+    """Return the first process's picklable object on every process. Call it on every process."""
     return self.ranks.broadcast_object(lambda: obj)
 
 
 def all_gather_object(self: Trainer, obj: T) -> list[T]:
-    """Return the picklable objects of all processes, in the order of their ranks. To be called on every process."""
+    """Return the picklable objects of all processes, ordered by rank. Call it on every process."""
     return self.ranks.all_gather_object(obj)
 
 
 def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
-    """Return a tensor of one element as a Python number.
+    """Return a tensor with one element as a Python number.
 
-    :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must all call it then; ``None``:
-        this process's own
+    :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must then all call it; ``None`` for
+        this process's own value
     """
     if reduce not in (None, "sum", "mean", "max"):
         raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean' or 'max'.")
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
-        raise ValueError(f"tensor={tensor!r} must be a tensor of one element. Reduce it first, by its mean() say.")
+        raise ValueError(
+            f"tensor={tensor!r} must be a tensor with one element. Reduce it first: with mean(), for example."
+        )
     values = [tensor.item()] if reduce is None else self.all_gather_object(tensor.item())
     if reduce == "max":
         return max(values)

@@ -1,4 +1,4 @@
-"""Checks of what a launcher has started, and ending when it is killed."""
+"""Checking what a launcher has started, and exiting when the launcher is killed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raise an error when the accelerator does not see all that a launcher started, or would ignore an FSDP plugin."""
+    """Raise an error if the accelerator does not see all launched processes, or would ignore an FSDP plugin."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise RuntimeError(
             f"The launcher started WORLD_SIZE={launched} processes, but Accelerate sees "
-            f"{accelerator.num_processes}: each rank would train on its own. The state that Accelerate keeps was made "
-            "before the trainer, by an Accelerator or a PartialState. On a machine without a GPU make these with "
-            "cpu=True, or leave it to the Trainer: give it no accelerator, and make no such state before it."
+            f"{accelerator.num_processes}: each rank would train on its own. Accelerate's state was created before the "
+            "trainer, by an Accelerator or a PartialState. On a machine without a GPU, create these with cpu=True, or "
+            "leave it to the Trainer: pass no accelerator, and create no such state before the trainer."
         )
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and accelerator.is_main_process:
         warnings.warn(
-            f"torchrun may restart this job {restarts} time(s), but lets all attempts share one store, where restarted "
-            "processes find the addresses of dead ones and fail or hang. Start it with the environment variable "
+            f"torchrun may restart this job {restarts} time(s), but all attempts share one store, where restarted "
+            "processes find the addresses of dead ones and fail or hang. Launch it with the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.",
             stacklevel=4,
         )
@@ -44,7 +44,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def heed_launcher() -> None:
-    """Under torchrun, report the error that ends this process to its launcher, and end when that is killed."""
+    """Under torchrun, report the error that ends this process to the launcher, and exit when the launcher is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _report_uncaught_errors()
         if sys.platform.startswith("linux"):
@@ -53,14 +53,14 @@ def heed_launcher() -> None:
 
 @cache
 def _report_uncaught_errors() -> None:
-    """Let the launcher's summary name the error that came first, and not those of the ranks that it left behind."""
+    """Make the launcher's summary name the first error, rather than those it caused on other ranks."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     show = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            raise error  # the handler records the traceback of what is being handled
+            raise error  # the handler records the traceback of the exception being handled
         except BaseException:
             get_error_handler().record_exception(error)
         show(kind, error.with_traceback(trace), trace)
@@ -71,5 +71,5 @@ def _report_uncaught_errors() -> None:
 def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died in between
+    if os.getppid() != parent:  # the launcher died in between
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Giving the model and the optimizer to Accelerate for a run, and taking them back after it."""
+"""Preparing the model and the optimizer with Accelerate for a run, and releasing them afterwards."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from pytorch_accel_lite.optimizers import AcceleratedCombinedOptimizer, parts_of
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-# Where Accelerate adds nothing to an optimizer but bookkeeping, the user's own is stepped directly.
+# Here Accelerate adds only bookkeeping to an optimizer, so the user's own is stepped directly.
 _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
-    """Return the model without its ``DistributedDataParallel`` wrapper, and without ``torch.compile``'s if asked.
+    """Return the model without its ``DistributedDataParallel`` wrapper.
 
-    Unlike Accelerate's function of this purpose it changes no wrapper, so it can be used in the middle of a run.
+    Unlike Accelerate's counterpart, it modifies no wrapper, so it can be used in the middle of a run.
+
+    :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
     """
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -41,34 +43,34 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
 
 
 def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Whether the weights of a model are, or will be, spread over the processes: by Accelerate, or by the user."""
+    """Whether the weights of a model are or will be sharded over the processes, by Accelerate or by the user."""
     return accelerator.distributed_type not in _PLAIN or are_sharded(model.parameters())
 
 
 def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether any of the parameters is spread over the processes, as a ``DTensor``."""
+    """Whether any of the parameters is sharded over the processes, as a ``DTensor``."""
     return any(hasattr(parameter, "device_mesh") for parameter in parameters)
 
 
 class PreparedModel:
-    """A model and an optimizer as they are trained: placed on the device, wrapped, in mixed precision.
+    """A model and an optimizer prepared for training: placed on the device, wrapped, in mixed precision.
 
-    A model that the user has sharded (``fully_shard``) stays as it is.
+    A model that the user has sharded with ``fully_shard`` is left unchanged.
 
-    :param training: prepare for training; otherwise only place the model and apply mixed precision
-    :ivar optimizer: the optimizer to step: the user's own where Accelerate adds nothing, else the prepared one
-    :ivar is_plain: whether Accelerate adds nothing to backward pass and optimizer
-    :ivar is_sharded: whether the weights are spread over the processes, so that no process can compute alone
-    :ivar outlives_runs: whether it stays as it is at the end of a run: its weights exist in no other form
-    :ivar trains: whether optimizers that have modes are in that of training
-    :ivar has_run: whether the prepared model has been called, and not only the bare one in it
+    :param training: whether to prepare for training; otherwise only place the model and apply mixed precision
+    :ivar optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
+    :ivar is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
+    :ivar is_sharded: whether the weights are sharded over the processes, so that no process can compute alone
+    :ivar outlives_runs: whether it is kept at the end of a run, because its weights exist in no other form
+    :ivar trains: whether optimizers that have modes are in training mode
+    :ivar has_run: whether the prepared model has been called, and not just the bare one inside it
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
         self._given = model, optimizer
         self.trains = False
         self._forward = vars(model).get("forward")
-        # Its lists of what was prepared. free_memory() would empty them of what others prepared too, and collect
+        # Accelerate's lists of prepared objects. free_memory() would also drop what others have prepared, and collect
         # garbage, which takes longer than many a run.
         self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
         self.is_sharded = is_sharded(accelerator, model)
@@ -119,11 +121,11 @@ class PreparedModel:
         self._first_call.remove()
 
     def can_rewrap(self, model: nn.Module) -> bool:
-        """Whether the prepared model can be wrapped again: not with sharded weights, nor once compiled."""
+        """Whether the prepared model can be rewrapped: not if its weights are sharded or its wrapper is compiled."""
         return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
 
     def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
-        """Return the model, which a callback may have replaced, and the optimizer as the user knows them."""
+        """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
         given, optimizer = self._given
         for module in (given, unwrap(given, keep_torch_compile=False)):
             for mark in ("_is_accelerate_prepared", "_original_forward"):
@@ -135,20 +137,20 @@ class PreparedModel:
             del held[length:]
         released = unwrap(model)
         if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is given:
-            released = given  # Accelerate itself had compiled it
+            released = given  # compiled by Accelerate
         return released, optimizer
 
 
 @contextmanager
 def mixed_precision(accelerator: Accelerator) -> Iterator[None]:
-    """Run a block in autocast when the accelerator uses mixed precision, as the prepared model's own forward pass is.
+    """Run a block under autocast if the accelerator uses mixed precision, like the prepared model's forward pass.
 
-    Casts of weights are not kept from one call to the next: a step may train a critic and then use it.
+    Casts of weights are not cached from one call to the next: a step may train a critic and then use it.
     """
     with accelerator.autocast():
         if accelerator.native_amp:
             torch.set_autocast_cache_enabled(False)
-            torch.autocast_decrement_nesting()  # autocast within (the model's) forgets its casts only as the outermost
+            torch.autocast_decrement_nesting()  # only an outermost autocast clears its cache, so let the model's be it
         try:
             yield
         finally:
@@ -158,7 +160,7 @@ def mixed_precision(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def preserving_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Set each module back to its own mode, training or evaluation, after a block."""
+    """Restore each module's mode, training or evaluation, after a block."""
     modes = [(module, module.training) for module in modules]
     try:
         yield
@@ -176,9 +178,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let each process hold its own shards alone again: without a backward pass FSDP2 keeps the last ones it gathered.
+    """Reshard the parameters: without a backward pass, FSDP2 keeps those gathered last.
 
-    ``model.parameters()`` would be those then, and not the ones that the optimizer knows.
+    ``model.parameters()`` would then return the gathered parameters, which the optimizer does not know.
     """
     for module in model.modules():
         gather_no_more: Any = getattr(module, "reshard", None)
@@ -187,18 +189,18 @@ def reshard(model: nn.Module) -> None:
 
 
 def sync_ddp_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks rank 0's buffers, as ``DistributedDataParallel`` does before its next forward pass.
+    """Copy rank 0's buffers to all ranks, as ``DistributedDataParallel`` does before its next forward pass.
 
-    Until then, running statistics (of batch norm, say) are those of each rank's own last batch.
+    Until then, running statistics, such as those of batch norm, reflect each rank's own last batch.
     """
     if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
         ranks.copy_from_first(model.buffers())
 
 
 def get_model(self: Trainer, keep_torch_compile: bool = True) -> nn.Module:
-    """Return the model without what it is wrapped in for distributed training.
+    """Return the model without its wrappers for distributed training.
 
-    :param keep_torch_compile: ``False`` also takes it out of ``torch.compile``'s wrapper
+    :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
     """
     trained = self.current_run.trained_model
     model = self.model if trained is None else trained
@@ -209,16 +211,17 @@ def get_model(self: Trainer, keep_torch_compile: bool = True) -> nn.Module:
 
 
 def rewrap_model(self: Trainer) -> None:
-    """Tell ``DistributedDataParallel`` that other parameters are trained now. To be called on every process.
+    """Tell ``DistributedDataParallel`` that the set of trained parameters has changed. Call it on every process.
 
-    Call it after freezing or unfreezing in the middle of a run, between updates, as in ``on_train_epoch_start``: the
-    wrapper averages the gradients of those that were trained when it was made. With one process it does nothing.
+    Call it after freezing or unfreezing parameters in the middle of a run, between updates, for example in
+    ``on_train_epoch_start``: the wrapper averages the gradients only of parameters that were trained when it was
+    created. With one process, it does nothing.
 
-    :raises RuntimeError: when the weights are sharded, or Accelerate has compiled the wrapper
+    :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
     """
     if not self.can_rewrap_model:
         raise RuntimeError(
-            "The parameters that are trained cannot change in the middle of this run: the model is sharded "
+            "The set of trained parameters cannot change in the middle of this run: the model is sharded "
             f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
             "Freeze before the run, or compile the model yourself with torch.compile."
         )
@@ -226,7 +229,7 @@ def rewrap_model(self: Trainer) -> None:
     prepared = self.prepared_model
     if prepared is None or not isinstance(old, DistributedDataParallel):
         return
-    for name in ("reducer", "logger"):  # takes the old one's hooks off the parameters
+    for name in ("reducer", "logger"):  # removes the old wrapper's hooks from the parameters
         delattr(old, name)
     handler = self.accelerator.ddp_handler
     kwargs = {} if handler is None else handler.to_kwargs()

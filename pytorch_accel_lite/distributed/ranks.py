@@ -1,4 +1,4 @@
-"""Communication between the processes of a job, on the CPU side and safe for tensors of unequal length."""
+"""Communication between the processes of a job, mostly on the CPU and safe for tensors of unequal length."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 @cache
 def _job_group(job: Any, purpose: str) -> Any:
-    """Return a gloo group, which all trainers of a job share: it holds threads and files that torch never frees.
+    """Return a gloo group shared by all trainers of a job: torch never frees the threads and files of a group.
 
-    :param job: its default process group
+    :param job: the default process group of the job
     """
     return dist.new_group(backend="gloo")
 
 
 class Ranks:
-    """The processes of a job. With one process, every method returns at once what it was given.
+    """The processes of a job. With a single process, every method returns its input immediately.
 
-    Several processes communicate through a gloo group of their own, so that nothing here waits for a device and
-    nothing mixes with the collectives of the model. Making an instance is a collective: all ranks do it.
+    Several processes communicate through a separate gloo group, so that nothing here waits for a device or interferes
+    with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
-    :param purpose: what runs at the same time in another thread needs a group of another purpose
+    :param purpose: name of the group; threads that communicate at the same time need different ones
     """
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
@@ -46,7 +46,7 @@ class Ranks:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Take the largest of each element."""
+        """Take the maximum of lists of numbers element by element, in float64."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
@@ -57,19 +57,19 @@ class Ranks:
         return tensor.tolist()
 
     def sum_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over the ranks where it lies, without waiting for it. Changes it in place."""
+        """Add up a tensor over the ranks in place, on its device and without waiting for the device."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give all ranks rank 0's values, in place."""
+        """Copy rank 0's values to all ranks, in place."""
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return what each rank gave, in rank order."""
+        """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -77,12 +77,12 @@ class Ranks:
         return values
 
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
-        """Run something on every rank, and return what each gave, in rank order.
+        """Run a function on every rank and return the results, in rank order.
 
-        When it fails on one, all raise: the rank itself its own error, the others one that repeats it. So no rank
-        waits for one that will not come.
+        If it fails on one rank, all ranks raise: that rank its own error, the others one that quotes it. So no rank
+        waits for one that has failed.
 
-        :param only_first: run it on rank 0 only
+        :param only_first: whether to run it on rank 0 only
         """
         result: Any = None
         failure: Exception | None = None
@@ -101,18 +101,18 @@ class Ranks:
         return [value for value, _ in outcomes[: 1 if only_first else None]]
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` gives on rank 0, where alone it is called."""
+        """Return the result of ``make`` on rank 0, the only rank that calls it."""
         return self.run_together(make, only_first=True)[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached this point."""
         if self.world_size > 1:
             dist.barrier(group=self._group)
 
     def gather(self, data: Any, with_gradients: bool = False, counts: bool = True) -> Any:
-        """Concatenate tensors over the ranks along their first dimension, see :meth:`Trainer.gather`.
+        """Concatenate tensors over the ranks along their first dimension; see :meth:`Trainer.gather`.
 
-        :param counts: ``False`` for rows that are given to no rank whose own rows count
+        :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
         """
         if self.world_size == 1:
             return data
@@ -129,7 +129,7 @@ class Ranks:
         return torch.utils._pytree.tree_unflatten(gathered, structure)
 
     def gather_pieces(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, which have these lengths and are alike in the other dimensions."""
+        """Return the tensors of all ranks, which have these lengths and agree in the other dimensions."""
         longest = max(lengths)
         if len(tensor) < longest:
             tensor = torch.cat([tensor, tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))])
@@ -138,10 +138,10 @@ class Ranks:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers rows of all ranks; each row's gradient is the sum of those that the ranks have for it.
+    """Gathers the rows of all ranks; the gradient of a row is the sum of its gradients on all ranks.
 
-    A rank whose rows do not count sees all rows, its own among them as in any step, and adds nothing to any gradient:
-    its loss has no weight, but might have made a NaN of rows that are there twice.
+    A rank whose rows do not count receives all rows, including its own, but contributes nothing to any gradient: its
+    loss has zero weight, yet duplicate rows might have made it NaN.
     """
 
     @staticmethod
@@ -168,11 +168,11 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherConstant(_Gather):
-    """Gathers rows of all ranks as constants; who trains through them is told so."""
+    """Gathers the rows of all ranks as constants; a backward pass through them raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise RuntimeError(
-            "A loss was computed from what trainer.gather() returned, which has no gradients. Pass with_gradients=True "
+            "A loss was computed from the result of trainer.gather(), which has no gradients. Pass with_gradients=True "
             "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."
         )

@@ -1,4 +1,4 @@
-"""Leaving a job of several processes in order: without it, an interpreter may abort while it exits."""
+"""Orderly shutdown of a job of several processes: without it, an interpreter may abort while exiting."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 _open: weakref.WeakSet[Trainer] = weakref.WeakSet()
-_job: list[Accelerator] = []  # what leads out of the job: it outlives trainers that were dropped without being closed
+_job: list[Accelerator] = []  # ends the job, even if its trainers were dropped without being closed
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
 def register(trainer: Trainer) -> None:
-    """Have a trainer closed, and the job left in order, at the end of the program. A job cannot be joined again."""
+    """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
     _open.add(trainer)
     _job[:] = [trainer.accelerator]
 
@@ -40,11 +40,11 @@ def _close_all() -> None:
         trainer.close()
     if not _job:
         return
-    gc.collect()  # what is left of DistributedDataParallel must go before its process group does
-    failed = hasattr(sys, "last_type")  # set when the interpreter has printed an uncaught error
+    gc.collect()  # remains of DistributedDataParallel must be freed before its process group
+    failed = hasattr(sys, "last_type")  # set once the interpreter has printed an uncaught error
     if not failed and dist.is_available() and dist.is_initialized():
         if dist.get_backend() == "gloo":
-            with suppress(RuntimeError):  # a peer has failed: it will not come
+            with suppress(RuntimeError):  # a peer has failed
                 dist.monitored_barrier(timeout=_EXIT_TIMEOUT)
         else:
             dist.barrier()

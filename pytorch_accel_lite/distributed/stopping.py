@@ -1,4 +1,4 @@
-"""Requests to stop a run, on which all processes agree."""
+"""Requests to stop or pause a run, coordinated over all processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _KINDS = RunInterruptedError, RunPausedError, NonFiniteLossError, StopTrainingEr
 
 
 class StopCoordinator:
-    """Lets any rank ask for an end, and makes all ranks learn of it at the same update.
+    """Lets any rank request a stop or a pause, which all ranks then carry out at the same update.
 
-    Each time ranks synchronise they agree on the number of updates until the next, from the slowest rank's time for an
-    update. With one process nothing is needed: errors are raised where they occur.
+    Each time the ranks synchronise, they agree on the number of updates until the next time, based on how long an
+    update takes on the slowest rank. A single process need not synchronise.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -28,28 +28,28 @@ class StopCoordinator:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Begin to measure the time of the run."""
+        """Start measuring the time of the run."""
         self._start = self._since = time.monotonic()
         self._clock = 0.0
 
     @property
     def clock(self) -> float:
-        """Seconds since the start of the run, the same on every rank: as of when they last synchronised."""
+        """Seconds since the start of the run, the same on every rank: as of the last synchronisation of several."""
         return time.monotonic() - self._start if self.ranks.world_size == 1 else self._clock
 
     def request(self, error: Exception) -> None:
-        """Ask for a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
+        """Request a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
         self._asked.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
 
     def forget(self) -> None:
-        """Forget what was asked for."""
+        """Discard all requests."""
         self._asked.clear()
 
     def sync(self, now: bool = False, can_save: bool = False) -> None:
-        """Raise the error that any rank has asked for, on all ranks. To be called by all at the same points.
+        """Raise the error requested on any rank on all ranks. All ranks must call it at the same points.
 
-        :param now: synchronise in any case, as at the end of an epoch
-        :param can_save: the run could go on from here exactly; only then is a :class:`RunPausedError` raised
+        :param now: synchronise in any case, for example at the end of an epoch
+        :param can_save: whether a run could resume exactly from here; only then is a :class:`RunPausedError` raised
         """
         self._calls += 1
         if self.ranks.world_size == 1 and not self._asked:
@@ -71,8 +71,8 @@ class StopCoordinator:
             self._raise_first("pause")
 
     def _raise_first(self, what: str) -> NoReturn:
-        """Raise the error that was asked for first. On other ranks it is made again: errors may not be picklable."""
-        mine = self._asked.pop(what, None)  # it is answered: a later run or evaluation starts without it
+        """Raise the error that was requested first; other ranks recreate it, as errors may not be picklable."""
+        mine = self._asked.pop(what, None)  # fulfilled: a later run or evaluation must not see it
         answer: Any = None
         if mine is not None:
             calls, error = mine

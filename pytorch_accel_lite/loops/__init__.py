@@ -1,1 +1,1 @@
-"""The loops: over epochs, steps and updates; over evaluation batches; over predictions."""
+"""The training, evaluation and prediction loops."""

@@ -1,4 +1,4 @@
-"""Batch norm in training, which cannot do with a single sample: what the batches of an epoch must be for it."""
+"""Batch sizes for batch norm, which cannot train on a single sample."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def smallest_share(trainer: Trainer, run: Run) -> int:
-    """Return how many samples a process gets at least of a step, if any: two where the model has batch norm.
+    """Return the least number of samples a process may get in a step if it gets any: two if the model has batch norm.
 
-    To be called on every process, at the start of an epoch, once the model is in the modes in which it is trained.
-    Warns when the epoch ends in a batch of a single sample.
+    Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
+    batch of a single sample.
     """
     ranks = trainer.ranks
     norm = _find_norm(trainer.model, ranks.world_size)
@@ -30,20 +30,20 @@ def smallest_share(trainer: Trainer, run: Run) -> int:
             "torch raises an error where that leaves it a single value for each channel, and elsewhere the statistics "
             "of one sample are poor. Leave that batch out with train_dataloader_kwargs={'drop_last': True}, or choose "
             "another per_device_batch_size.",
-            stacklevel=9,  # where train() is called
+            stacklevel=9,  # the call of train()
         )
     return 2 if ranks.max([norm is not None])[0] else 1
 
 
 def _steps_of_epoch(run: Run) -> float:
-    """Return the steps that the limit of updates leaves to an epoch, with those that it has had."""
+    """Return the number of steps of the epoch that the limit on updates allows, including those already taken."""
     limit = run.request.max_num_train_steps
     progress = run.progress
     return math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
 
 
 def _find_norm(model: nn.Module, world_size: int) -> str | None:
-    """Return a batch norm that normalises with the statistics of this process's own batch."""
+    """Return the description of a batch norm that normalises with the statistics of this process's batch, if any."""
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or (isinstance(module, nn.SyncBatchNorm) and world_size > 1):
             continue

@@ -1,4 +1,4 @@
-"""Evaluation: of one dataset or several, in a run, within one, or alone. Every sample counts once."""
+"""Evaluation of one or several datasets, within a training run or on its own. Every sample counts once."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def evaluate(
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the model. Every sample counts once, on any number of processes.
+    """Evaluate the model, counting every sample exactly once on any number of processes.
 
-    May be called within a training run, which then goes on as if it had not been. Other arguments are those of
-    :meth:`train`.
+    Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
+    are those of :meth:`train`.
 
-    :param dataset: by default the ``eval_dataset`` of the last training run; need not be given where
-        ``create_eval_dataloader`` is overridden; a dict of datasets is evaluated
-        one by one, with their names as prefixes of the metrics
-    :param dataloader_kwargs: arguments for the ``DataLoader`` that replace the defaults
-    :return: the latest value of every metric recorded during this evaluation, by name. They are added to the
-        run history too, which keeps what it held.
+    :param dataset: defaults to the ``eval_dataset`` of the last training run, and is not needed if
+        ``create_eval_dataloader`` is overridden. The datasets of a dict are evaluated one by one, and their names
+        prefix the names of the metrics.
+    :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults
+    :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
+        to the run history.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
@@ -69,9 +69,9 @@ def evaluate(
 def inference_run(
     trainer: Trainer, request: RunRequest, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any
 ) -> Iterator[Run]:
-    """Enter a run that evaluates or predicts a dataset, with its loaders and the model prepared.
+    """Enter an evaluation or prediction run, with its loaders and the model prepared.
 
-    Within another run it leaves the outer run unchanged; alone, an evaluation stays as the latest run.
+    An outer run is left unchanged. Without one, an evaluation becomes the latest run.
     """
     batch_size = int(batch_size)
     run = trainer.current_run.derive()
@@ -93,7 +93,7 @@ def inference_run(
 
 
 def preserving_randomness(run: Run) -> AbstractContextManager[None]:
-    """Leave the generators to the run around this one as they were; alone, those that reading under a seed changes."""
+    """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
     if run.outer is not None:
         return preserving_generators()
     return nullcontext() if run.data_seed is None else preserving_generators("python", "numpy")
@@ -101,7 +101,7 @@ def preserving_randomness(run: Run) -> AbstractContextManager[None]:
 
 @contextmanager
 def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
-    """After a run, record metrics with its last epoch, not with one that has not been trained."""
+    """After a run, record metrics under its last epoch, rather than one that has not been trained."""
     history = trainer.run_history
     progress = trainer.progress
     epoch = history.current_epoch
@@ -114,17 +114,17 @@ def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
 
 
 def create_eval_loaders(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
-    """Make the loaders of what is to be evaluated: a dataset, or several by name."""
+    """Create the loaders of the evaluation dataset, or of several by name."""
     run.eval_loader = None
     run.eval_loaders = {}
     dataset = run.eval_dataset
     for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
-        run.eval_dataset = part  # for who overrides create_eval_dataloader
+        run.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.eval_loader = create_loader(trainer, run, source, training=False)
         if find_length(run.eval_loader) == 0:
             raise ValueError(
-                "eval_dataset makes no batch: with drop_last=True it needs at least a batch for every process."
+                "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
             )
         if name:
             run.eval_loaders[name] = run.eval_loader
@@ -138,23 +138,23 @@ def run_evaluation(
     is_intermediate: bool = True,
     callbacks: CallbackHandler | None = None,
 ) -> dict[str, float]:
-    """Evaluate on the run's ``eval_dataset`` within a training run, of which nothing is changed.
+    """Evaluate on the ``eval_dataset`` of the current training run without changing the run.
 
-    To be called in a callback, on every process. Modes, running losses and generators are restored.
+    Call it from a callback, on every process. Modes, running losses and random generators are restored.
 
-    :param model: a module to evaluate in place of the trainer's model, averaged weights say. What is saved
-        meanwhile is still the trainer's own.
-    :param prefix: put before the names of the metrics in the run history
-    :param is_intermediate: passed on to the evaluation's events; losses are recorded as ``intermediate_eval_loss``,
-        otherwise as ``eval_loss_epoch``
+    :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
+        saved meanwhile still contain the trainer's model.
+    :param prefix: prefix of the metric names in the run history
+    :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
+        ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
     :param callbacks: called instead of the trainer's callbacks
     :return: the mean losses by metric name
-    :raises RuntimeError: outside of a training run, or in one without an eval_dataset
+    :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
     """
     if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
         raise RuntimeError(
-            "run_evaluation() evaluates within a training run that was given an eval_dataset. Pass one to train(), "
-            "or call evaluate(dataset)."
+            "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
+            "evaluate(dataset)."
         )
     run = self.current_run.derive()
     own = self.model
@@ -175,7 +175,7 @@ def run_evaluation(
 
 @contextmanager
 def _prefixed(trainer: Trainer, prefix: str) -> Iterator[None]:
-    """Add a prefix to the names of metrics that are recorded in a block."""
+    """Prefix the names of the metrics recorded in a block."""
     history = trainer.run_history
     before = history.metric_name_prefix
     history.set_metric_name_prefix(f"{before}{prefix}")
@@ -188,7 +188,7 @@ def _prefixed(trainer: Trainer, prefix: str) -> Iterator[None]:
 def evaluate_all(
     trainer: Trainer, run: Run, is_training: bool = True, is_intermediate: bool = False
 ) -> dict[str, float]:
-    """Evaluate what there is to evaluate; of several datasets, the metrics are prefixed with their names."""
+    """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
     if not run.eval_loaders and run.eval_loader is not None:
         with _loss_in_evaluation_mode(trainer):
             trainer._run_eval_epoch(run.eval_loader, is_training, is_intermediate)
@@ -208,7 +208,7 @@ def evaluate_all(
 
 @contextmanager
 def _loss_in_evaluation_mode(trainer: Trainer) -> Iterator[None]:
-    """Set a loss function that is a module to evaluation mode; afterwards each part, but the model, has its own."""
+    """Set a loss module to evaluation mode for a block, then restore the modes of its parts outside the model."""
     of_loss = set(trainer.loss_func.modules()) if isinstance(trainer.loss_func, nn.Module) else set()
     with preserving_modes(of_loss - set(trainer.model.modules())):
         for module in of_loss:
@@ -217,7 +217,7 @@ def _loss_in_evaluation_mode(trainer: Trainer) -> Iterator[None]:
 
 
 def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
-    """Evaluate a dataset, and record its losses."""
+    """Evaluate on one dataset and record its losses."""
     trainer.eval_epoch_start()
     run.loss_trackers = LossTrackers()
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
@@ -246,9 +246,9 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
 
 @contextmanager
 def unwrapped_model(trainer: Trainer) -> Iterator[None]:
-    """Use the module inside ``DistributedDataParallel``, whose forward pass communicates.
+    """Bypass ``DistributedDataParallel``, whose forward pass communicates.
 
-    Ranks may then have different numbers of batches. Their buffers are to be synchronised before.
+    Ranks may then have different numbers of batches. Synchronise their buffers beforehand.
     """
     wrapped = trainer.model
     is_sharded = trainer.is_sharded

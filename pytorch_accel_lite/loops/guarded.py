@@ -1,4 +1,4 @@
-"""Steps that may fail: batches that are skipped, and batches that are split until they fit into memory."""
+"""Training steps that may fail: skipping bad batches, and splitting batches until they fit into memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DONE, _OUT_OF_MEMORY, _FAILED = range(3)
 
 
 class BatchFailure(NamedTuple):
-    """What a process says of a batch that failed.
+    """A process's report on a batch that failed.
 
-    :param rank: the process
-    :param indices: of the samples in the dataset, ``None`` when they are not known
-    :param error: its type and text
+    :param rank: the rank of the process
+    :param indices: indices of the samples in the dataset, or ``None`` if unknown
+    :param error: type and text of the error
     """
 
     rank: int
@@ -40,12 +40,12 @@ class BatchFailure(NamedTuple):
 
 
 def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None:
-    """Go forward and backward with a batch so that a failure leaves no trace and all processes learn of it.
+    """Run the forward and backward pass on a batch such that a failure leaves no trace and reaches all processes.
 
-    On several processes it does not communicate before each has said how it went: the module inside
-    ``DistributedDataParallel`` is used, and the gradients are averaged at the end of the window.
+    With several processes, nothing is communicated until each has reported its outcome: the module inside
+    ``DistributedDataParallel`` is used, and gradients are averaged at the end of the window.
 
-    :return: the outputs of the step; ``None`` when the batch is skipped
+    :return: the output of the step, or ``None`` if the batch is skipped
     """
     while True:
         before = snapshot_of_step(trainer)
@@ -73,12 +73,12 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
             _skip(trainer, run, batch, error)
             return None
         if error is not None:
-            traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
+            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
         _split_further(trainer, run, largest)
 
 
 def _attempt(trainer: Trainer, run: Run, batch: Batch) -> list[BatchOutput]:
-    """Go forward and backward with each part of a batch. What a part needs is freed before the next."""
+    """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next."""
     if isinstance(batch.data, FailedRead):
         raise batch.data.error
     outputs: list[BatchOutput] = []
@@ -96,7 +96,7 @@ def _attempt(trainer: Trainer, run: Run, batch: Batch) -> list[BatchOutput]:
 
 
 def _agree(trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
-    """Return how the step went, the same on every process, and the samples of the largest batch."""
+    """Return the outcome of the step, the same on every process, and the number of samples in the largest batch."""
     splits = run.request.auto_microbatch
     skips = run.request.skips_failed_batches
     outcome = _DONE
@@ -139,7 +139,7 @@ def _skip(trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> 
 
 
 def _split(batch: Batch, parts: int) -> list[Batch]:
-    """Return the parts of a batch, which are counted in the window like the whole."""
+    """Split a batch into parts that together count in the window as the full batch does."""
     if parts <= 1 or batch.num_samples == 0:
         return [batch]
     begin = 0
@@ -157,12 +157,12 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that there was not enough memory, on the device or the host."""
+    """Whether an error means that the device or the host ran out of memory."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
 
 
 def _merge(outputs: list[BatchOutput]) -> BatchOutput:
-    """Return what a step with the whole batch would have returned."""
+    """Merge the outputs of the parts into the output of a step on the full batch."""
     if len(outputs) == 1:
         return outputs[0]
     counted = "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size"

@@ -1,4 +1,4 @@
-"""Training steps of the user's own, in which each optimizer is updated when the step says so."""
+"""User-defined training steps, which decide when each optimizer is updated."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class OwnStep:
-    """What steps of the user's own need in a run: a window for each optimizer, and what they have updated.
+    """The state of user-defined steps in a run: an accumulation window for each optimizer, and what was updated.
 
-    :ivar losses: those of the current step, by the name of the optimizer
+    :ivar losses: losses of the current step, by optimizer name
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
@@ -46,7 +46,7 @@ class OwnStep:
         run.averaged_here = []
 
     def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
-        """Make the user's step with a batch, and track its losses."""
+        """Run the user's step on a batch and track its losses."""
         self.losses = {}
         self.ends_window = batch.is_last or (run.progress.step + 1) % run.window.steps == 0
         with mixed_precision(trainer.accelerator):
@@ -54,7 +54,7 @@ class OwnStep:
         output = self._complete(output)
         complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
         run.track_step(output, batch)
-        run.window.sizes = 1, 1  # something was updated, or waits for the end of the window
+        run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
         return output
 
     def _complete(self, output: Any) -> BatchOutput:
@@ -68,14 +68,14 @@ class OwnStep:
         return completed
 
     def update(self, trainer: Trainer, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
-        """Add the gradients of a loss for an optimizer's parameters; at the end of a window, update these."""
+        """Accumulate the gradients of an optimizer's parameters; at the end of a window, update them."""
         run = self._run
         batch = run.batch
         assert batch is not None
         if name in self.losses and run.window.steps > 1:
             raise RuntimeError(
                 f"update(optimizer={name!r}) was called twice in a step, with gradient_accumulation_steps="
-                f"{run.window.steps}: which of the two its gradients would be added up for is not known. Add the "
+                f"{run.window.steps}: it is ambiguous which of the two updates the gradients accumulate for. Add the "
                 "losses, or train without accumulation."
             )
         samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
@@ -124,7 +124,7 @@ class OwnStep:
             trainer.optimizer_zero_grad()
 
     def finish(self, trainer: Trainer, run: Run) -> None:
-        """Count the update of a step, and step a schedule that is of all optimizers."""
+        """Count the update of a step, and step a scheduler shared by all optimizers."""
         run.window.sizes = None
         if run.synced_buffers:
             trainer.ranks.copy_from_first(run.synced_buffers)
@@ -139,7 +139,7 @@ class OwnStep:
 
 @contextmanager
 def _alone(trainer: Trainer, optimizer: Any) -> Iterator[None]:
-    """Let the trainer's own methods, which may be overridden, work with one of its optimizers."""
+    """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone."""
     whole = trainer.optimizer
     trainer.optimizer = optimizer
     try:
@@ -156,27 +156,28 @@ def update(
     num_items: Any = None,
     retain_graph: bool = False,
 ) -> None:
-    """Update the parameters of an optimizer by the gradients of a loss. To be called in an overridden ``train_step``.
+    """Update the parameters of one optimizer with the gradients of a loss, in an overridden ``train_step``.
 
-    Goes backward for the parameters of that optimizer alone; then clips, steps the optimizer and its schedule, and
-    clears. With ``gradient_accumulation_steps`` the gradients are added up, and all but the first happens in the last
-    step of the window. On several processes gradients are averaged here, without ``DistributedDataParallel``: any part
-    of the model may be called, any number of times. To be called on every process.
+    Runs the backward pass for the parameters of that optimizer only, then clips the gradients, steps the optimizer and
+    its scheduler, and clears the gradients. With ``gradient_accumulation_steps``, gradients accumulate, and everything
+    after the backward pass happens in the last step of the window. With several processes, gradients are averaged here
+    without ``DistributedDataParallel``, so any part of the model may be called any number of times. Call it on every
+    process.
 
-    :param loss: a scalar, a mean over the samples of the batch
-    :param optimizer: the name of one of several optimizers; to be left out where there is one
-    :param num_items: what the loss is a mean over, when these are not samples: tokens, say
-    :param retain_graph: keep what the backward pass needs, for another loss over the same outputs
-    :raises ValueError: for an unknown optimizer, or a loss that does not depend on its parameters
+    :param loss: a scalar tensor, the mean over the samples of the batch
+    :param optimizer: name of the optimizer to update; may be omitted if there is only one
+    :param num_items: number of items that the loss is a mean over if these are not samples, for example tokens
+    :param retain_graph: keep the graph for another loss over the same outputs
+    :raises ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
     """
     own = self.current_run.own_step
     if own is None:
-        raise RuntimeError("update() is for an overridden train_step: the trainer's own step updates by itself.")
+        raise RuntimeError("update() is only for an overridden train_step: the default step updates by itself.")
     if optimizer is None and len(own.optimizers) > 1:
         raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, own.optimizers))}.")
     name = next(iter(own.optimizers)) if optimizer is None else optimizer
     if name not in own.optimizers:
-        known = ", ".join(map(repr, own.optimizers)) if parts_of(self.optimizer) else "one, without a name"
+        known = ", ".join(map(repr, own.optimizers)) if parts_of(self.optimizer) else "one without a name"
         raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {known}.")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -185,22 +186,22 @@ def update(
 
 
 def begin_own_step(trainer: Trainer, run: Run) -> None:
-    """Let a run make the steps of a trainer that overrides ``train_step``."""
+    """Set up a run for a trainer that overrides ``train_step``."""
     if is_overridden(trainer, "train_step"):
         run.own_step = OwnStep(trainer, run)
         run.special_step = run.own_step.forward_and_backward
 
 
 def _check(trainer: Trainer, run: Run) -> None:
-    """Refuse what does not go together with an overridden step."""
+    """Raise an error for options that are incompatible with an overridden step."""
     request = run.request
     has_scaler = trainer.accelerator.scaler is not None
     reasons = {
         "auto_microbatch=True": request.auto_microbatch,
         "SkipFailedBatchesCallback": request.skips_failed_batches,
-        "mixed_precision='fp16', whose scaler knows one update a step (bf16 works)": has_scaler,
+        "mixed_precision='fp16', whose scaler supports one update per step (bf16 works)": has_scaler,
         "a sharded model": trainer.is_sharded,
     }
     for what, applies in reasons.items():
         if applies:
-            raise ValueError(f"{type(trainer).__name__}.train_step is overridden, which does not go with {what}.")
+            raise ValueError(f"{type(trainer).__name__}.train_step is overridden, which is not supported with {what}.")

@@ -1,4 +1,4 @@
-"""Prediction: the model's outputs for a dataset, in its order."""
+"""Prediction: the model's outputs for a dataset, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def predict(
 ) -> Any:
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
-    May be called where :meth:`evaluate` may, and takes the same arguments.
+    Takes the same arguments as :meth:`evaluate`, and can be called in the same places.
 
-    :param dataset: a dataset whose samples may or may not hold targets, which are not used
-    :return: what the model returns for a batch, concatenated over all samples: a tensor of shape
-        ``(len(dataset), ...)``, or tuples, lists and dicts of such; the same on every process
+    :param dataset: a dataset with or without targets, which are ignored
+    :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
+        tuples, lists or dicts of such tensors; the same on every process
     """
     parts = list(self.predict_iter(dataset, per_device_batch_size, dataloader_kwargs, collate_fn))
     if not parts:
         raise ValueError(
-            f"dataset gave no batch: {type(dataset).__name__} is empty, or exhausted; or all has been predicted "
-            "already, and written by a PredictionWriterCallback: read it with read_predictions()."
+            f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
+            "has already written all predictions: read them with read_predictions()."
         )
     return concatenate(parts)
 
@@ -50,10 +50,10 @@ def predict_iter(
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
 ) -> Iterator[Any]:
-    """Yield what :meth:`predict` returns in parts, in the order of the dataset, the same on every process.
+    """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
 
-    Only a few batches are in memory at any time. To be iterated to its end on every process; meanwhile the model is in
-    evaluation mode, but within another run, where it is in its own mode between the parts.
+    Only a few batches are in memory at any time. Iterate to the end on every process. Meanwhile the model is in
+    evaluation mode, except within another run, where its own mode is restored between the parts.
     """
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if isinstance(dataset, dict):
@@ -69,7 +69,7 @@ def predict_iter(
                     with suspended(self, run):
                         yield concatenate(parts)
             self.call_event("on_predict_run_end")
-        except GeneratorExit:  # who iterates has seen enough
+        except GeneratorExit:  # the caller stopped iterating
             self.call_event("on_predict_run_end")
             raise
         except BaseException as error:
@@ -78,7 +78,7 @@ def predict_iter(
 
 
 def _next_parts(trainer: Trainer, run: Run, outputs: Iterator[Any]) -> list[Any]:
-    """Return the next outputs of every process that has some."""
+    """Return the next outputs of every process that has any left."""
     with preserving_randomness(run), evaluation_mode(trainer.model), evaluating_optimizers(trainer):
         mine = next(outputs, None)
     return [part for part in trainer.ranks.all_gather_object(mine) if part is not None]

@@ -1,4 +1,4 @@
-"""Evaluating a few batches before training, so that a broken evaluation does not cost an epoch; it leaves no trace."""
+"""Evaluating a few batches before training, so that a broken evaluation does not cost an epoch. Leaves no trace."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def sanity_evaluation(trainer: Trainer, run: Run) -> None:
     """Evaluate the first batches of each evaluation dataset, and check that the watched metrics are recorded.
 
-    Callbacks that record metrics in evaluations take part, and those that are not of this package: they may do so.
+    Only callbacks that record metrics in evaluations take part, and all user-defined ones, as they may do so.
 
-    :raises ValueError: for the first watched metric that is missing
+    :raises ValueError: if a watched metric is missing
     """
     expected = run.request.metrics
     history = _copied(trainer.run_history)
@@ -45,7 +45,7 @@ def sanity_evaluation(trainer: Trainer, run: Run) -> None:
 
 
 def _copied(history: RunHistory) -> RunHistory:
-    """Return a history to record in that nobody sees; an empty one in place of one that may write somewhere."""
+    """Return a throwaway copy of a history, or an empty one if updates of the history might write somewhere."""
     if type(history).update_metric is InMemoryRunHistory.update_metric:
         return copy.deepcopy(history)
     empty = InMemoryRunHistory()

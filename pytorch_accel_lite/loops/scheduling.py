@@ -1,4 +1,4 @@
-"""The schedule of a run: where it begins, and where it continues in a run that is resumed."""
+"""The learning rate schedule of a run: where it starts, and where it continues when a run is resumed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_
 
 
 def begin_schedule(trainer: Trainer, run: Run, check: Callable[[RunRequest], None]) -> None:
-    """Create the scheduler of a run, if it is to have one: it begins with the optimizer's initial rates.
+    """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates.
 
-    :param check: checks it; the optimizer keeps its rates when it is refused
+    :param check: validates the run; if it raises an error, the optimizer keeps its rates
     """
     optimizer = trainer.optimizer
     run.rates_left = [] if run.before is None else run.before.rates_left
@@ -42,13 +42,13 @@ def begin_schedule(trainer: Trainer, run: Run, check: Callable[[RunRequest], Non
 
 
 def _create(trainer: Trainer, now: Options, initial: Options) -> bool:
-    """Create the scheduler, and return whether it does not continue an earlier one."""
+    """Create the scheduler, and return whether it starts afresh rather than continuing an earlier one."""
     optimizer = trainer.optimizer
     if trainer.create_scheduler_fn is not None or is_overridden(trainer, "create_scheduler"):
         had_schedule = all("initial_lr" in group for group in optimizer.param_groups)
         try:
             trainer.scheduler = _create_from(trainer, initial)
-        except KeyError as error:  # with last_epoch, a schedule is continued from the rates that there are
+        except KeyError as error:  # with last_epoch, the schedule continues from the current rates
             if not had_schedule or "initial_lr" not in str(error):
                 raise
             set_options(optimizer, now)
@@ -60,7 +60,7 @@ def _create(trainer: Trainer, now: Options, initial: Options) -> bool:
 
 
 def _create_from(trainer: Trainer, options: Options) -> Any:
-    """Create a scheduler that finds these values in an optimizer without another schedule's traces."""
+    """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
     groups = trainer.optimizer.param_groups
     set_options(trainer.optimizer, options)
     traces = [group.pop("initial_lr", None) for group in groups]
@@ -71,9 +71,9 @@ def _create_from(trainer: Trainer, options: Options) -> Any:
         if trainer.create_scheduler_fn is not None or str(error) != "'NoneType' object is not callable":
             raise
         warnings.warn(
-            f"{type(trainer).__name__}.create_scheduler() calls create_scheduler_fn, which train() was not given: this "
-            "run has no scheduler.",
-            stacklevel=6,  # where train() is called
+            f"{type(trainer).__name__}.create_scheduler() calls create_scheduler_fn, which was not passed to train(): "
+            "this run has no scheduler.",
+            stacklevel=6,  # the call of train()
         )
     finally:
         for group, values, trace in zip(groups, options, traces, strict=True):
@@ -87,14 +87,14 @@ def _say_where_it_begins(trainer: Trainer, now: list[Any], initial: list[Any]) -
         return
     if trainer.scheduler is None:
         trainer.print(
-            f"This run has no scheduler and trains at the learning rate {_listed(now)}, which an earlier schedule "
-            f"left; the optimizer began at {_listed(initial)}. To return to that: for group in "
+            f"This run has no scheduler and trains at the learning rate {_listed(now)}, left over from an earlier "
+            f"schedule; the optimizer started at {_listed(initial)}. To return to that: for group in "
             "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
         )
     else:
         trainer.print(
-            f"The schedule begins from the optimizer's initial learning rate, {_listed(initial)}, not from the "
-            f"{_listed(now)} that an earlier schedule left."
+            f"The schedule starts from the optimizer's initial learning rate, {_listed(initial)}, not from the "
+            f"{_listed(now)} left over from an earlier schedule."
         )
 
 
@@ -103,9 +103,9 @@ def _listed(rates: list[Any]) -> str:
 
 
 def schedule_was_for_others(trainer: Trainer, run: Run, state: TrainingState) -> bool:
-    """Whether a state's schedule counts updates of which an epoch has another number now.
+    """Whether a state's schedule counts updates while the number of updates per epoch has changed.
 
-    A run that is limited to a number of updates, and not of epochs, is as long as it was.
+    A run that is limited by updates rather than epochs is still as long as it was.
     """
     before = state.metadata["run_config"].get("num_update_steps_per_epoch")
     now = run.required_config.num_update_steps_per_epoch
@@ -116,16 +116,16 @@ def schedule_was_for_others(trainer: Trainer, run: Run, state: TrainingState) ->
 
 
 def align_windows(run: Run, state: TrainingState) -> None:
-    """Begin an accumulation window, as a state is saved between updates, also where windows have another length now."""
+    """Resume at the start of an accumulation window, even if the length of windows has changed."""
     steps = run.window.steps
     if run.progress.is_mid_epoch and state.metadata["run_config"].get("gradient_accumulation_steps", steps) != steps:
         run.progress.step += -run.progress.step % steps
 
 
 def resume_schedule(trainer: Trainer, run: Run, state: TrainingState) -> None:
-    """Create the schedule of a resumed run with its new lengths, at the fraction of the run that has been made.
+    """Recreate the schedule of a resumed run with its new lengths, and advance it to the fraction of the run completed.
 
-    :raises ValueError: when it cannot be brought there, or has another learning rate there than the run had
+    :raises ValueError: if it cannot be advanced, or its learning rate there differs from that of the run
     """
     config = run.required_config
     per_epoch = int(config.num_update_steps_per_epoch or 0)
@@ -147,7 +147,7 @@ def resume_schedule(trainer: Trainer, run: Run, state: TrainingState) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
         if not is_overridden(trainer, "advance_scheduler"):
-            # What was between two updates of either kind, or rounded to one, may be off by so many.
+            # Rounding between the two lengths of epochs may shift the position by this many updates.
             reach = 2 + 2 * math.ceil(per_epoch / before)
             first = max(0, position - reach)
             around = [create_at(first)]
@@ -166,13 +166,13 @@ def _check_continuity(trainer: Trainer, had: list[Any], around: list[tuple[Any, 
         if rate is not None and not 0.95 * min(near) <= rate <= 1.05 * max(near):
             raise ValueError(
                 f"{about}. But {type(trainer.scheduler).__name__} has learning rates from {min(near):.3g} to "
-                f"{max(near):.3g} about there, and the run had {rate:.3g}. Its lengths must follow those of the run: "
-                f"give them by {_PLACEHOLDERS}. Or override Trainer.advance_scheduler to say what you want."
+                f"{max(near):.3g} near there, and the run had {rate:.3g}. Its lengths must follow those of the run: "
+                f"specify them with {_PLACEHOLDERS}, or override Trainer.advance_scheduler."
             )
 
 
 def _updates_made(run: Run, per_epoch: int) -> int:
-    """Return the updates that a run of these settings would have made by now, by the samples it has had."""
+    """Return the number of updates that a run with these settings would have made for the samples seen so far."""
     progress = run.progress
     made: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
@@ -189,21 +189,21 @@ def _advance(trainer: Trainer, update: int, about: str) -> None:
         trainer.advance_scheduler(update)
     except Exception as error:
         raise ValueError(
-            f"{about}, which failed: {error} Resume with {_PLACEHOLDERS} for its lengths, or override "
+            f"{about}, which failed: {error} Specify its lengths with {_PLACEHOLDERS}, or override "
             "Trainer.advance_scheduler."
         ) from error
 
 
 def advance_scheduler(self: Trainer, num_updates: int) -> None:
-    """Bring a scheduler that was just created to where it is after a number of updates.
+    """Advance a newly created scheduler to its position after a number of updates.
 
-    Called, instead of restoring the scheduler's state, when a run is resumed with another number of updates in an
-    epoch. By default the scheduler is stepped so many times. Override it for one that is stepped otherwise.
+    Called instead of restoring the scheduler's state when a run is resumed with a different number of updates per
+    epoch. Steps the scheduler ``num_updates`` times by default. Override it if the scheduler is stepped differently.
 
-    :param num_updates: the updates that a run with the new settings would have made by now, by samples
-    :raises TypeError: when ``scheduler_step`` is overridden, and this is not
+    :param num_updates: number of updates that a run with the new settings would have made for the samples seen so far
+    :raises TypeError: if ``scheduler_step`` is overridden and this method is not
     """
     if is_overridden(self, "scheduler_step"):
-        raise TypeError(f"{type(self).__name__}.scheduler_step steps the scheduler in a way of its own.")
+        raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
     for _ in range(num_updates):
         self.scheduler.step()

@@ -1,4 +1,4 @@
-"""Setting a training run up: its data, the model as it is trained, and where it begins."""
+"""Setting up a training run: its data, its prepared model and its starting point."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 def check_optimizers(trainer: Trainer, stacklevel: int = 4) -> None:
-    """Check that what is to be trained is, as far as that can be known: later, when the optimizer is yet to be made."""
+    """Check, as far as possible, that the optimizers cover all parameters that are meant to be trained.
+
+    If a factory has not created the optimizer yet, this is checked once it has.
+    """
     if not is_made(trainer.optimizer):
         return
     model = trainer.get_model(keep_torch_compile=False)
@@ -55,11 +58,11 @@ def find_data(
     eval_loader_kwargs: dict[str, Any] | None,
     resume_from: str | os.PathLike[str] | None,
 ) -> None:
-    """Find the state to resume from, seed, and make the loaders, whose order may follow from that state."""
+    """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
     request = run.request
     check_resume(resume_from)
     trainer.callback_handler.configure_run(trainer, request)
-    check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # again, with theirs
+    check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # with their changes
     _check_metrics(trainer, run)
     run.resumed = state = find_state(trainer, request.state_sources, resume_from)
     run.data_seed = trainer.seed
@@ -72,12 +75,12 @@ def find_data(
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
     if run.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
-    apply_model_options(trainer)  # now, so that a callback's copy of the model has them too
+    apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     trainer.call_event("on_dataloaders_created")
 
 
 def _check_metrics(trainer: Trainer, run: Run) -> None:
-    """Check, as far as it can be known now, that the run records what is watched."""
+    """Check, as far as can be known now, that the run records the metrics being watched."""
     request = run.request
     if request.scheduler_metric is not None:
         request.metrics.require(f"scheduler_metric={request.scheduler_metric!r}", request.scheduler_metric)
@@ -91,13 +94,13 @@ def _check_metrics(trainer: Trainer, run: Run) -> None:
 
 
 def create_train_loader(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
-    """Make the loader of training batches."""
+    """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.train_loader = create_loader(trainer, run, source, training=True)
 
 
 def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
-    """Prepare the model and the optimizer, and begin to count."""
+    """Prepare the model and the optimizer, and set up the accumulation window."""
     request = run.request
     ranks = trainer.ranks
     had_optimizer = is_made(trainer.optimizer)
@@ -115,13 +118,13 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         ranks.copy_from_first(run.averaged_here)
     if ranks.world_size > 1:
         run.synced_buffers = buffers_beside_model(trainer)
-    clear_gradients(trainer.optimizer)  # what a run that failed within a window may have left
+    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
     if request.auto_microbatch or request.skips_failed_batches:
         if trainer.is_sharded:
             raise ValueError(
                 "auto_microbatch=True and SkipFailedBatchesCallback do not work with weights that are sharded by "
-                f"{trainer.accelerator.distributed_type.value}: a step that fails on one process cannot be taken back."
+                f"{trainer.accelerator.distributed_type.value}: a step that fails on one process cannot be undone."
             )
         run.window.is_guarded = ranks.world_size > 1
         run.special_step = guarded_step
@@ -130,9 +133,9 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
 
 
 def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:
-    """Start from the beginning, or from a state."""
+    """Start from the beginning or from a training state."""
     was_mid_epoch = run.before is not None and run.before.progress.is_mid_epoch
-    run.before = None  # the latest run can be forgotten, and its data with it
+    run.before = None  # frees the previous run and its data
     if reset_run_history:
         trainer.run_history.reset()
     elif was_mid_epoch:

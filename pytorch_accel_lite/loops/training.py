@@ -1,4 +1,4 @@
-"""The training loop: a run of epochs, an epoch of steps, and an update at the end of each accumulation window."""
+"""The training loop: a run consists of epochs, an epoch of steps, and each accumulation window ends in an update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def train(trainer: Trainer, run: Run) -> None:
-    """Make a run, or what is left of it."""
+    """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.control.start_clock()
     with ending(trainer, run, "training"):
         trainer.training_run_start()
@@ -42,7 +42,7 @@ def train(trainer: Trainer, run: Run) -> None:
 
 
 def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
-    """Make an epoch, its evaluation included."""
+    """Train for one epoch and evaluate."""
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
     trainer._run_train_epoch(run.train_loader)
@@ -59,7 +59,7 @@ def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
 
 
 def train_epoch(trainer: Trainer, run: Run) -> None:
-    """Make the steps of an epoch, or what is left of them, and record its losses."""
+    """Run the steps of an epoch, or the remaining ones, and record its losses."""
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded = LossTrackers()
     trainer.call_event("on_train_epoch_start")
@@ -79,7 +79,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
             run.must_compare_replicas = False
             trainer.compare_replicas()
     if not progress.step:
-        raise ValueError("train_dataset gave no batch in this epoch: is it empty, or exhausted?")
+        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
     if trainer.check_replicas:
         trainer.compare_replicas()
     run.control.sync(now=True)
@@ -92,7 +92,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
 
 
 def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
-    """Add the gradients of a batch; at the end of an accumulation window, update."""
+    """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
     step = run.progress.step
     window = run.window
     hears = trainer.callback_handler.listeners
@@ -103,7 +103,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     try:
         with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
             output = (run.special_step or forward_and_backward)(trainer, run, batch)
-        updates = ends_window and window.sizes is not None  # they are None when all its batches were skipped
+        updates = ends_window and window.sizes is not None  # None: all its batches were skipped
         if updates:
             (update if run.own_step is None else run.own_step.finish)(trainer, run)
     except Exception as error:
@@ -121,7 +121,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
 
 
 def forward_and_backward(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
-    """Go forward and backward with a batch, and track its losses."""
+    """Run the forward and backward pass on a batch and track its losses."""
     output = forward(trainer, batch)
     counts = run.track_step(output, batch)
     backward(trainer, run, batch, output, *counts)
@@ -129,7 +129,7 @@ def forward_and_backward(trainer: Trainer, run: Run, batch: Batch) -> BatchOutpu
 
 
 def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
-    """Return the outputs and the loss of a training batch."""
+    """Return the output of a training batch, including its loss."""
     accelerator = trainer.accelerator
     with mixed_precision(accelerator) if accelerator.native_amp else NOTHING:
         output = trainer.calculate_train_batch_loss(batch.data)
@@ -138,15 +138,16 @@ def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
 
 
 def loss_of(trainer: Trainer, data: Any) -> torch.Tensor:
-    """Return the loss of a batch alone, as a step computes it."""
+    """Return only the loss of a batch, computed as in a training step."""
     with mixed_precision(trainer.accelerator):
         return total_loss(trainer.calculate_train_batch_loss(data)["loss"])
 
 
 def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int) -> None:
-    """Add the gradients of a loss, weighted by its share of the accumulation window.
+    """Accumulate the gradients of a loss, weighted by its share of the accumulation window.
 
-    :param samples: samples of this process in the batch, and ``total`` those of all processes
+    :param samples: number of samples in this process's batch
+    :param total: number of samples in the batches of all processes
     """
     loss = output["loss"]
     hears = trainer.callback_handler.listeners
@@ -159,7 +160,7 @@ def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samp
 
 
 def update(trainer: Trainer, run: Run) -> None:
-    """Update the weights by the gradients of a window."""
+    """Update the weights with the gradients of an accumulation window."""
     if run.averaged_here and trainer.ranks.world_size > 1:
         average_gradients(run.averaged_here, trainer.ranks)
     if run.synced_buffers:
@@ -185,7 +186,7 @@ def update(trainer: Trainer, run: Run) -> None:
 
 
 def _step_scheduler_after_epoch(trainer: Trainer, run: Run) -> None:
-    """Step a scheduler that is stepped by epochs; one that follows a metric, only when that was to be measured."""
+    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
     each_epoch = trainer.scheduler is not None and run.request.scheduler_interval == "epoch"
     has_metric = run.request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
     if each_epoch and has_metric:
@@ -193,40 +194,40 @@ def _step_scheduler_after_epoch(trainer: Trainer, run: Run) -> None:
 
 
 def _describe_states(trainer: Trainer, run: Run) -> None:
-    """Say what training states hold beside the model, when there are any: the starting events may have made more."""
+    """Print which attributes training states include, if any are saved; the starting events may have added some."""
     described = describe_attributes(trainer) if run.request.saves_training_states or run.resumed is not None else ""
     if described:
         trainer.print(described)
 
 
 def _is_over(trainer: Trainer, run: Run) -> bool:
-    """Whether there is nothing left to do for a resumed run; says so."""
+    """Whether a resumed run has nothing left to do; prints the reason."""
     if run.resumed is None:
         return False
     about = run.resumed.metadata
     if about["stop_reason"] is not None and not about["interrupted"]:
         run.stop_reason = about["stop_reason"]
-        trainer.print(f"Nothing more to do: the run was stopped. {run.stop_reason}")
+        trainer.print(f"Nothing left to do: the run was stopped. {run.stop_reason}")
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
     if run.is_finished and not ends_its_epoch:
-        trainer.print("Nothing more to do: the run had finished. Ask for more epochs to go on from its end.")
+        trainer.print("Nothing left to do: the run had finished. Increase num_epochs to continue it.")
         return True
     return False
 
 
 def _finish_resuming(trainer: Trainer, run: Run) -> None:
-    """Restore what must be restored last: what the starting events may have reset, and the generators."""
+    """Restore what must come last: anything that the starting events may have reset, and the random generators."""
     if run.resumed is not None:
         finish_restoring(trainer, run.resumed)
         run.resumed = None
 
 
 def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
-    """Go forward and back once, and leave no trace but one.
+    """Run one forward and backward pass whose only trace is in ``DistributedDataParallel``.
 
-    ``DistributedDataParallel`` rearranges gradients after its first backward pass. With three processes or more
-    the order of their sums, and so the last bits, depend on it: a resumed run must have that behind it, too.
+    The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
+    sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
     run.must_warm_up_ddp = False
     before = snapshot_of_step(trainer, with_attributes=True)

@@ -1,4 +1,4 @@
-"""Plots of what a run recorded (extra ``plot``). Nothing here needs a display."""
+"""Plots of what a run recorded (extra ``plot``). None needs a display."""
 
 from pytorch_accel_lite.plotting.curves import plot_curves
 from pytorch_accel_lite.plotting.figures import new_figure

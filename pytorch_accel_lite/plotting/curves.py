@@ -1,4 +1,4 @@
-"""The curves of a run, one panel for each quantity."""
+"""Curves of a run's metrics, one panel per quantity."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ Directions = Mapping[str, "bool | None"]
 _WIDTH, _HEIGHT = 3.3, 2.1
 _LEFT, _RIGHT, _BOTTOM, _TITLE = 0.8, 0.2, 0.55, 0.4
 
-# Of more curves the legend does not say the best values, which are marked nevertheless.
+# With more curves, the legend omits the best values, which are still marked.
 _MOST_WITH_BEST = 5
-# The parts of an epoch's time, in the order in which they are stacked.
+# The parts of an epoch's time, in stacking order.
 _PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "saving", "callbacks")
 
 
 def plot_curves(
     curves: Metrics, path: str | os.PathLike[str] | None = None, directions: Directions | None = None
 ) -> Figure:
-    """Draw metrics over epochs: train and eval of a metric together, monitors in panels by unit.
+    """Plot metrics over epochs: training and evaluation of a metric together, monitors in panels by unit.
 
-    The best value of an evaluation is marked where it is known which values are better. An axis is logarithmic where
-    most values would lie in the lowest tenth of a linear one.
+    The best value of an evaluation is marked if its direction is known. An axis is logarithmic if most values would lie
+    in the lowest tenth of a linear one.
 
-    :param curves: by metric name, the epochs and the values; values that are no numbers are left out
-    :param path: where to save the picture; ``None``: not saved
-    :param directions: by metric name, whether greater values are better; of losses smaller ones are
-    :raises NothingToPlotError: when there are no numbers
+    :param curves: epochs and values by metric name; metrics that are not numeric are omitted
+    :param path: where to save the picture; ``None`` does not save it
+    :param directions: whether larger values are better, by metric name; for losses, smaller is the default
+    :raises NothingToPlotError: if no metric is numeric
     """
     import_extra("matplotlib.figure", "plot", "plot()")
     panels = panels_of(curves, directions or {})
@@ -72,11 +72,11 @@ def plot_curves(
 
 
 def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[str]:
-    """Return each panel of :func:`plot_curves` as SVG to be put into an HTML page, whose styles give the colours.
+    """Return each panel of :func:`plot_curves` as SVG for an HTML page that defines the colours.
 
-    They are the custom properties ``--ink``, ``--grid``, and ``--series-1`` and so on.
+    The colours are the CSS custom properties ``--ink``, ``--grid``, ``--series-1`` and so on.
 
-    :raises NothingToPlotError: when there are no numbers
+    :raises NothingToPlotError: if no metric is numeric
     """
     matplotlib = import_extra("matplotlib", "plot", "plot()")
     panels = panels_of(curves, directions or {})
@@ -90,7 +90,7 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
         axis = figure.add_axes((_LEFT / width, _BOTTOM / height, _WIDTH / width, _HEIGHT / height))
         _draw(axis, panel, styles, legend)
         text = io.StringIO()
-        # Text stays text; the salt makes the names of markers differ between the pictures of a page.
+        # Keeps text as text; the salt makes marker ids differ between the pictures of a page.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
             nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(text, format="svg", transparent=True, metadata=nothing)
@@ -99,7 +99,7 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
 
 
 def _for_a_page(svg: str, title: str) -> str:
-    """Make an SVG file a part of a page: without its head and the names that all figures have, its colours named."""
+    """Make an SVG file embeddable: drop its header and the ids that all figures share, and name its colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"| id="\w+_\d+"', "", svg)
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
@@ -110,7 +110,7 @@ def _for_a_page(svg: str, title: str) -> str:
 
 
 def _styles(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
-    """Return the style of each label of a metric: the same in all panels."""
+    """Return the style of each metric label, the same in all panels."""
     labels = ["train", "eval", *(curve.label for panel in panels if not panel.is_monitor for curve in panel.curves)]
     return {label: line_style(number) for number, label in enumerate(dict.fromkeys(labels))}
 
@@ -130,7 +130,10 @@ def _labels(panel: Panel) -> list[str]:
 
 
 def _draw(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]], above: float) -> None:
-    """Draw one panel, with its legend in the height in inches that is kept for that."""
+    """Draw one panel.
+
+    :param above: height in inches reserved for the legend
+    """
     ticker = import_extra("matplotlib.ticker", "plot", "plot()")
     if _is_stacked(panel):
         handles = _stack(axis, panel)
@@ -141,7 +144,7 @@ def _draw(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]], above: 
         ]
         choose_scale(axis, [curve.values for curve in panel.curves])
         if panel.is_monitor and axis.get_yscale() == "linear" and axis.get_ylim()[0] > 0:
-            axis.set_ylim(0, 1.05 * axis.dataLim.y1)  # a change of a thousandth must not look like a large one
+            axis.set_ylim(0, 1.05 * axis.dataLim.y1)  # a tiny relative change must not look large
     places = [place for curve in panel.curves for place in curve.epochs]
     axis.xaxis.set_major_locator(ticker.FixedLocator(epoch_ticks(min(places), max(places))))
     if max(places) - min(places) < 1:
@@ -151,7 +154,7 @@ def _draw(axis: Any, panel: Panel, styles: Mapping[str, dict[str, Any]], above: 
 
 
 def _line(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
-    """Draw a curve, and a ring around its best value."""
+    """Draw a curve with a ring around its best value."""
     marker = "o" if len(curve.values) <= 30 else None
     (line,) = axis.plot(
         curve.epochs, curve.values, label=curve.label, marker=marker, markersize=2.5, linewidth=1.4, **style
@@ -163,14 +166,14 @@ def _line(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
 
 
 def _is_stacked(panel: Panel) -> bool:
-    """Whether a panel holds what an epoch's time was spent on, all of it for the same epochs."""
+    """Whether a panel shows how the time of an epoch was spent, with all parts for the same epochs."""
     times = {curve.label: curve.epochs for curve in panel.curves}
     whole = times.get(TIME)
     return panel.title == TIME and whole is not None and all(times.get(part) == whole for part in _PARTS)
 
 
 def _layers(panel: Panel) -> list[tuple[str, list[float], dict[str, Any]]]:
-    """Return the label, the values and the style of each layer, without those that are nothing; the rest is on top."""
+    """Return the label, values and style of each layer, without negligible ones; the rest of the time is on top."""
     times = {curve.label: curve.values for curve in panel.curves}
     spent = zip(*(times[part] for part in _PARTS), strict=True)
     rest = [max(whole - sum(parts), 0.0) for whole, parts in zip(times[TIME], spent, strict=True)]
@@ -181,13 +184,13 @@ def _layers(panel: Panel) -> list[tuple[str, list[float], dict[str, Any]]]:
 
 
 def _beside_layers(panel: Panel) -> list[Curve]:
-    """Return what is no part of the whole, unless it says nothing new."""
+    """Return the curves that are not parts of the total, except duplicates of a part."""
     known = [curve.values for curve in panel.curves if curve.label in _PARTS]
     return [c for c in panel.curves if c.label not in (*_PARTS, TIME) and c.values not in known]
 
 
 def _stack(axis: Any, panel: Panel) -> list[Any]:
-    """Draw what the time of each epoch was spent on as layers, whose sum is the whole."""
+    """Draw the parts of each epoch's time as stacked layers."""
     epochs = panel.curves[0].epochs
     edges = [epoch - 0.5 for epoch in epochs] + [epochs[-1] + 0.5]
     below = [0.0] * len(epochs)

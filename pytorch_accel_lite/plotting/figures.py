@@ -1,4 +1,4 @@
-"""Figures, and what all of them have in common: colours, sizes, legends."""
+"""Common properties of all figures: colours, sizes, legends."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pytorch_accel_lite.utils import import_extra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colours that are told apart with any kind of colour blindness, on white and on black (after Paul Tol).
+#: Colours that can be distinguished with any kind of colour blindness, on white and on black (after Paul Tol).
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#888888")
 _LINES = ("-", "--", ":", "-.")
 INK = "#333333"
 GRID = "#dddddd"
 
-_LEGEND_LINE = 0.154  # inches, as are all sizes here
+_LEGEND_LINE = 0.154  # inches, like all sizes here
 _LETTER = 0.072
 _HANDLE = 0.42
 
 
 def new_figure(size: tuple[float, float], layout: str | None = "constrained") -> Figure:
-    """Return an empty figure, which a notebook shows when it is the value of a cell.
+    """Return an empty figure, which a notebook displays if it is the value of a cell.
 
     :param size: width and height in inches
-    :param layout: what places the axes, as matplotlib names it; ``None``: nothing, which is drawn twice as fast
+    :param layout: matplotlib's layout engine; ``None`` draws twice as fast, without one
     """
     figures = import_extra("matplotlib.figure", "plot", "plot()")
 
@@ -43,7 +43,10 @@ def new_figure(size: tuple[float, float], layout: str | None = "constrained") ->
 
 
 def single_axis(size: tuple[float, float], labels: Sequence[str]) -> tuple[Figure, Any]:
-    """Return a figure with one pair of axes, with room for a legend above them."""
+    """Return a figure and its only pair of axes, with room for a legend above.
+
+    :param labels: the legend's entries
+    """
     width, height = size
     left, bottom, right = 0.75, 0.55, 0.2
     top = 0.35 + legend_height(labels, width - left - right)
@@ -53,28 +56,28 @@ def single_axis(size: tuple[float, float], labels: Sequence[str]) -> tuple[Figur
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Return the colour of a curve; curves beyond the number of colours differ in their dashes."""
+    """Return the colour and dashes of a curve; dashes differ once all colours are used."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": _LINES[number // len(COLOURS) % len(_LINES)]}
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Return how many columns of a legend fit into a width in inches."""
+    """Return the number of legend columns that fit into a width in inches."""
     longest = max(map(len, labels), default=0)
     return max(1, min(len(labels), int(width / (longest * _LETTER + _HANDLE))))
 
 
 def legend_height(labels: Sequence[str], width: float) -> float:
-    """Return the height in inches that a legend above axes of some width needs."""
+    """Return the height in inches of a legend above axes of a given width."""
     return -(-len(labels) // legend_columns(labels, width)) * _LEGEND_LINE if labels else 0.0
 
 
 def finish(
     axis: Any, title: str, labels: Sequence[str], handles: Sequence[Any] = (), above: float | None = None
 ) -> None:
-    """Give axes their look, a title, and a legend between the two, where it hides nothing.
+    """Style axes, and add a title with the legend below it, where it hides nothing.
 
-    :param labels: of the legend's entries; none: no legend
-    :param above: the height in inches that is kept for the legend; ``None``: as much as it needs
+    :param labels: the legend's entries; empty for no legend
+    :param above: height in inches reserved for the legend; ``None`` reserves what it needs
     """
     box = axis.get_position()
     width = box.width * axis.figure.get_figwidth()
@@ -106,7 +109,7 @@ def finish(
 
 
 def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
-    """Save a figure, by the suffix of the path, and return it; ``None``: not saved."""
+    """Save a figure in the format of the path's suffix, unless the path is ``None``, and return it."""
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -114,11 +117,12 @@ def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def choose_scale(axis: Any, curves: Sequence[Sequence[float]]) -> None:
-    """Make the vertical axis logarithmic where that shows more, and large and small numbers on it readable.
+    """Make the vertical axis logarithmic if that shows more, and its large and small numbers readable.
 
-    On a linear axis most values of the largest curve, or a whole curve, would lie at the bottom then.
+    It is logarithmic if most values of the largest curve, or all of another curve, would lie at the bottom of a linear
+    axis.
 
-    :param curves: their values; those that are not finite do not count
+    :param curves: values of each curve; non-finite ones are ignored
     """
     finite = [found for curve in curves if (found := sorted(value for value in curve if math.isfinite(value)))]
     low, high = min((curve[0] for curve in finite), default=0), max((curve[-1] for curve in finite), default=0)
@@ -134,5 +138,5 @@ def choose_scale(axis: Any, curves: Sequence[Sequence[float]]) -> None:
     are_squashed = largest[len(largest) // 2] < low + (high - low) / 10
     if are_squashed or any(curve[-1] < high / 30 for curve in finite):
         axis.set_yscale("log")
-        # A few values near 0, as at the end of a schedule, must not squash all others.
+        # A few values near 0, such as at the end of a schedule, must not squash all others.
         axis.set_ylim(bottom=max(low, min(curve[len(curve) // 20] for curve in finite) / 10) / 1.5)

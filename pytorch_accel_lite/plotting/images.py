@@ -1,4 +1,4 @@
-"""Pictures of what a model makes of samples: which classes it confuses, and images side by side."""
+"""Pictures of a model's predictions: confusion matrices and contact sheets of images."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from pytorch_accel_lite.utils import import_extra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Up to so many classes the counts can be read.
+# Largest number of classes for which the counts are legible.
 _MOST_WITH_COUNTS = 30
 
 
 def plot_confusion_matrix(
     predictions: Any, targets: Any, classes: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
 ) -> Figure:
-    """Draw how often each class was taken for each.
+    """Plot a confusion matrix, computed with torchmetrics.
 
-    The colour is the share of a target's samples; up to 30 classes, the counts are written into it. Computed by
-    torchmetrics.
+    Colours show the fraction of each true class; with up to 30 classes, the counts are written into the cells.
 
-    :param predictions: classes of shape ``(samples,)``, or scores of shape ``(samples, classes)``, as ``predict`` gives
+    :param predictions: classes of shape ``(samples,)``, or scores of shape ``(samples, classes)`` as from ``predict``
     :param targets: classes of shape ``(samples,)``
-    :param classes: the names of the classes
-    :param path: where to save the picture; ``None``: not saved
+    :param classes: names of the classes
+    :param path: where to save the picture; ``None`` does not save it
     """
     import torch
     from torchmetrics.functional.classification import multiclass_confusion_matrix
@@ -63,7 +62,7 @@ def _draw_matrix(counts: np.ndarray[Any, Any], names: Sequence[str], title: str)
     height = 0.4 + side + below
     figure = new_figure((width, height), layout=None)
     axis = figure.add_axes((beside / width, below / height, side / width, side / height))
-    # The root shows that a few samples were taken for another class.
+    # The square root makes rare confusions visible.
     picture = axis.imshow(shares, cmap="Blues", norm=colours.PowerNorm(0.5, 0, 1))
     if size <= _MOST_WITH_COUNTS:
         for row, column in np.argwhere(counts):
@@ -84,7 +83,7 @@ def _draw_matrix(counts: np.ndarray[Any, Any], names: Sequence[str], title: str)
 
 
 def _add_scale(figure: Figure, picture: Any, box: tuple[float, float, float, float]) -> None:
-    """Say what the colours of a matrix mean, in a part of the figure."""
+    """Add a colour bar to a matrix."""
     bar = figure.colorbar(picture, cax=figure.add_axes(box), ticks=(0, 0.05, 0.25, 0.5, 1), format="{x:.0%}")
     bar.outline.set_visible(False)
     bar.set_label("share of the true class", fontsize=8, color=INK)
@@ -94,9 +93,12 @@ def _add_scale(figure: Figure, picture: Any, box: tuple[float, float, float, flo
 def plot_sheet(
     images: Sequence[Any], titles: Sequence[str], path: str | os.PathLike[str] | None = None, columns: int = 5
 ) -> Figure:
-    """Draw images side by side.
+    """Draw images side by side as a contact sheet.
 
-    :param images: each of shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+    :param images: images of shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+    :param titles: a title for each image
+    :param path: where to save the picture; ``None`` does not save it
+    :param columns: maximum number of images in a row
     """
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
@@ -117,11 +119,11 @@ def plot_sheet(
 
 
 def as_picture(image: Any) -> np.ndarray[Any, Any]:
-    """Return an image as an array of shape (height, width) or (height, width, 3), its values from 0 to 1.
+    """Return an image as an array of shape (height, width) or (height, width, channels), of bytes or from 0 to 1.
 
-    Values that are not all in that range are stretched to it.
+    Values outside the range from 0 to 1 are rescaled to it.
 
-    :raises ValueError: when it has no such shape
+    :raises ValueError: if it does not have the shape of an image
     """
     array = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
     if array.ndim == 3 and array.shape[0] in (1, 3):
@@ -129,7 +131,7 @@ def as_picture(image: Any) -> np.ndarray[Any, Any]:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
-        raise ValueError(f"A {type(image).__name__} of shape {np.shape(image)} is no image.")
+        raise ValueError(f"A {type(image).__name__} of shape {np.shape(image)} is not an image.")
     if array.dtype == np.uint8:
         return array
     array = array.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Which metrics share a panel, by their names: the same quantity in training and evaluation, the same unit."""
+"""Grouping metrics into panels by name: the same quantity in training and evaluation, the same unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# What the names of monitors begin with, the panel that they share, and its unit.
+# Prefix of the monitors' names, title of the panel they share, and its unit.
 _MONITORS = (
     ("lr", "learning rate", ""),
     ("gradient_norm", "gradient norm", ""),
@@ -27,16 +27,16 @@ _LOSS_OF_AN_EVALUATION = re.compile(r"(.+_)eval_loss(?:_epoch)?")
 
 
 class NothingToPlotError(ValueError):
-    """None of the metrics that are to be plotted has numbers."""
+    """Raised if none of the metrics to plot is numeric."""
 
 
 @dataclass
 class Curve:
     """A metric over the epochs.
 
-    :param label: what tells it from others of its panel: ``"train"``, ``"eval"``, the name of a dataset ...
-    :param epochs: of each value; several of one epoch lie before its end
-    :param best: the place of the best value, where that is to be marked
+    :param label: label within its panel: ``"train"``, ``"eval"``, the name of a dataset ...
+    :param epochs: horizontal position of each value; several values of one epoch are spread over it
+    :param best: index of the best value, if it is to be marked
     """
 
     label: str
@@ -47,10 +47,10 @@ class Curve:
 
 @dataclass
 class Panel:
-    """Curves that share their axes.
+    """Curves that share axes.
 
-    :param unit: of the values, empty for none
-    :param is_monitor: they say how the run works, and not how good the model is
+    :param unit: unit of the values; empty for none
+    :param is_monitor: whether the curves describe the run rather than the quality of the model
     """
 
     title: str
@@ -62,11 +62,11 @@ class Panel:
 def panels_of(
     metrics: Mapping[str, tuple[Sequence[int], Sequence[Any]]], directions: Mapping[str, bool | None]
 ) -> list[Panel]:
-    """Sort metrics into panels, those of monitors last; metrics whose values are no numbers are left out.
+    """Group metrics into panels, monitors last; metrics that are not numeric are omitted.
 
-    :param metrics: by name, the epochs and the values
-    :param directions: by name, whether greater values are better, ``None`` where that is not known
-    :raises NothingToPlotError: when there are no numbers
+    :param metrics: epochs and values by name
+    :param directions: whether larger values are better, by name; ``None`` if unknown
+    :raises NothingToPlotError: if no metric is numeric
     """
     panels: dict[tuple[str, str], Panel] = {}
     places = place_of_each(metrics)
@@ -80,16 +80,16 @@ def panels_of(
         best = None if is_monitor or label.endswith("train") else best_of(numbers, direction_of(name, directions))
         panel.curves.append(Curve(label, _spread(epochs), numbers, best))
     if not panels:
-        raise NothingToPlotError("There is nothing to plot: no metric with numbers has been recorded yet.")
+        raise NothingToPlotError("Nothing to plot: no numeric metric has been recorded yet.")
     order = {title: number for number, (_, title, _) in enumerate(_MONITORS)}
     return sorted(panels.values(), key=lambda panel: order[panel.title] if panel.is_monitor else -1)
 
 
 def place_of_each(names: Iterable[str]) -> dict[str, tuple[str, str, bool, str]]:
-    """Return, by the name of each metric, its panel's title and unit, whether a monitor records it, and its label.
+    """Return for each metric its panel's title and unit, whether it comes from a monitor, and its label.
 
-    The evaluations of an averaged model and of several datasets share the panel of the metric: the names of their
-    losses tell which prefixes there are.
+    Evaluations of an averaged model and of several datasets share the metric's panel; the names of their losses reveal
+    the prefixes.
     """
     names = list(names)
     prefixes = {match[1] for name in names if (match := _LOSS_OF_AN_EVALUATION.fullmatch(name))}
@@ -121,13 +121,13 @@ def _quality(name: str, prefixes: Sequence[str]) -> tuple[str, str, bool, str]:
 
 
 def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
-    """Return whether greater values of a metric are better; of losses smaller ones are; ``None``: not known."""
+    """Return whether larger values of a metric are better, which they are not for losses; ``None`` if unknown."""
     known = directions.get(name)
     return False if known is None and "loss" in name else known
 
 
 def best_of(values: Sequence[float], greater_is_better: bool | None) -> int | None:
-    """Return the place of the best value; ``None`` where the direction is not known, or no value is finite."""
+    """Return the index of the best value; ``None`` if the direction is unknown or no value is finite."""
     places = [place for place, value in enumerate(values) if math.isfinite(value)]
     if greater_is_better is None or not places:
         return None
@@ -135,7 +135,7 @@ def best_of(values: Sequence[float], greater_is_better: bool | None) -> int | No
 
 
 def _spread(epochs: Sequence[int]) -> list[float]:
-    """Return where values lie on the axis: at the end of their epoch, or in its course when it has several."""
+    """Return the horizontal positions of values: at the end of their epoch, or spread over it if it has several."""
     counts = Counter(epochs)
     seen: Counter[int] = Counter()
     places = []
@@ -146,7 +146,7 @@ def _spread(epochs: Sequence[int]) -> list[float]:
 
 
 def epoch_ticks(first: float, last: float, most: int = 6) -> list[int]:
-    """Return whole epochs to be marked on the axis: the first, the last, and round ones between."""
+    """Return the epochs to mark on the axis: the first, the last, and round numbers between them."""
     begin = math.ceil(first)
     end = max(math.floor(last), begin)
     steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))

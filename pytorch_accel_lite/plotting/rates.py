@@ -1,4 +1,4 @@
-"""Learning rates: a range test, and a schedule before it is used."""
+"""Plots of learning rates: a range test, and a preview of a schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plot_range_test(
     suggestion: float | None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw the losses of a learning rate range test."""
+    """Plot the losses of a learning rate range test."""
     labels = ["loss of each update", "smoothed"]
     figure, axis = single_axis((6.4, 4), labels)
     colour = line_style(0)["color"]
@@ -31,7 +31,7 @@ def plot_range_test(
         handles.append(axis.axvline(suggestion, color=line_style(1)["color"], linestyle="--"))
     low = min(smoothed)
     high = max(smoothed)
-    axis.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))  # single losses may be far out
+    axis.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))  # single losses may be outliers
     axis.set_xscale("log")
     axis.set(xlabel="learning rate", ylabel="loss")
     finish(axis, "learning rate range test", labels, handles)
@@ -45,14 +45,14 @@ def plot_schedule(
     num_epochs: int = 1,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw the learning rates that a schedule will give, without training.
+    """Plot the learning rates of a schedule, without training.
 
-    :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are filled in
-    :param num_updates: optimizer updates in the run
-    :param lr: the optimizer's learning rate, or one for each parameter group
-    :param num_epochs: epochs of the run, for placeholders that count them, and for timm's schedulers in epochs; where
-        there are several, their ends are marked
-    :param path: where to save the picture; ``None``: not saved
+    :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
+    :param num_updates: number of optimizer updates in the run
+    :param lr: learning rate of the optimizer, or one for each parameter group
+    :param num_epochs: number of epochs in the run, for placeholders that count them and for timm's schedulers in
+        epochs; if there are several, their ends are marked
+    :param path: where to save the picture; ``None`` does not save it
     """
     curves = schedule_values(create_scheduler_fn, num_updates, lr, num_epochs)
     labels = [f"group {number}" for number in range(len(curves))] if len(curves) > 1 else []

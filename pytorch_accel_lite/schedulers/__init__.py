@@ -1,4 +1,4 @@
-"""Schedules that torch lacks, stepped once an update; see ``docs/schedulers.md``."""
+"""Learning rate schedulers that torch lacks, stepped once per update; see ``docs/schedulers.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cosine annealing over the whole run, with warm-up and cool-down."""
+"""Cosine annealing over the entire run, with warm-up and cool-down."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from pytorch_accel_lite.utils import check_positive_int, check_range
 
 
 class CosineLrScheduler(PlannedLrScheduler):
-    """Cosine annealing without restarts: warm-up, half a cosine, cool-down; stepped once an update.
+    """Cosine annealing without restarts: warm-up, half a cosine, cool-down; stepped once per update.
 
     With W updates of warm-up, C of cool-down and A = total - W - C between them, the learning rate after n updates is
 
     * in the warm-up, ``start + (base - start) * n / W``;
     * then ``min + (base - min) * (1 + cos(pi * ((n - W) / A) ** k_decay)) / 2``;
-    * in the cool-down and ever after, ``min``.
+    * in the cool-down and afterwards, ``min``.
 
     Sources: Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_; for ``k_decay`` Zhang and Li,
     `k-decay <https://arxiv.org/abs/2004.05909>`_. The rates are those of timm's ``CosineLRScheduler`` with
     ``warmup_prefix=True``.
 
-    :param optimizer: its parameter groups say from which rate each is annealed
-    :param total_num_epochs: epochs of the schedule, warm-up and cool-down included; may have a fraction
-    :param num_update_steps_per_epoch: updates in an epoch
-    :param k_decay: more than 1 keeps the rate high for longer, less than 1 lowers it sooner
-    :param lr_min: the rate at the end, of every group
-    :param min_lr_ratio: the rate at the end as a fraction of each group's own, instead of ``lr_min``
-    :param num_warmup_epochs: epochs in which the rate grows; may have a fraction. A warm-up and a cool-down that leave
-        nothing of the schedule are shortened in proportion to half of it, with a warning.
-    :param warmup_starting_lr: the rate of the first update, when there is a warm-up
-    :param warmup_starting_lr_ratio: the same as a fraction of each group's own, instead of ``warmup_starting_lr``
-    :param num_cooldown_epochs: epochs at the smallest rate at the end; may have a fraction
-    :raises TypeError, ValueError: for the first argument that is out of its range
+    :param optimizer: optimizer whose parameter groups have the base rates
+    :param total_num_epochs: length of the schedule in epochs, including warm-up and cool-down; may be fractional
+    :param num_update_steps_per_epoch: number of updates per epoch
+    :param k_decay: values above 1 keep the rate high for longer, values below 1 lower it sooner
+    :param lr_min: final rate of every group
+    :param min_lr_ratio: final rate as a fraction of each group's base rate, instead of ``lr_min``
+    :param num_warmup_epochs: length of the warm-up in epochs; may be fractional. If warm-up and cool-down leave nothing
+        for the annealing, both are shortened proportionally to half of the schedule, with a warning.
+    :param warmup_starting_lr: rate of the first update if there is a warm-up
+    :param warmup_starting_lr_ratio: the same as a fraction of each group's base rate, instead of ``warmup_starting_lr``
+    :param num_cooldown_epochs: number of epochs at the final rate; may be fractional
+    :raises TypeError, ValueError: for the first argument that is out of range
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CosineLrScheduler(PlannedLrScheduler):
             cooldown = int(cooldown * shorter)
             warnings.warn(
                 f"{given} leave nothing of total_num_epochs={total_num_epochs!r} for the annealing. They are shortened "
-                f"to {warmup} and {cooldown} of its {total} updates.",
+                f"to {warmup} and {cooldown} of {total} updates.",
                 stacklevel=2,
             )
         self.num_warmup_steps = warmup
@@ -105,9 +105,9 @@ class CosineLrScheduler(PlannedLrScheduler):
         warmup_starting_lr_ratio: float | None = None,
         num_cooldown_epochs: float = 0,
     ) -> Callable[[torch.optim.Optimizer], CosineLrScheduler]:
-        """Return what ``Trainer.train(create_scheduler_fn=...)`` wants; the length is that of the run by default.
+        """Return a scheduler factory for ``Trainer.train(create_scheduler_fn=...)``; by default it spans the run.
 
-        The arguments are those of the constructor; any may be, or hold, placeholders.
+        The arguments are those of the constructor; any of them may be or contain placeholders.
         """
         return partial(
             cls,

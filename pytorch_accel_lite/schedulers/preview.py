@@ -1,4 +1,4 @@
-"""What a schedule will do, found without training."""
+"""Previewing a schedule without training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pytorch_accel_lite.utils import check_positive_int
 def schedule_values(
     create_scheduler_fn: Callable[..., Any], num_updates: int, lr: float | Sequence[float] = 1.0, num_epochs: int = 1
 ) -> list[list[float]]:
-    """Return the learning rate of each update, for each parameter group.
+    """Return the learning rate at each update, for each parameter group.
 
-    :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are filled in
-    :param num_updates: optimizer updates in the run
-    :param lr: the optimizer's learning rate, or one for each parameter group
-    :param num_epochs: epochs of the run
+    :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
+    :param num_updates: number of optimizer updates in the run
+    :param lr: learning rate of the optimizer, or one for each parameter group
+    :param num_epochs: number of epochs in the run
     """
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)
@@ -44,7 +44,7 @@ def schedule_values(
     is_timms = hasattr(scheduler, "step_update") and not isinstance(scheduler, SchedulerBase)
     curves: list[list[float]] = [[] for _ in rates]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch wants optimizer.step() first, which would do nothing here
+        warnings.simplefilter("ignore")  # torch expects optimizer.step() first, which would do nothing here
         for update in range(1, num_updates + 1):
             for curve, group in zip(curves, optimizer.param_groups, strict=True):
                 curve.append(float(group["lr"]))

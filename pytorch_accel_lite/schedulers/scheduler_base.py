@@ -1,4 +1,4 @@
-"""Base classes: a schedule is a function from the number of updates to the values of the parameter groups."""
+"""Base classes of schedulers that map the number of updates to values of the parameter groups."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.rates import plain, set_option
 
 UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
-# Epochs of the run; one that is limited by max_num_train_steps may have a part of an epoch.
+# Epochs of the run, a fraction if it is limited by max_num_train_steps.
 RUN_EPOCHS: Any = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS / UPDATES_PER_EPOCH
 
 
 class SchedulerBase(ABC):
-    """Sets a field of the optimizer's parameter groups to a function of the number of updates, which it is told.
+    """Base class of schedulers that set a field of the parameter groups as a function of the number of updates.
 
-    Override :meth:`get_updated_values`. The values that the groups had at first are in ``base_lr_values``; they are
-    kept in the groups too, as ``initial_lr``, so that a second scheduler begins from the same values.
+    Override :meth:`get_updated_values`. The initial values of the groups are in ``base_lr_values``, and also in the
+    groups as ``initial_lr``, so that a second scheduler starts from the same values.
 
-    :param optimizer: the optimizer whose parameter groups are scheduled
-    :param param_group_field: the field of the groups that is set
+    :param optimizer: optimizer whose parameter groups are scheduled
+    :param param_group_field: name of the field to set
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, param_group_field: str = "lr") -> None:
@@ -42,16 +42,16 @@ class SchedulerBase(ABC):
 
     @abstractmethod
     def get_updated_values(self, num_updates: int) -> Iterable[float] | float | None:
-        """Return the value after a number of updates, with which the next update is made.
+        """Return the value to use for the update after ``num_updates``.
 
-        :param num_updates: updates made so far
-        :return: one value for all parameter groups, one for each, or ``None`` to leave them as they are
+        :param num_updates: number of updates made so far
+        :return: one value for all parameter groups, one for each, or ``None`` to leave them unchanged
         """
 
     def step_update(self, num_updates: int) -> None:
         """Set the parameter groups to the values after a number of updates.
 
-        :param num_updates: updates made so far
+        :param num_updates: number of updates made so far
         """
         values = self.get_updated_values(num_updates)
         if values is None:
@@ -71,19 +71,19 @@ class SchedulerBase(ABC):
         return [plain(group[self.param_group_field]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all attributes but the optimizer. Override it when some are not plain values."""
+        """Return all attributes except the optimizer. Override this if some are not plain values."""
         return {name: value for name, value in vars(self).items() if name != "optimizer"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load the state returned by :meth:`state_dict`."""
         vars(self).update(state_dict)
 
 
 class StatefulSchedulerBase(SchedulerBase):
-    """A :class:`SchedulerBase` that counts the updates itself: call :meth:`step` after each, as the trainer does.
+    """Base class of schedulers that count the updates: call :meth:`step` after each one, as the trainer does.
 
-    The first update is made with the values that the optimizer has. Where these are not the schedule's own, end the
-    constructor of your class with ``self.step_update(0)``.
+    The first update uses the optimizer's values. If your schedule starts differently, call ``self.step_update(0)`` at
+    the end of the constructor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, param_group_field: str = "lr") -> None:
@@ -96,15 +96,15 @@ class StatefulSchedulerBase(SchedulerBase):
         return self._num_updates
 
     def step(self) -> None:
-        """Count an update, and set the parameter groups to the values for the next."""
+        """Count an update, and set the parameter groups to the values for the next one."""
         self._num_updates += 1
         self.step_update(self._num_updates)
 
 
 class PlannedLrScheduler(StatefulSchedulerBase):
-    """A schedule of learning rates that its arguments fix: its state is how far it has come, and from which rates.
+    """A learning rate schedule determined by its arguments, whose state is its position and the initial rates.
 
-    The arguments are not in the state, so a run that is resumed with more epochs follows the longer schedule.
+    The arguments are not part of the state, so a run resumed with more epochs follows the longer schedule.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,22 +112,22 @@ class PlannedLrScheduler(StatefulSchedulerBase):
         return {"num_updates": self._num_updates, "base_lr_values": list(self.base_lr_values)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, and set the learning rates accordingly.
+        """Load the state returned by :meth:`state_dict`, and set the learning rates accordingly.
 
-        :raises ValueError: when the state does not say how far it had come, or has another number of groups
+        :raises ValueError: if the state lacks the number of updates, or has another number of parameter groups
         """
         if "num_updates" not in state_dict:
             raise ValueError(
-                f"The state for {type(self).__name__} holds no num_updates, only {sorted(state_dict)}, so it cannot "
-                "tell how far the schedule had come."
+                f"The state for {type(self).__name__} lacks num_updates, the position of the schedule. It has only "
+                f"{sorted(state_dict)}."
             )
         self._go_to(state_dict["num_updates"], state_dict.get("base_lr_values", self.base_lr_values))
 
     def _go_to(self, num_updates: int, base_lr_values: list[float]) -> None:
         if len(base_lr_values) != len(self.base_lr_values):
             raise ValueError(
-                f"The state for {type(self).__name__} is of {len(base_lr_values)} parameter groups; the optimizer has "
-                f"{len(self.base_lr_values)}."
+                f"The state for {type(self).__name__} has {len(base_lr_values)} parameter groups, but the optimizer "
+                f"has {len(self.base_lr_values)}."
             )
         self._num_updates = num_updates
         self.base_lr_values = list(base_lr_values)

@@ -1,4 +1,4 @@
-"""Warm-up, stable, decay: a constant rate that is lowered quickly wherever a finished model is wanted."""
+"""Warmup-stable-decay: a constant learning rate with a quick decay wherever a finished model is wanted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 from pytorch_accel_lite.utils import check_positive_int, check_range
 
-#: The shapes of the decay: the fraction of the base rate at t, which goes from 0 to 1, for a smallest fraction.
+#: Decay shapes: the fraction of the base rate as a function of t, from 0 to 1, and of the final fraction.
 DECAYS: dict[str, Callable[[float, float], float]] = {
     "inverse": lambda t, low: 1 / (1 + t * (1 / low - 1)),
     "sqrt": lambda t, low: low + (1 - low) * (1 - math.sqrt(t)),
@@ -24,53 +24,53 @@ DECAYS: dict[str, Callable[[float, float], float]] = {
 
 
 def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int = 3) -> list[int]:
-    """Return the ends of the decays: the last at the end, each of the others at half of the next.
+    """Return the updates at which decays end: the last at the end, each of the others at half of the next.
 
-    :param total_steps: updates of the whole schedule
-    :param num_checkpoints: how many decays there are
-    :raises ValueError: when there is no room for so many
+    :param total_steps: number of updates in the schedule
+    :param num_checkpoints: number of decays
+    :raises ValueError: if the schedule is too short for that many
     """
     check_positive_int("total_steps", total_steps)
     check_positive_int("num_checkpoints", num_checkpoints)
     if total_steps < 2**num_checkpoints:
         raise ValueError(
-            f"num_checkpoints={num_checkpoints!r} is too many for total_steps={total_steps!r}: each comes at half of "
-            f"the next, so it takes at least {2**num_checkpoints} updates."
+            f"num_checkpoints={num_checkpoints!r} is too many for total_steps={total_steps!r}: each is at half of the "
+            f"next, which takes at least {2**num_checkpoints} updates."
         )
     return [total_steps // 2**halvings for halvings in reversed(range(num_checkpoints))]
 
 
 class WSDLrScheduler(PlannedLrScheduler):
-    """Warm-up, stable, decay (WSD): the learning rate is constant, and lowered quickly before each checkpoint.
+    """Warmup-stable-decay (WSD) schedule: the learning rate is constant, with a quick decay before each checkpoint.
 
-    The schedule is made of periods, each of which ends at a checkpoint: a stable phase at the base rate, then a decay
-    over the last ``decay_phase_ratio`` of the period. The first period begins with the warm-up. After a checkpoint that
-    is not the last, training goes on from the decayed weights at the base rate at once (WSD-S). To go on from before a
-    decay instead (WSD), or with another run, see :class:`~pytorch_accel_lite.callbacks.WSDCheckpointCallback`.
+    The schedule consists of periods that each end at a checkpoint: a stable phase at the base rate, then a decay over
+    the last ``decay_phase_ratio`` of the period. The first period starts with the warm-up. After every checkpoint but
+    the last, training continues from the decayed weights at the base rate (WSD-S). To continue from before a decay
+    instead (WSD), or in another run, see :class:`~pytorch_accel_lite.callbacks.WSDCheckpointCallback`.
 
     Sources: Hu et al., `MiniCPM <https://arxiv.org/abs/2404.06395>`_ (WSD); Wen et al., `Understanding
     Warmup-Stable-Decay Learning Rates <https://arxiv.org/abs/2410.05192>`_ (WSD-S, the inverse-proportional decay);
     Hägele et al., `Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations
     <https://arxiv.org/abs/2405.18392>`_ (1 - sqrt).
 
-    :param optimizer: its parameter groups have the base rates
-    :param num_epochs: epochs of the schedule, with ``num_update_steps_per_epoch``; or else give ``total_steps``
-    :param num_update_steps_per_epoch: updates in an epoch
-    :param total_steps: updates of the whole schedule; takes precedence over ``num_epochs``
-    :param num_warmup_steps: updates in which the rate grows linearly; ``None``: a hundredth of all. One that would
-        reach into the first decay ends where that begins, with a warning. There is no warm-up when the run is a
-        continuation.
-    :param decay_phase_ratio: how much of each period is decay, from 0 (none, the rate stays stable) to 1
-    :param lr_min: where the decay ends, as a fraction of the base rate
-    :param warmup_starting_lr: the rate of the first update, when there is a warm-up
-    :param use_inverse_sqrt_decay: when ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
-    :param num_checkpoints: periods of the schedule; see :func:`estimate_checkpoint_steps` for where they end
-    :param is_continuation_from_checkpoint: the weights have been trained before: there is no warm-up, and
-        :meth:`load_state_dict` takes only the base rates from the state of the run before
-    :param decay: the shape of the decay, a key of :data:`DECAYS`
-    :param checkpoint_steps: where the periods end, instead of ``num_checkpoints``: rising counts of updates; the last
-        is the end of the schedule
-    :raises TypeError, ValueError: for the first argument that is out of its range
+    :param optimizer: optimizer whose parameter groups have the base rates
+    :param num_epochs: length of the schedule in epochs, with ``num_update_steps_per_epoch``; alternatively pass
+        ``total_steps``
+    :param num_update_steps_per_epoch: number of updates per epoch
+    :param total_steps: length of the schedule in updates; takes precedence over ``num_epochs``
+    :param num_warmup_steps: number of updates over which the rate rises linearly; ``None`` for a hundredth of all. A
+        warm-up that would reach into the first decay is shortened, with a warning. A continuation has no warm-up.
+    :param decay_phase_ratio: fraction of each period that is decay, from 0 (no decay) to 1
+    :param lr_min: rate at the end of a decay, as a fraction of the base rate
+    :param warmup_starting_lr: rate of the first update if there is a warm-up
+    :param use_inverse_sqrt_decay: if ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
+    :param num_checkpoints: number of periods; :func:`estimate_checkpoint_steps` determines where they end
+    :param is_continuation_from_checkpoint: whether the weights are already trained: there is no warm-up, and
+        :meth:`load_state_dict` takes only the base rates from the previous run's state
+    :param decay: shape of the decay, a key of :data:`DECAYS`
+    :param checkpoint_steps: increasing numbers of updates at which the periods end, instead of ``num_checkpoints``; the
+        last is the end of the schedule
+    :raises TypeError, ValueError: for the first argument that is out of range
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class WSDLrScheduler(PlannedLrScheduler):
         self.lr_min = check_range("lr_min", lr_min, most=1)
         if self.decay == "inverse" and not self.lr_min:
             raise ValueError(
-                f"lr_min={lr_min!r}: the inverse decay never ends at 0. Choose lr_min=0.1, say, or a decay."
+                f"lr_min={lr_min!r}: the inverse decay never reaches 0. Choose a positive lr_min, such as 0.1, or "
+                "another decay."
             )
         self.decay_phase_ratio = check_range("decay_phase_ratio", decay_phase_ratio, most=1)
         self.warmup_starting_lr = check_range("warmup_starting_lr", warmup_starting_lr)
@@ -111,7 +112,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         self.step_update(0)
 
     def _plan_period(self, start: int, end: int) -> dict[str, int]:
-        # The small number is for products like 0.29 * 100, which fall short of the whole number.
+        # The small number makes up for products like 0.29 * 100, which fall just short of an integer.
         decay_steps = max(1, int(self.decay_phase_ratio * (end - start) + 1e-9)) if self.decay_phase_ratio else 0
         return {
             "period_start": start,
@@ -128,15 +129,15 @@ class WSDLrScheduler(PlannedLrScheduler):
             check_positive_int("num_warmup_steps", num_warmup_steps)
         if num_warmup_steps > most:
             warnings.warn(
-                f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which begins after {most} "
-                "updates. It is shortened to those.",
+                f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which starts after {most} "
+                f"updates. The warm-up is shortened to {most} updates.",
                 stacklevel=3,
             )
         return min(int(num_warmup_steps), most)
 
     @property
     def total_steps(self) -> int:
-        """Updates of the whole schedule."""
+        """The length of the schedule in updates."""
         return self._ends[-1]
 
     def get_updated_values(self, num_updates: int) -> list[float]:
@@ -155,20 +156,20 @@ class WSDLrScheduler(PlannedLrScheduler):
         return self._periods[min(bisect_right(self._ends, num_updates), len(self._ends) - 1)]
 
     def get_checkpoint_steps(self) -> list[int]:
-        """Return the counts of updates at which the periods end."""
+        """Return the numbers of updates at which the periods end."""
         return list(self._ends)
 
     def get_decay_info(self) -> list[dict[str, int]]:
-        """Return for each period its start, its end, the updates of its decay, and the count at which that begins.
+        """Return the start and end of each period, the length of its decay, and when the decay starts.
 
-        :return: dicts with ``period_start``, ``period_end``, ``decay_steps`` and ``pre_decay_step``
+        :return: dicts with ``period_start``, ``period_end``, ``decay_steps`` and ``pre_decay_step``, all in updates
         """
         return [dict(period) for period in self._periods]
 
     def get_phase_info(self, num_updates: int) -> dict[str, Any]:
-        """Return where the schedule is after a number of updates.
+        """Return the period and phase of the schedule after a number of updates.
 
-        :return: the period as in :meth:`get_decay_info`, and ``phase``, that of the next update: ``"warmup"``,
+        :return: the period as in :meth:`get_decay_info`, and the ``phase`` of the next update: ``"warmup"``,
             ``"stable"``, ``"decay"``, or ``"finished"`` after the last
         """
         period = self._period_at(num_updates)
@@ -181,7 +182,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         return {**period, "phase": phase}
 
     def get_current_phase_info(self) -> dict[str, Any]:
-        """Return :meth:`get_phase_info` of the current count of updates."""
+        """Return :meth:`get_phase_info` for the current number of updates."""
         return self.get_phase_info(self.num_updates)
 
     def get_current_step(self) -> int:
@@ -193,28 +194,29 @@ class WSDLrScheduler(PlannedLrScheduler):
         return super().state_dict() | {"is_continuation_from_checkpoint": self.is_continuation_from_checkpoint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, and set the learning rates accordingly.
+        """Load the state returned by :meth:`state_dict`, and set the learning rates accordingly.
 
-        A continuation that is given the state of a run that was none begins: see :meth:`continue_from`. A state of
-        pytorch-accelerated, which holds no count of updates, leaves the count as it is, with a warning.
+        If this schedule is a continuation and the state is not, the schedule starts from the beginning: see
+        :meth:`continue_from`. A state of pytorch-accelerated, which lacks the number of updates, leaves that number
+        unchanged, with a warning.
         """
         if self.is_continuation_from_checkpoint and not state_dict.get("is_continuation_from_checkpoint", False):
             self.continue_from(state_dict)
             return
         if "num_updates" not in state_dict and "total_steps" in state_dict:
             warnings.warn(
-                "The state for WSDLrScheduler is pytorch-accelerated's, which does not say how far the schedule had "
-                f"come: it goes on from update {self.num_updates}. To begin a new one from this checkpoint instead, "
-                "use is_continuation_from_checkpoint=True; to leave the schedule alone, load_scheduler=False.",
+                "The state for WSDLrScheduler is from pytorch-accelerated, which does not save the schedule's "
+                f"position: it continues from update {self.num_updates}. To start a new schedule from this checkpoint "
+                "instead, use is_continuation_from_checkpoint=True; to keep the schedule, load_scheduler=False.",
                 stacklevel=2,
             )
             state_dict = {**state_dict, "num_updates": self.num_updates}
         super().load_state_dict(state_dict)
 
     def continue_from(self, state_dict: dict[str, Any] | None) -> None:
-        """Begin this schedule with the base rates of another run, and set the learning rates accordingly.
+        """Start this schedule with the base rates of another run, and set the learning rates accordingly.
 
-        :param state_dict: the state of the other run's scheduler; ``None`` to keep the optimizer's own base rates
+        :param state_dict: state of the other run's scheduler; ``None`` keeps the optimizer's own base rates
         """
         self._go_to(0, (state_dict or {}).get("base_lr_values", self.base_lr_values))
 
@@ -233,11 +235,11 @@ class WSDLrScheduler(PlannedLrScheduler):
         *,
         decay: str | None = None,
     ) -> Callable[[torch.optim.Optimizer], WSDLrScheduler]:
-        """Return what ``Trainer.train(create_scheduler_fn=...)`` wants; the length is that of the run by default.
+        """Return a scheduler factory for ``Trainer.train(create_scheduler_fn=...)``; by default it spans the run.
 
-        The arguments are those of the constructor; any may be, or hold, placeholders.
+        The arguments are those of the constructor; any of them may be or contain placeholders.
 
-        :param num_warmup_epochs: epochs in which the rate grows, may have a fraction; ``None``: a hundredth of the run
+        :param num_warmup_epochs: length of the warm-up in epochs, may be fractional; ``None`` for 1 % of the run
         """
         warmup: Any = None if num_warmup_epochs is None else round(num_warmup_epochs * num_update_steps_per_epoch)
         return partial(
@@ -272,8 +274,8 @@ def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps:
         return check_positive_int("total_steps", total_steps)
     if num_epochs is None or per_epoch is None:
         raise ValueError(
-            f"total_steps=None, num_epochs={num_epochs!r} and num_update_steps_per_epoch={per_epoch!r} do not say how "
-            "long the schedule is. Give total_steps, or both of the others."
+            f"total_steps=None, num_epochs={num_epochs!r} and num_update_steps_per_epoch={per_epoch!r} do not "
+            "determine the length of the schedule. Pass total_steps, or both of the others."
         )
     per_epoch = check_positive_int("num_update_steps_per_epoch", per_epoch)
     return round(check_range("num_epochs", num_epochs, above=0) * per_epoch)
@@ -282,11 +284,13 @@ def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps:
 def _check_checkpoint_steps(steps: Sequence[int], total_steps: int | None, num_checkpoints: int) -> list[int]:
     steps = [check_positive_int(f"checkpoint_steps[{i}]", step) for i, step in enumerate(steps)]
     if not steps or any(second - first < 2 for first, second in zip([0, *steps], steps, strict=False)):
-        raise ValueError(f"checkpoint_steps={steps!r} must rise, by at least 2 updates each: one stable, one of decay.")
+        raise ValueError(
+            f"checkpoint_steps={steps!r} must increase by at least 2 updates each: one stable, one of decay."
+        )
     if num_checkpoints != 1:
-        raise ValueError(f"num_checkpoints={num_checkpoints!r} and checkpoint_steps={steps!r}: give one of them.")
+        raise ValueError(f"num_checkpoints={num_checkpoints!r} and checkpoint_steps={steps!r}: pass only one of them.")
     if total_steps not in (None, steps[-1]):
         raise ValueError(
-            f"total_steps={total_steps!r}: the last of checkpoint_steps={steps!r} is the end. Leave it out."
+            f"total_steps={total_steps!r} contradicts the last of checkpoint_steps={steps!r}. Leave it out."
         )
     return steps

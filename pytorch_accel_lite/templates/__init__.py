@@ -1,4 +1,4 @@
-"""Pages and texts, made from the template files beside this one with jinja2."""
+"""Rendering pages and text from the jinja2 templates in this directory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template with values put in; in HTML they are escaped.
+    """Render a template; values are escaped in HTML.
 
-    :param template: the name of a file of this folder
+    :param template: name of a file in this directory
+    :param values: values of the template's variables
     """
     return _environment().get_template(template).render(**values)

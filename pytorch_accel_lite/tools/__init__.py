@@ -1,1 +1,1 @@
-"""Tools around a run: finding settings, measuring, trying again. The core does not need them."""
+"""Tools for use around a run: finding settings, measuring, replaying a step. The core does not depend on them."""

@@ -1,4 +1,4 @@
-"""What limits the speed of a training run: its steps in parts, measured, and what to change."""
+"""Finding what limits the speed of training, by measuring the parts of a step, and what to change."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class Diagnosis:
-    """What :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>` found, shown in words.
+    """The result of :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`; its repr is a report with advice.
 
-    :param steps: how many steps of each kind were measured
-    :param samples: samples in a step of one process, on average
-    :param data: seconds in a step for reading the data alone
-    :param forward: seconds for forward pass and loss alone, on one batch again and again
-    :param backward: seconds that the backward pass adds
-    :param update: seconds that the optimizer's step and clearing the gradients add
-    :param step: seconds of a whole step, data included: less than the sum of the others when workers read ahead
-    :param advice: what to change, the most important first; empty when there is nothing to say
+    All times are averages in seconds per step.
+
+    :param steps: number of steps measured for each part
+    :param samples: average number of samples per step on one process
+    :param data: time to read the data, without training
+    :param forward: time of the forward pass and the loss, on batches that are already in memory
+    :param backward: time that the backward pass adds
+    :param update: time that the optimizer's step and clearing the gradients add
+    :param step: time of a complete step, including data; less than the sum of the others if workers read ahead
+    :param advice: what to change, most important first; empty if nothing stands out
     """
 
     steps: int
@@ -48,19 +50,19 @@ class Diagnosis:
 
     @property
     def waiting(self) -> float:
-        """The share of a step, from 0 to 1, in which the model waits for data."""
+        """The fraction of a step, from 0 to 1, during which the model waits for data."""
         rest = self.step - (self.forward + self.backward + self.update)
-        return max(0.0, min(rest, self.data) / self.step)  # what else takes longer in a whole step is no waiting
+        return max(0.0, min(rest, self.data) / self.step)  # other time lost in a complete step is not waiting
 
     def summary(self) -> str:
         """Return the time of a step and the throughput in a sentence."""
         return (
             f"A step takes {self.step * 1e3:.3g} ms for {self.samples:.3g} samples: {self.samples / self.step:,.0f} "
-            f"samples/s on each process, over {self.steps} steps."
+            f"samples/s per process, measured over {self.steps} steps."
         )
 
     def parts(self) -> list[tuple[str, str]]:
-        """Return the parts of a step by name, as text."""
+        """Return the name and the time, as text, of each part of a step."""
         times = [(f"{name} alone", f"{getattr(self, name) * 1e3:.3g} ms") for name in ("data", "forward", "backward")]
         update = ("update alone", f"{self.update * 1e3:.3g} ms")
         return [*times, update, ("waiting for data", f"{100 * self.waiting:.0f} %")]
@@ -81,13 +83,13 @@ def diagnose(
     train_dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
 ) -> Diagnosis:
-    """Find out what limits the speed of training, and say what to change.
+    """Find out what limits the speed of training, and advise what to change.
 
-    Times reading the data, the forward pass, and training, for ``num_steps`` steps each, without callbacks. The model,
-    the optimizer and the generators are restored afterwards. To be called on every process.
+    Data loading, the forward pass, the backward pass and complete steps are timed for ``num_steps`` steps each, without
+    callbacks. The model, the optimizer and the generators are restored afterwards. Must be called on every process.
 
-    :param num_steps: steps of each kind
-    :return: the measurements and the advice; printed, too, unless a console or a notebook shows what is returned
+    :param num_steps: number of steps to measure for each part
+    :return: the measurements and the advice; also printed, unless a console or a notebook shows the return value
     """
     check_positive_int("num_steps", num_steps)
     batch_size = per_device_batch_size
@@ -121,13 +123,13 @@ def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
 
 
 def _read(loader: Any, num_steps: int) -> Iterable[Any]:
-    """Read so many batches, from further epochs when one has fewer."""
+    """Read a number of batches, from several epochs if necessary."""
     epochs = (batch.data for epoch in itertools.count(1) for batch in loader.steps(epoch))
     return itertools.islice(epochs, num_steps)
 
 
 def _time(trainer: Trainer, batches: Iterable[Any], step: Callable[[Trainer, Any], None]) -> tuple[float, int]:
-    """Return the seconds of a step, and how many there were. Waits for the device once, not in every step."""
+    """Return the seconds per step and the number of steps. Waits for the device once, not in every step."""
     count = 0
     start = _now(trainer)
     for batch in batches:
@@ -164,7 +166,7 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
     compute = found.forward + found.backward + found.update
     if found.waiting > 0.1:
         advice = faster_data(trainer)
-        yield f"The model waits for data in {100 * found.waiting:.0f} % of a step. {advice}"
+        yield f"The model waits for data during {100 * found.waiting:.0f} % of a step. {advice}"
     options = [group.get("fused") for group in trainer.optimizer.param_groups]
     if found.update > 0.1 * compute and "fused" in trainer.optimizer.defaults and not any(options):
         yield (
@@ -174,11 +176,11 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
     if on_gpu and trainer.accelerator.mixed_precision == "no":
         yield "Train in bf16: accelerator=Accelerator(mixed_precision='bf16')."
         if torch.get_float32_matmul_precision() == "highest":
-            yield "Or let matrices be multiplied in TF32: torch.set_float32_matmul_precision('high')."
+            yield "Or multiply matrices in TF32: torch.set_float32_matmul_precision('high')."
     if on_gpu and compute < 0.005 and not hasattr(trainer.get_model(), "_orig_mod"):
         yield (
-            f"A step computes for {compute * 1e3:.2g} ms only, much of which is the start of kernels. Use larger "
+            f"A step computes for only {compute * 1e3:.2g} ms, much of which is spent launching kernels. Use larger "
             "batches, or compile the model: torch.compile(model)."
         )
     if not on_gpu and trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
-        yield "Torch computes with one thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, uses more cores."
+        yield "Torch uses a single thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, makes it use more cores."

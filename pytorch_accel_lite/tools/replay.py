@@ -1,4 +1,4 @@
-"""Running the step again in which a number was not finite."""
+"""Replaying the step of a :class:`NaNReportCallback` report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Replay:
-    """What :func:`replay` saw.
+    """The result of :func:`replay`.
 
     :param losses: the loss of each batch of the accumulation window
     :param origin: where numbers stopped being finite, in the first batch where they did
-    :param gradients: the names of the parameters whose gradients are not finite
+    :param gradients: names of the parameters whose gradients are not finite
     """
 
     losses: list[float]
@@ -31,17 +31,18 @@ class Replay:
 
 
 def replay(path: str | os.PathLike[str], trainer: Trainer) -> Replay:
-    """Run the step of a report again, forward and backward, as it was; the trainer is restored afterwards.
+    """Reproduce the step of a report, forward and backward, and restore the trainer afterwards.
 
-    Set a breakpoint in the model, or wrap the call in ``torch.autograd.detect_anomaly()``, to look closer.
+    To look closer, set a breakpoint in the model, or wrap the call in ``torch.autograd.detect_anomaly()``.
 
     :param path: a report written by :class:`NaNReportCallback`
-    :param trainer: made as in the run that failed, outside of a run
-    :raises ValueError: when the file is no report, or does not fit the trainer's model
+    :param trainer: a trainer created as in the run that failed, outside a run
+    :raises ValueError: if the file is not a report, or does not fit the trainer's model
+    :raises RuntimeError: if the trainer is within a run
     """
     report = read_checkpoint(path)
     if "steps" not in report:
-        raise ValueError(f"The file {os.fspath(path)!r} is no report of NaNReportCallback: it has no 'steps'.")
+        raise ValueError(f"The file {os.fspath(path)!r} is not a NaNReportCallback report: it has no 'steps'.")
     if trainer.is_running:
         raise RuntimeError("replay() cannot be called within a run.")
     with prepared_for_trial(trainer):

@@ -1,4 +1,4 @@
-"""Trying something out with a trainer's model, and leaving everything as it was."""
+"""Trials with a trainer's model, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def restoring_state(trainer: Trainer) -> Iterator[None]:
     """Restore weights, buffers, gradients, modes, the optimizer, the scaler and the generators after a block.
 
-    Those of the loss function and of attributes that are trained, too. The weights are kept in host memory, so that the
-    device has room for what is tried.
+    This includes those of the loss function and of trained attributes. Weights are kept in host memory, to leave the
+    device's memory to the trial.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
     owners += attributes.trained(trainer).values()
@@ -39,7 +39,7 @@ def restoring_state(trainer: Trainer) -> Iterator[None]:
     of_modules = chain.from_iterable(root.parameters() for root in roots)
     parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise ValueError("The model has lazy layers without weights yet. Give it a batch first: model(inputs).")
+        raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     buffers = chain.from_iterable(root.buffers() for root in roots)
     before = Snapshot(chain(parameters, buffers), parameters, steppers, on_host=True)
     try:
@@ -59,16 +59,16 @@ def trial(
     loader_kwargs: Any,
     collate_fn: Any,
 ) -> Iterator[Run]:
-    """Enter a run of training in which no callback takes part, and of which nothing is left.
+    """Enter a training run that involves no callbacks and leaves no trace.
 
-    :param name: the method that tries something, for errors
+    :param name: the calling method, for error messages
     """
     if trainer.is_running:
         raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
     if is_overridden(trainer, "train_step"):
         raise TypeError(
-            f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Try "
-            "it with a trainer without that method."
+            f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
+            "trainer without that method."
         )
     check_training(trainer.optimizer, trainer.accelerator, request, None)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
@@ -88,7 +88,7 @@ def trial(
 
 @contextmanager
 def prepared_for_trial(trainer: Trainer) -> Iterator[None]:
-    """Prepare a trainer for training outside of a run; its callbacks see nothing, and everything is restored."""
+    """Prepare a trainer for training outside a run, without its callbacks, and restore everything afterwards."""
     prepare_model(trainer, training=True)
     try:
         with replaced(trainer, callback_handler=CallbackHandler(), scheduler=None), restoring_state(trainer):
@@ -99,6 +99,6 @@ def prepared_for_trial(trainer: Trainer) -> Iterator[None]:
 
 
 def report(trainer: Trainer, found: object) -> None:
-    """Print what a tool has found, unless it is shown anyway: a console or a notebook shows what is returned."""
+    """Print what a tool has found, unless a console or a notebook shows the return value anyway."""
     if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
         trainer.print(found)

@@ -1,4 +1,4 @@
-"""Finding settings by trying them: a learning rate, a batch size."""
+"""Finding a learning rate or a batch size by trial."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
     from pytorch_accel_lite.trainer import Trainer
 
-#: The running mean of the losses, by which an explosion is seen, keeps so much of itself at each step.
+#: Decay per step of the running mean of the losses, which detects divergence.
 _SMOOTHING = 0.9
 
 
 @dataclass(repr=False)
 class LearningRates:
-    """What :meth:`Trainer.find_lr <pytorch_accel_lite.Trainer.find_lr>` found, shown in words.
+    """The result of :meth:`Trainer.find_lr <pytorch_accel_lite.Trainer.find_lr>`; its repr is a sentence.
 
-    :param lrs: the learning rates that were tried, rising; of the parameter group with the largest
-    :param losses: the loss of the update made with each
+    :param lrs: the learning rates that were tried, in increasing order, for the parameter group with the largest rate
+    :param losses: the loss of the update made with each learning rate
     :param smoothed: the losses, each averaged with its neighbours on both sides
-    :param suggestion: the rate at which the smoothed loss falls fastest, ``None`` when it never falls
+    :param suggestion: the learning rate at which the smoothed loss falls fastest; ``None`` if it never falls
     """
 
     lrs: list[float]
@@ -51,16 +51,16 @@ class LearningRates:
     suggestion: float | None
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the losses over the learning rates, with the suggestion (extra ``plot``).
+        """Plot the losses over the learning rates, with the suggestion (extra ``plot``).
 
-        :param path: where to save the picture; ``None``: not saved
+        :param path: where to save the picture; ``None`` does not save it
         """
         return plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
 
     def __repr__(self) -> str:
         tried = f"Tried {len(self.lrs)} learning rates from {self.lrs[0]:.3g} to {self.lrs[-1]:.3g}."
         if self.suggestion is None:
-            return f"{tried} The loss falls with none of them: look at plot(), or try smaller ones."
+            return f"{tried} The loss does not fall with any of them: look at plot(), or try smaller ones."
         return f"{tried} The loss falls fastest at {self.suggestion:.3g}."
 
 
@@ -79,19 +79,18 @@ def find_lr(
     gradient_clip_norm: float | None = None,
     diverged: float = 4.0,
 ) -> LearningRates:
-    """Try learning rates from small to large, one an update, and suggest one (a learning rate range test).
+    """Run a learning rate range test: increase the learning rate with every update, and suggest one.
 
-    Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). Everything is restored afterwards: the
-    model, the optimizer, the generators; the history and the callbacks see nothing of it. To be called on every
+    See Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). The model, the optimizer and the
+    generators are restored afterwards; the run history and the callbacks are not involved. Must be called on every
     process. Other arguments are those of :meth:`train`.
 
-    :param min_lr: the first learning rate; of the parameter group with the largest, to which others stay in
-        proportion
-    :param max_lr: the last
-    :param num_steps: updates, at least 10
-    :param diverged: stop when the smoothed loss exceeds its smallest value by this factor
-    :return: the rates, the losses, a ``suggestion`` and ``plot()``; printed in words, unless a console or a notebook
-        shows what is returned
+    :param min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
+    :param max_lr: last learning rate
+    :param num_steps: number of updates, at least 10
+    :param diverged: stop once the smoothed loss exceeds its minimum by this factor
+    :return: the rates, the losses, a ``suggestion`` and ``plot()``; also printed, unless a console or a notebook shows
+        the return value
     """
     _check_range_test(min_lr, max_lr, num_steps)
     check_range("diverged", diverged, above=1)
@@ -116,13 +115,13 @@ def _check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:
     if min_lr >= max_lr:
         raise ValueError(f"min_lr={min_lr!r} must be less than max_lr={max_lr!r}.")
     if check_positive_int("num_steps", num_steps) < 10:
-        raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer make no curve.")
+        raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer do not make a curve.")
 
 
 def _range_test(
     trainer: Trainer, run: Run, min_lr: float, max_lr: float, num_steps: int, diverged: float
 ) -> LearningRates:
-    """Train with a learning rate that rises from update to update, until the loss explodes."""
+    """Train with a learning rate that increases with every update, until the loss diverges."""
     groups = trainer.optimizer.param_groups
     largest = max(float(group["lr"]) for group in groups)
     shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
@@ -153,7 +152,7 @@ def _range_test(
 
 
 def _smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Average each loss with its neighbours, by a bell curve: a running mean would lag behind, and suggest too much."""
+    """Smooth the losses with a Gaussian: a running mean would lag behind, and lead to too high a suggestion."""
     at = np.arange(len(losses))
     weights = np.exp(-0.5 * ((at[:, None] - at) / max(2.0, len(losses) / 20)) ** 2)
     averages: np.ndarray[Any, Any] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max())
@@ -164,7 +163,7 @@ def _smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
     """Return the rate at which the loss falls fastest over the logarithm of the rates, before its minimum.
 
-    That must be a fall, and no noise: of at least a tenth of the loss at the start.
+    To count as a fall and not as noise, it must be at least a tenth of the initial loss.
     """
     lowest = int(smoothed.argmin())
     if lowest < 2 or smoothed[:lowest].max() - smoothed[lowest] < 0.1 * abs(smoothed[0]):
@@ -174,7 +173,7 @@ def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
 
 
 def _batches(trainer: Trainer, run: Run) -> Iterator[Batch]:
-    """Yield batches without end, from one epoch after the other."""
+    """Yield batches indefinitely, one epoch after another."""
     for epoch in itertools.count(1):
         empty = True
         for batch in run.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
@@ -202,16 +201,16 @@ def find_batch_size(
     train_dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
 ) -> int:
-    """Find the largest batch size of a process with which training fits into memory.
+    """Find the largest batch size per process with which training fits into memory.
 
-    Sizes are doubled until one does not fit, and then halved between; all processes agree. Everything is restored
-    afterwards, as with :meth:`find_lr`. The largest that fits just fits: a little less is safer where samples
-    differ in size.
+    Sizes are doubled until one does not fit, and then bisected; all processes agree on the result. Everything is
+    restored afterwards, as with :meth:`find_lr`. The result only just fits: if samples differ in size, a slightly
+    smaller batch is safer.
 
-    :param start: the first size to try
-    :param max_batch_size: do not try larger ones; by default the share of the dataset that a process gets
-    :param num_steps: updates to be made with each size
-    :raises RuntimeError: when not even one sample fits
+    :param start: first size to try
+    :param max_batch_size: largest size to try; defaults to a process's share of the dataset
+    :param num_steps: number of updates with each size
+    :raises RuntimeError: if not even one sample fits
     """
     check_positive_int("start", start)
     check_positive_int("num_steps", num_steps)
@@ -230,7 +229,7 @@ def find_batch_size(
         found = _largest_batch(self, load, start, most, num_steps)
     if not found:
         raise RuntimeError("Not even a batch of one sample fits into memory.")
-    self.print(f"The largest batch size that fits is {found}{' (the most there is)' if found == most else ''}.")
+    self.print(f"The largest batch size that fits is {found}{' (the maximum)' if found == most else ''}.")
     return found
 
 
@@ -238,7 +237,7 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     """Return the largest batch size that can be tried."""
     fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
     if fixed:
-        raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}: find_batch_size() tries sizes of its own.")
+        raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}, but find_batch_size() chooses them itself.")
     data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
     if not hasattr(data, "__len__"):
         raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
@@ -246,14 +245,14 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     if max_batch_size is not None:
         most = min(most, check_positive_int("max_batch_size", max_batch_size))
     if most < 1:
-        raise ValueError(f"train_dataset has {len(data)} samples: too few for a batch on every process.")
+        raise ValueError(f"train_dataset has only {len(data)} samples, too few for a batch on every process.")
     return most
 
 
 def _largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, most: int, num_steps: int) -> int:
     """Return the largest batch size with which a few updates fit into memory, the same on every process.
 
-    :param load: returns a batch of so many samples
+    :param load: called with a batch size, returns a batch
     """
     fits = 0
     too_large = most + 1
@@ -269,7 +268,7 @@ def _largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, mos
 
 
 def _fits(trainer: Trainer, batch: Any, num_steps: int) -> bool:
-    """Make a few updates with a batch, without the other processes: one that fails must not leave them waiting."""
+    """Make a few updates with a batch, independently on each process, so that a failing one leaves none waiting."""
     failed = False
     sync_ddp_buffers(trainer.model, trainer.ranks)
     with unwrapped_model(trainer):
