@@ -167,12 +167,17 @@ def test_without_a_change_it_changes_nothing_and_returns_the_loss_of_the_window(
 
 
 def test_batches_are_kept_only_where_gradients_may_be_computed_again():
-    model = small_model()
-    trainer = quiet_trainer(model)
-    trainer.train(DATA, 1)
-    assert trainer.current_run.replay is None
-    with pytest.raises(RuntimeError, match=r"in an overridden optimizer_step, .*: only there the batches"):
-        trainer.recompute_gradients()
+    class Steps(Trainer):
+        def optimizer_step(self):
+            super().optimizer_step()
+
+    for trainer_class in (Trainer, Steps):
+        model = small_model()
+        trainer = trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[])
+        trainer.train(DATA, 1)
+        assert trainer.current_run.replay is None
+        with pytest.raises(RuntimeError, match=r"in an overridden optimizer_step, .*: only then the batches"):
+            trainer.recompute_gradients()
 
 
 def test_lbfgs_learns_and_its_rates_can_be_tried():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from types import CodeType
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from pytorch_accel_lite.randomness import capture_generators, preserving_generat
 from pytorch_accel_lite.restoring import replaced
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.tracking import LossTrackers
-from pytorch_accel_lite.utils import is_overridden
+from pytorch_accel_lite.utils import is_ours, is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -106,7 +107,7 @@ def recompute_gradients(self: Trainer) -> torch.Tensor:
         return run.replay.recompute(self, run)
     if run.config is not None and self.is_running and (reason := _what_it_does_not_go_with(self, run)):
         raise _refusal(f"it does not go with {reason}")
-    raise _refusal("only there the batches of an update are kept")
+    raise _refusal("only then the batches of an update are kept, and if a method of the trainer names it")
 
 
 def _refusal(reason: str) -> RuntimeError:
@@ -131,11 +132,25 @@ def begin_replay(trainer: Trainer, run: Run) -> None:
             f"{kinds[0]} computes the gradients of an update several times, so it cannot step together with others. "
             "Give it alone, or override optimizer_step and step each of trainer.optimizer's parts there."
         )
-    if (kinds or overridden) and not reason:
+    if (kinds or (overridden and _uses_recompute_gradients(type(trainer)))) and not reason:
         run.replay = WindowReplay()
         run.special_step = run.replay.forward_and_backward
     if kinds and not parts:
         run.closure = (trainer.recompute_gradients,)
+
+
+def _uses_recompute_gradients(kind: type) -> bool:
+    """Whether the user's own methods name it: only then are batches and generator states kept, which costs time."""
+    own = [value for base in kind.__mro__ if not is_ours(base) for value in vars(base).values()]
+    codes = [getattr(getattr(value, "__func__", value), "__code__", None) for value in own]
+    return any(recompute_gradients.__name__ in _names_in(code) for code in codes if code is not None)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _what_it_does_not_go_with(trainer: Trainer, run: Run) -> str | None:
