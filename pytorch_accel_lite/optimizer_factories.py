@@ -100,7 +100,21 @@ def combine_or_defer(optimizer: Any) -> Any:
     return UnmadeOptimizer(optimizer) if is_factory else combine(optimizer)
 
 
-def arguments_missing(factory: Callable[..., Any]) -> list[str]:
+def check_factory(factory: Callable[..., Any]) -> None:
+    """Check that a factory needs nothing but the parameters.
+
+    :raises TypeError: when it needs more
+    """
+    missing = ", ".join(f"{argument}=..." for argument in _arguments_missing(factory))
+    if missing:
+        name = _name(factory)
+        given = name.removesuffix(")") if isinstance(factory, partial) else f"partial({name}"
+        raise TypeError(
+            f"optimizer={name} is called with the model's parameters alone. Pass functools.{given}, {missing})."
+        )
+
+
+def _arguments_missing(factory: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that a factory needs besides the parameters."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())

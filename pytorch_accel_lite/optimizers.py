@@ -309,7 +309,7 @@ def schedulers_in(scheduler: Any) -> dict[str, Any]:
     return scheduler.parts if isinstance(scheduler, CombinedScheduler) else {"": scheduler}
 
 
-def _check_parts(optimizers: Mapping[str, Optimizer]) -> None:
+def _check_parts(optimizers: Mapping[str, Any]) -> None:
     if not optimizers:
         raise ValueError(f"optimizer={optimizers!r} contains no optimizer. Pass at least one, or None.")
     owners: dict[torch.Tensor, str] = {}
@@ -317,7 +317,8 @@ def _check_parts(optimizers: Mapping[str, Optimizer]) -> None:
         if not isinstance(name, str):
             raise TypeError(f"optimizer={optimizers!r}: the names of optimizers must be strings, not {name!r}.")
         if not isinstance(part, Optimizer):
-            raise TypeError(f"optimizer[{name!r}]={part!r} must be an instance of torch.optim.Optimizer.")
+            hint = " A function that is to make several must return all of them." if callable(part) else ""
+            raise TypeError(f"optimizer[{name!r}]={part!r} must be an instance of torch.optim.Optimizer.{hint}")
         for parameter in optimized_parameters(part):
             if parameter in owners:
                 raise ValueError(

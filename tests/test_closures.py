@@ -229,6 +229,15 @@ def test_a_gradient_scaler_is_refused(scaled_accelerator):
         quiet_trainer(model, optimizer=lbfgs(model), accelerator=scaled_accelerator).train(DATA, 1)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_is_refused_in_other_events(accumulation):
+    model = small_model()
+    callbacks = [listener(on_train_step_end=lambda trainer, **_: trainer.recompute_gradients())]
+    trainer = SAM(model, nn.MSELoss(), sgd(model), callbacks=callbacks)
+    with pytest.raises(RuntimeError, match="no update is under way that it could repeat"):
+        trainer.train(DATA, 1, gradient_accumulation_steps=accumulation)
+
+
 def test_sam_says_what_does_not_go_with_it():
     model = small_model()
     with pytest.raises(RuntimeError, match=r"optimizer_step, .*: it does not go with auto_microbatch=True"):
@@ -257,5 +266,5 @@ def test_tools_whose_updates_have_no_closure_refuse(tool):
     model = small_model()
     with pytest.raises(TypeError, match=f"{tool}.. makes updates without the closure that the optimizer needs"):
         getattr(quiet_trainer(model, optimizer=lbfgs(model)), tool)(DATA)
-    with pytest.raises(RuntimeError, match="there is no window: the steps of this method are not those of train"):
+    with pytest.raises(RuntimeError, match="no update is under way that it could repeat"):
         getattr(SAM(model, nn.MSELoss(), sgd(model), callbacks=[]), tool)(DATA)

@@ -194,7 +194,6 @@ def test_loss_and_optimizer_in_the_wrong_order():
     [
         ("model", nn.Linear, "an instance, not a class: Linear(...)."),
         ("loss_func", nn.MSELoss, "an instance, not a class: MSELoss()."),
-        ("optimizer", torch.optim.SGD, "an instance, not a class: SGD(model.parameters(), ...)."),
         ("accelerator", Accelerator, "must be an accelerate.Accelerator"),
     ],
 )

@@ -241,6 +241,11 @@ def needs_more(parameters, rate, *, beta):
             needs_more,
             r"optimizer=needs_more is called with .* Pass functools.partial\(needs_more, rate=..., beta=...\)",
         ),
+        (
+            partial(needs_more, rate=1),
+            r"=partial\(needs_more, rate=1\) is .* functools.partial\(needs_more, rate=1, beta=...",
+        ),
+        ({"a": AdamW}, r"optimizer\['a'\]=<class .*AdamW'> must be .* A function that is to make several must return"),
         (nn.Linear(1, 1), r"optimizer=Linear\(.* must be an instance of torch.optim.Optimizer, several in a dict"),
     ],
 )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.optimizer_factories import arguments_missing, is_made
+from pytorch_accel_lite.optimizer_factories import check_factory, is_made
 from pytorch_accel_lite.optimizers import follows_metric, parts_of, schedulers_in
 from pytorch_accel_lite.placeholders import Placeholder
 from pytorch_accel_lite.tracking import RunHistory
@@ -392,13 +392,7 @@ def _check_optimizer_factory(factory: Any) -> None:
             f"optimizer={factory!r} must be an instance of torch.optim.Optimizer, several in a dict or a list, a "
             "function that makes them from the model's parameters, such as functools.partial(AdamW, lr=1e-3), or None."
         )
-    missing = arguments_missing(factory)
-    if missing:
-        name = getattr(factory, "__name__", repr(factory))
-        needed = ", ".join(f"{argument}=..." for argument in missing)
-        raise TypeError(
-            f"optimizer={name} is called with the model's parameters alone. Pass functools.partial({name}, {needed})."
-        )
+    check_factory(factory)
 
 
 def _refuse_class(name: str, value: Any, arguments: str) -> None:

@@ -31,18 +31,20 @@ class WindowReplay:
 
     def __init__(self) -> None:
         self._steps: list[tuple[Batch, dict[str, object]]] = []
+        self._update = -1  # the number of updates before that of the window
 
     def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
         """Make the usual step, and keep its batch and the states of the generators before it."""
         if run.window.sizes is None:
             self._steps.clear()
+            self._update = run.progress.update
         self._steps.append((batch, capture_generators()))
         return forward_and_backward(trainer, run, batch)
 
     def recompute(self, trainer: Trainer, run: Run) -> torch.Tensor:
         """Compute the gradients of the window as they were computed before, and return its mean loss."""
-        if not self._steps:
-            raise _refusal("there is no window: the steps of this method are not those of train()")
+        if run.window.sizes is not None or run.progress.update != self._update:
+            raise _refusal("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=trainer.device)
         with _leaving_no_trace(trainer, run), torch.enable_grad():
