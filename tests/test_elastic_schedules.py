@@ -22,7 +22,7 @@ from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBa
 from tests import cases
 from tests.cases.states import EPOCHS, SAMPLES, trained_with
 
-pytestmark = pytest.mark.filterwarnings("ignore:The training state holds the state of a callback")
+pytestmark = pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 
 P = TrainerPlaceholderValues
 TOTAL, PER_EPOCH = P.MAX_NUM_TRAIN_STEPS, P.NUM_UPDATE_STEPS_PER_EPOCH

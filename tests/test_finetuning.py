@@ -249,7 +249,7 @@ def test_schedulers_know_all_groups(scheduler, expected):
 def test_an_optimizer_without_the_head_is_an_error():
     model = three_groups()
     trainer = make_trainer([GradualUnfreezingCallback], model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="the optimizer has no parameter of it"):
+    with pytest.raises(ValueError, match="the optimizer has none of its parameters"):
         train(trainer)
 
 

@@ -67,7 +67,7 @@ def test_the_name_of_a_loss_is_refused(name):
                 self.log(name, 1.0)
             return {"loss": {"kl": loss, "rest": loss}}
 
-    with pytest.raises(ValueError, match=f"'{name}' is a loss of the step already"):
+    with pytest.raises(ValueError, match=f"'{name}' is already a loss of the step"):
         train(make_trainer(trainer_class=Parts))
 
 

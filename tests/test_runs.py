@@ -102,7 +102,7 @@ def test_from_the_state_of_its_last_update_a_run_makes_no_further_one(here, accu
     assert equal(weights(resumed.model), weights(whole.model))
 
 
-@pytest.mark.filterwarnings("ignore:The training state holds the state of a callback")
+@pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.parametrize("asked", [{"max_num_train_steps": 2}, {"epochs": 1}])
 def test_a_run_that_has_made_more_than_it_is_asked_for_makes_nothing_more(here, asked, capsys):
     train(make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)], seed=0), epochs=2)
@@ -271,7 +271,7 @@ def weighted_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
     return make_trainer(callbacks, model, loss_func=loss_func, optimizer=optimizer, seed=0, **kwargs)
 
 
-@pytest.mark.filterwarnings("ignore:The training state holds the state of a callback")
+@pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 def test_parameters_of_the_loss_function_are_part_of_training_states(here):
     whole = train(weighted_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)]), epochs=2)
     resumed = train(weighted_trainer(), epochs=2, resume_from="states/update-000000002")

@@ -240,7 +240,7 @@ def test_metrics_to_plot_may_come_from_a_generator():
 
 
 def test_there_is_no_plot_of_nothing():
-    with pytest.raises(ValueError, match="nothing to plot"):
+    with pytest.raises(ValueError, match="Nothing to plot"):
         InMemoryRunHistory().plot()
 
 

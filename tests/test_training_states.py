@@ -183,7 +183,7 @@ def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_pat
             assert_same(again, whole)
 
 
-@pytest.mark.filterwarnings("ignore:The training state holds the state of a callback")
+@pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.processes
 def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
     """Drawn sizes, batch sizes and moments: saved by 2 processes, resumed by 1, 2 and 3 with what was not yet seen."""
