@@ -100,6 +100,18 @@ def test_an_optimizer_may_be_updated_several_times_in_a_step():
         trainer.train(FULL, 1, gradient_accumulation_steps=2)
 
 
+def test_gradients_that_no_step_of_a_window_uses_are_an_error():
+    class Rarely(Trainer):
+        def train_step(self, batch):
+            if self.progress.step % 2 == 0:
+                self.update(self.model(batch[0]).mean())
+            return {"loss": torch.tensor(0.0)}
+
+    train(make_trainer(trainer_class=Rarely))
+    with pytest.raises(RuntimeError, match=r"update\(optimizer='loss'\) was called in an accumulation window, but not"):
+        train(make_trainer(trainer_class=Rarely), gradient_accumulation_steps=2)
+
+
 def test_what_a_step_returns_is_recorded_and_seen():
     seen: list[Any] = []
 

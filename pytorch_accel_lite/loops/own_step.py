@@ -126,6 +126,12 @@ class OwnStep:
     def finish(self, trainer: Trainer, run: Run) -> None:
         """Count the update of a step, and step a scheduler shared by all optimizers."""
         run.window.sizes = None
+        for name, window in self.windows.items():
+            if window.sizes is not None:
+                raise RuntimeError(
+                    f"update(optimizer={name!r}) was called in an accumulation window, but not in its last step, which "
+                    "would have used the gradients. Call it in every step of a window, or train without accumulation."
+                )
         if run.synced_buffers:
             trainer.ranks.copy_from_first(run.synced_buffers)
         run.progress.update += 1

@@ -139,7 +139,7 @@ def trained_with(
     epochs: int | None = EPOCHS,
     **kwargs: Any,
 ) -> Trained:
-    """Train with a schedule, from a state if one is given, and save a state every so many updates."""
+    """Train with a schedule, from a state if one is given, and save a state every few updates."""
     torch.manual_seed(0)
     model, rates = nn.Linear(5, 1).double(), Rates()
     saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=save_every, save_at_end=False)
