@@ -4,6 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
+from docutils import nodes
+
 DOCS = Path(__file__).parent
 # Pages must lie below this folder; the notebooks belong to the examples.
 shutil.copytree(
@@ -97,5 +99,36 @@ def add_index_entries(app, name, source):
         source[0] = front + index + page
 
 
+def link_names(app, doctree, page):
+    """Link the names of documented objects in running text to the API pages."""
+    documented = {}
+    for full_name, entry in app.env.get_domain("py").objects.items():
+        of_class = 2 if entry.objtype in ("method", "attribute", "property") else 1
+        documented[".".join(full_name.split(".")[-of_class:])] = entry
+    for literal in list(doctree.findall(nodes.literal)):
+        name, call = re.fullmatch(r"(.*?)(\(\))?", literal.astext(), re.S).groups()
+        owner, _, member = name.rpartition(".")
+        if owner == "trainer" or (call and not owner):
+            names = [name, f"Trainer.{member}"]
+        else:
+            names = [name, f"TrainerCallback.{name}"]
+        entry = next((documented[n] for n in names if n in documented), None)
+        if entry is None or entry.docname == page or is_linked(literal):
+            continue
+        uri = app.builder.get_relative_uri(page, entry.docname)
+        link = nodes.reference(refuri=f"{uri}#{entry.node_id}", internal=True)
+        literal.replace_self(link)
+        link += literal
+
+
+def is_linked(node):
+    """Whether a node is in a link or in a heading, which must not have any."""
+    while node := node.parent:
+        if isinstance(node, (nodes.reference, nodes.title)):
+            return True
+    return False
+
+
 def setup(app):
     app.connect("source-read", add_index_entries)
+    app.connect("doctree-resolved", link_names)
