@@ -1,5 +1,7 @@
 """A small, exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
 
+from typing import TYPE_CHECKING
+
 from accelerate import notebook_launcher
 
 from pytorch_accel_lite.callbacks import (
@@ -9,10 +11,14 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
     get_default_callbacks,
 )
+from pytorch_accel_lite.lazy import loaded_when_named
 from pytorch_accel_lite.run_config import TrainerRunConfig
-from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
-from pytorch_accel_lite.trainer import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
+    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
 
 __version__ = "0.2.0"
 
@@ -32,3 +38,11 @@ __all__ = [
     "get_default_callbacks",
     "notebook_launcher",
 ]
+
+__getattr__ = loaded_when_named(
+    __name__,
+    {
+        "TrainerPlaceholderValues": "pytorch_accel_lite.placeholders",
+        "TrainerWithTimmScheduler": "pytorch_accel_lite.timm_trainer",
+    },
+)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.optimizer_factories import is_made
-from pytorch_accel_lite.optimizers import optimized_parameters
+from pytorch_accel_lite.optimizers import is_made, optimized_parameters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer

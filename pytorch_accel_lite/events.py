@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.checks.callback_methods import (
-    call_skipped_constructors,
-    check_call,
-    check_methods,
-    warn_about_misspelt_events,
-)
-from pytorch_accel_lite.reprs import constructor_call, remember_arguments
+from pytorch_accel_lite.lazy import LazyMethod
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -48,6 +42,26 @@ class NonFiniteLossError(FloatingPointError):
 
 class CallbackMethodNotImplementedError(Exception):
     """Never raised, as events that a callback does not define are skipped. Kept for code that imports it."""
+
+
+#: The attribute that holds the arguments with which a callback was created.
+ARGUMENTS_GIVEN = "_arguments_given"
+
+
+def _remember_arguments(cls: type) -> None:
+    """Make the constructor of a class remember its arguments for its ``repr``."""
+    constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
+        return
+
+    @wraps(constructor)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True  # IPython and pytest hide this frame
+        vars(self).setdefault(ARGUMENTS_GIVEN, (args, kwargs))  # the constructor of the subclass comes first
+        constructor(self, *args, **kwargs)
+
+    remember.remembers_arguments = True  # type: ignore[attr-defined]
+    cls.__init__ = remember  # type: ignore[misc]
 
 
 class TrainerCallback:
@@ -106,9 +120,9 @@ class TrainerCallback:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        remember_arguments(cls)
+        _remember_arguments(cls)
 
-    __repr__ = constructor_call
+    __repr__ = LazyMethod("pytorch_accel_lite.reprs", "constructor_call")
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
@@ -244,8 +258,6 @@ for _event in EVENTS:
     setattr(TrainerCallback, _event, _doing_nothing(vars(TrainerCallback)[_event]))
 
 Listener = Callable[..., object]
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class _Listeners(dict[str, tuple[Listener, ...]]):
@@ -291,9 +303,9 @@ class CallbackHandler:
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
-        call_skipped_constructors(instance)
-        check_methods(instance, TrainerCallback)
-        warn_about_misspelt_events(type(instance), EVENTS)
+        from pytorch_accel_lite.checks.callback_methods import check_callback
+
+        check_callback(instance, TrainerCallback, EVENTS)
         self.callbacks.append(instance)
         self.listeners.clear()
 
@@ -330,7 +342,7 @@ class CallbackHandler:
             try:
                 listeners[0](*args, **kwargs)
             except TypeError:
-                check_call(listeners[0], event, args, kwargs)
+                _check_call(listeners[0], event, args, kwargs)
                 raise
             return
         raised: list[Exception] = []
@@ -354,7 +366,7 @@ class CallbackHandler:
             except (StopTrainingError, NonFiniteLossError) as error:
                 ask(error)
             except TypeError:
-                check_call(listener, event, args, kwargs)
+                _check_call(listener, event, args, kwargs)
                 raise
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
@@ -391,13 +403,8 @@ class CallbackHandler:
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
 
 
-def timed_as_saving(method: Callable[Concatenate[Trainer, _P], _R]) -> Callable[Concatenate[Trainer, _P], _R]:
-    """Decorate a method of the trainer so that the callback handler's timer, if any, counts it as saving."""
+def _check_call(listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """After a ``TypeError``, raise a clearer one if the listener does not accept the arguments of its event."""
+    from pytorch_accel_lite.checks.callback_methods import check_call
 
-    @wraps(method)
-    def call(trainer: Trainer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        timer = trainer.callback_handler.timer
-        with nullcontext() if timer is None else timer("saving"):
-            return method(trainer, *args, **kwargs)
-
-    return call
+    check_call(listener, event, args, kwargs)

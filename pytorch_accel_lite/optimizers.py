@@ -1,219 +1,40 @@
-"""Several named optimizers, and their schedulers, that act as one; optimizers with modes."""
+"""What a trainer asks of its optimizer, and of its scheduler, which may each consist of several."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
+
+from pytorch_accel_lite.lazy import loaded_when_named
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.schemes.combined import CombinedOptimizer as CombinedOptimizer
+    from pytorch_accel_lite.schemes.combined import CombinedScheduler as CombinedScheduler
 
 #: An optimizer, or several by name or number, as a trainer takes them.
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
+#: A function that creates an optimizer, or several, from a model's trainable parameters.
+OptimizerFactory = Callable[..., Optimizers]
 #: A function that creates a scheduler from an optimizer, or a dict of such functions by optimizer name.
 SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 
 
-class CombinedOptimizer(Optimizer):
-    """Several named optimizers that step together, each with its own parameters.
-
-    Created by a trainer from a dict of optimizers, or from a list, whose elements are numbered. It has the parameter
-    groups and the state of all its parts, so schedulers, clipping and mixed precision treat it as one optimizer.
-
-    :param optimizers: optimizers by name, which must not share parameters
-    :raises ValueError: if there are no optimizers, or two have the same parameter
-    """
-
-    _parts: dict[str, Optimizer]
-
-    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
-        _check_parts(optimizers)
-        parts = dict(optimizers)
-        first, *others = (part.defaults for part in parts.values())
-        common = {name: value for name, value in first.items() if all(name in other for other in others)}
-        # Unlike Optimizer.__init__, this sets up everything except parameter groups.
-        super().__setstate__({"_parts": parts, "defaults": common})
-
-    def __getitem__(self, name: str) -> Optimizer:
-        if name not in self._parts:
-            raise KeyError(f"There is no optimizer {name!r}, only {_listed(self._parts)}.")
-        return self._parts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    @property
-    def parts(self) -> dict[str, Optimizer]:
-        """The optimizers, by name."""
-        return dict(self._parts)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of all parts. A new list each time: add groups to one of the parts."""
-        return [group for part in self._parts.values() for group in part.param_groups]
-
-    @property
-    def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The state of all parts, by parameter. A new dict each time."""
-        return {parameter: kept for part in self._parts.values() for parameter, kept in part.state.items()}
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error, as groups must be added to one of the parts.
-
-        :raises TypeError: always
-        """
-        raise TypeError(
-            f"Add parameter groups to one of the optimizers {_listed(self._parts)}, for example with "
-            f"trainer.optimizer[{next(iter(self._parts))!r}].add_param_group(...)."
-        )
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters of all parts.
-
-        :param closure: a function that computes the gradients and returns the loss; called once, before any part steps
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self._parts.values():
-            part.step()
-        return loss
-
-    def note_step(self) -> None:
-        """Note that a part was stepped on its own, or torch would warn that the scheduler is stepped too early."""
-        self._opt_called = True
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parts."""
-        for part in self._parts.values():
-            if set_to_none:
-                clear_gradients(part)
-            else:
-                part.zero_grad(set_to_none=False)
-
-    def train(self) -> None:
-        """Set the parts that have modes to training mode."""
-        _set_mode(self._parts.values(), "train")
-
-    def eval(self) -> None:
-        """Set the parts that have modes to evaluation mode."""
-        _set_mode(self._parts.values(), "eval")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as that of a single optimizer, with parameters numbered across all parts."""
-        whole: dict[str, Any] = {"state": {}, "param_groups": []}
-        extra = {}
-        for name, part in self._parts.items():
-            own = part.state_dict()
-            first = _count(whole["param_groups"])
-            whole["state"] |= {number + first: kept for number, kept in own.pop("state").items()}
-            groups = own.pop("param_groups")
-            whole["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
-            if own:  # other entries of an optimizer, such as a step count
-                extra[name] = own
-        return whole | ({"parts": extra} if extra else {})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state returned by :meth:`state_dict`.
-
-        :raises ValueError: if the number of groups or parameters differs
-        """
-        saved = list(state_dict["param_groups"])
-        if len(saved) != len(self.param_groups):
-            raise ValueError(f"it has {len(saved)} parameter groups, but the optimizers have {len(self.param_groups)}.")
-        shares = {}
-        first = 0
-        for name, part in self._parts.items():
-            groups = saved[: len(part.param_groups)]
-            saved = saved[len(groups) :]
-            end = first + _count(groups)
-            shares[name] = {
-                **state_dict.get("parts", {}).get(name, {}),
-                "state": {n - first: kept for n, kept in state_dict["state"].items() if first <= n < end},
-                "param_groups": [{**g, "params": [n - first for n in g["params"]]} for g in groups],
-            }
-            for number, (own, group) in enumerate(zip(part.param_groups, groups, strict=True)):
-                if len(own["params"]) != len(group["params"]):
-                    raise ValueError(
-                        f"group {number} of the optimizer {name!r} has {len(own['params'])} parameters, but had "
-                        f"{len(group['params'])}."
-                    )
-            first = end
-        for name, share in shares.items():
-            self._parts[name].load_state_dict(share)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_parts": self._parts, "defaults": self.defaults}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={part!r}' for name, part in self._parts.items())})"
-
-
-class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's wrapper of a :class:`CombinedOptimizer`, with access to its parts by name."""
-
-    def __getitem__(self, name: str) -> Optimizer:
-        part: Optimizer = self.optimizer[name]
-        return part
-
-
-class CombinedScheduler:
-    """The schedulers of several optimizers, which are stepped together.
-
-    :param optimizer: the trainer's optimizer, of which each scheduler has a part
-    :param schedulers: the schedulers, by optimizer name
-    """
-
-    def __init__(self, optimizer: Any, schedulers: Mapping[str, Any]) -> None:
-        self.optimizer = optimizer
-        self._parts = dict(schedulers)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._parts[name]
+class OfParts:
+    """What consists of several optimizers, or of their schedulers."""
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The schedulers, by optimizer name."""
-        return dict(self._parts)
+        """The optimizers or schedulers, by optimizer name."""
+        raise NotImplementedError
 
-    def step(self, metrics: Any = None) -> None:
-        """Step each scheduler.
 
-        :param metrics: the value passed to schedulers that follow a metric, such as ``ReduceLROnPlateau``
-        """
-        for part in self._parts.values():
-            if metrics is None or not follows_metric(part):
-                part.step()
-            else:
-                part.step(metrics)
-
-    def get_last_lr(self) -> list[Any]:
-        """Return the learning rate of each parameter group of the optimizers."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each scheduler, by name."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state returned by :meth:`state_dict`.
-
-        :raises ValueError: if the names differ
-        """
-        if state_dict.keys() != self._parts.keys():
-            raise ValueError(f"it holds schedulers for {_listed(state_dict)}, not for {_listed(self._parts)}.")
-        for name, part in self._parts.items():
-            part.load_state_dict(state_dict[name])
-
-    def __repr__(self) -> str:
-        names = ", ".join(f"{name}={type(part).__name__}" for name, part in self._parts.items())
-        return f"{type(self).__name__}({names})"
+def is_made(optimizer: Any) -> bool:
+    """Whether there is an optimizer, rather than none or a factory that has not been called yet."""
+    return hasattr(optimizer, "param_groups")
 
 
 def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
@@ -221,10 +42,16 @@ def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def needs_closure(optimizer: Any) -> bool:
-    """Whether an optimizer's ``step`` must be given a function that computes the gradients again, as LBFGS's must."""
+def needs_closure(optimizer: Any) -> list[str]:
+    """Return the classes of optimizers whose ``step`` must be given a function that computes the gradients again."""
+    optimizers = parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
+    return [type(one).__name__ for one in optimizers if _needs_closure(type(one))]
+
+
+def _needs_closure(kind: type) -> bool:
+    """Whether ``step`` has a required argument ``closure``, as that of LBFGS."""
     try:
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        closure = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]
     except (AttributeError, ValueError):  # it is not a method, or not written in Python
         return False
     return closure is not None and closure.default is closure.empty
@@ -240,43 +67,15 @@ def clear_gradients(optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def combine(optimizer: Any) -> Any:
-    """Combine a dict or a list of optimizers into one; return anything else unchanged."""
-    if isinstance(optimizer, Mapping):
-        return CombinedOptimizer(optimizer)
-    if isinstance(optimizer, (list, tuple)):
-        return CombinedOptimizer({str(number): part for number, part in enumerate(optimizer)})
-    return optimizer
-
-
-def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load the whole state of an optimizer, whose parameters may be sharded.
-
-    :raises ValueError: when it does not fit the optimizer's groups and parameters
-    """
-    groups = getattr(optimizer, "param_groups", ())  # of one that is yet to be made: it keeps the state as it is
-    parameters = dict(enumerate(p for group in groups for p in group["params"]))
-    sharded = {
-        index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
-        for index, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": sharded})
-
-
-def sharded_like(own: Any, value: Any) -> Any:
-    """Return a whole tensor spread over the processes as a parameter is, or as it is beside one that is not."""
-    is_sharded = hasattr(own, "full_tensor") and isinstance(value, torch.Tensor) and value.ndim > 0
-    if not is_sharded:  # as a step count is not, whose parameter is
-        return value
-    from torch.distributed.tensor import distribute_tensor  # takes longer to import than all else here
-
-    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-
-
 def parts_of(optimizer: Any) -> dict[str, Optimizer]:
     """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for any other."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    return inner.parts if isinstance(inner, CombinedOptimizer) else {}
+    return inner.parts if isinstance(inner, OfParts) else {}
+
+
+def schedulers_in(scheduler: Any) -> dict[str, Any]:
+    """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
+    return scheduler.parts if isinstance(scheduler, OfParts) else {"": scheduler}
 
 
 def group_names(optimizer: Any) -> list[str]:
@@ -291,57 +90,15 @@ def group_names(optimizer: Any) -> list[str]:
     ]
 
 
+def _numbered(groups: list[Any]) -> list[str]:
+    return [""] if len(groups) == 1 else [str(number) for number in range(len(groups))]
+
+
 def follows_metric(scheduler: Any) -> bool:
     """Whether a scheduler is stepped with the value of a metric, like ``ReduceLROnPlateau``."""
     return next(iter(inspect.signature(scheduler.step).parameters), "epoch") != "epoch"
 
 
-def create_scheduler(create: SchedulerFactory, optimizer: Any) -> Any:
-    """Create the scheduler of the optimizer, or from a dict of factories those of several optimizers."""
-    if not isinstance(create, Mapping):
-        return create(optimizer)
-    parts = parts_of(optimizer)
-    return CombinedScheduler(optimizer, {name: factory(parts[name]) for name, factory in create.items()})
-
-
-def schedulers_in(scheduler: Any) -> dict[str, Any]:
-    """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
-    return scheduler.parts if isinstance(scheduler, CombinedScheduler) else {"": scheduler}
-
-
-def _check_parts(optimizers: Mapping[str, Any]) -> None:
-    if not optimizers:
-        raise ValueError(f"optimizer={optimizers!r} contains no optimizer. Pass at least one, or None.")
-    owners: dict[torch.Tensor, str] = {}
-    for name, part in optimizers.items():
-        if not isinstance(name, str):
-            raise TypeError(f"optimizer={optimizers!r}: the names of optimizers must be strings, not {name!r}.")
-        if not isinstance(part, Optimizer):
-            hint = " A function that is to make several must return all of them." if callable(part) else ""
-            raise TypeError(f"optimizer[{name!r}]={part!r} must be an instance of torch.optim.Optimizer.{hint}")
-        for parameter in optimized_parameters(part):
-            if parameter in owners:
-                raise ValueError(
-                    f"The optimizers {owners[parameter]!r} and {name!r} have the same parameter, of shape "
-                    f"{tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
-                )
-            owners[parameter] = name
-
-
-def _set_mode(optimizers: Iterable[Any], mode: str) -> None:
-    for optimizer in optimizers:
-        set_mode = getattr(optimizer, mode, None)
-        if callable(set_mode):
-            set_mode()
-
-
-def _numbered(groups: list[Any]) -> list[str]:
-    return [""] if len(groups) == 1 else [str(number) for number in range(len(groups))]
-
-
-def _count(groups: Iterable[dict[str, Any]]) -> int:
-    return sum(len(group["params"]) for group in groups)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
+__getattr__ = loaded_when_named(
+    __name__, dict.fromkeys(("CombinedOptimizer", "CombinedScheduler"), "pytorch_accel_lite.schemes.combined")
+)

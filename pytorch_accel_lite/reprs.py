@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.optimizer_factories import is_made
+from pytorch_accel_lite.events import ARGUMENTS_GIVEN
+from pytorch_accel_lite.optimizers import is_made
+from pytorch_accel_lite.utils import format_metric
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import TrainerRunConfig
+    from pytorch_accel_lite.tracking import LossTracker, RunHistory
     from pytorch_accel_lite.trainer import Trainer
 
 _WIDTH = 80
@@ -104,31 +108,13 @@ def wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
 
 # ----------------------------------------------------------------------------------------------- callbacks
 
-_GIVEN = "_arguments_given"
-
-
-def remember_arguments(cls: type) -> None:
-    """Make the constructor of a class remember its arguments for :func:`constructor_call`."""
-    constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
-        return
-
-    @functools.wraps(constructor)
-    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True  # IPython and pytest hide this frame
-        vars(self).setdefault(_GIVEN, (args, kwargs))  # the constructor of the subclass comes first
-        constructor(self, *args, **kwargs)
-
-    remember.remembers_arguments = True  # type: ignore[attr-defined]
-    cls.__init__ = remember  # type: ignore[misc]
-
 
 def constructor_call(made: Any) -> str:
     """Represent an object as a call of its constructor, with the arguments it was created with.
 
     An attribute with the name and type of an argument is shown in place of the argument, as it may have changed since.
     """
-    args, kwargs = vars(made).get(_GIVEN, ((), {}))
+    args, kwargs = vars(made).get(ARGUMENTS_GIVEN, ((), {}))
     given = inspect.signature(type(made).__init__).bind_partial(made, *args, **kwargs)
     kinds = {name: given.signature.parameters[name].kind for name in given.arguments}
     has_rest = inspect.Parameter.VAR_POSITIONAL in kinds.values()
@@ -146,7 +132,7 @@ def constructor_call(made: Any) -> str:
     return wrapped(f"{type(made).__name__}(", parts, ")")
 
 
-# ------------------------------------------------------------------------------------------------- trainers
+# ------------------------------------------------------------------------------------------------- trainers, runs
 
 
 def parameter_count(model: nn.Module) -> str:
@@ -179,3 +165,20 @@ def of_trainer(trainer: Trainer) -> str:
     parts = [f"{name}={value}" for name, value in parts_of(trainer).items()]
     listening = wrapped("callbacks=[", map(repr, trainer.callback_handler), "]")
     return wrapped(f"{type(trainer).__name__}(", [*parts, listening], ")")
+
+
+def of_run_config(config: TrainerRunConfig) -> str:
+    """Represent the settings of a run by those that are not defaults."""
+    return call(type(config).__name__, config.notable())
+
+
+def of_history(history: RunHistory) -> str:
+    """Represent a history by the latest values of its metrics."""
+    latest = (f"{name}={format_metric(history.get_latest_metric(name))}" for name in history)
+    return wrapped(f"{type(history).__name__}(", latest, ")")
+
+
+def of_loss_tracker(tracker: LossTracker) -> str:
+    """Represent a running mean without reading from the device."""
+    average = {} if isinstance(tracker.total_loss, torch.Tensor) else {"average": tracker.average}
+    return call("LossTracker", {**average, "running_count": tracker.running_count})

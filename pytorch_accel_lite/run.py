@@ -15,7 +15,7 @@ from torch import nn
 from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.checks.losses import watch_first_call
-from pytorch_accel_lite.data import Batch, NamedDatasets, ShardedLoader, shard
+from pytorch_accel_lite.data import Batch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
@@ -28,8 +28,8 @@ from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
-    from pytorch_accel_lite.loops.closures import WindowReplay
-    from pytorch_accel_lite.loops.own_step import OwnStep
+    from pytorch_accel_lite.schemes.closures import WindowReplay
+    from pytorch_accel_lite.schemes.own_step import OwnStep
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -115,9 +115,12 @@ class Run:
         cls, ranks: Ranks, request: RunRequest, train_data: Any = None, eval_data: Any = None, collate_fn: Any = None
     ) -> Run:
         """Create a run that has not started yet. A dict of training datasets is combined into one."""
-        data = NamedDatasets(train_data) if isinstance(train_data, dict) else train_data
+        if isinstance(train_data, dict):
+            from pytorch_accel_lite.data.named import NamedDatasets
+
+            train_data = NamedDatasets(train_data)
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        return cls(StopCoordinator(ranks), window, request, data, eval_data, collate_fn)
+        return cls(StopCoordinator(ranks), window, request, train_data, eval_data, collate_fn)
 
     def __repr__(self) -> str:
         return f"Run({self.request.kind}, {self.progress})"

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from pytorch_accel_lite.checks.expected_metrics import ExpectedMetrics
-from pytorch_accel_lite.reprs import call
-from pytorch_accel_lite.utils import LazyMethod, find_length
+from pytorch_accel_lite.lazy import LazyMethod
+from pytorch_accel_lite.utils import find_length
 
 
 @dataclass
@@ -128,9 +128,7 @@ class TrainerRunConfig:
     auto_microbatch: bool = False
     sanity_eval_batches: int = 0
 
-    def __repr__(self) -> str:
-        return call(type(self).__name__, self.notable())
-
+    __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_run_config")
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_run_config")
 
     def notable(self) -> dict[str, Any]:

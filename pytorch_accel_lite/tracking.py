@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.reprs import call, wrapped
-from pytorch_accel_lite.utils import LazyMethod, did_you_mean, format_metric, import_extra
+from pytorch_accel_lite.lazy import LazyMethod
+from pytorch_accel_lite.utils import did_you_mean, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -141,9 +141,7 @@ class RunHistory(ABC):
     def __bool__(self) -> bool:
         return True  # so that `history or default` keeps an empty history
 
-    def __repr__(self) -> str:
-        latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
-        return wrapped(f"{type(self).__name__}(", latest, ")")
+    __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_history")
 
 
 def count_values(history: RunHistory) -> dict[str, int]:
@@ -327,9 +325,7 @@ class LossTracker:
             value = state[name]
             setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
 
-    def __repr__(self) -> str:
-        average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # reads no device
-        return call("LossTracker", {**average, "running_count": self.running_count})
+    __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_loss_tracker")
 
     @property
     def average(self) -> float:

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, optimizer_factories, optimizers, replicas, reprs
+from pytorch_accel_lite import gradients, optimizers, optional
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -25,32 +25,28 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.checks import arguments, overrides
-from pytorch_accel_lite.checks.known_elsewhere import METHODS, answering, answering_method
+from pytorch_accel_lite.checks import arguments
+from pytorch_accel_lite.checks.answering import METHODS, answering, explain_names
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
 from pytorch_accel_lite.devices import launched_on_cpus
-from pytorch_accel_lite.distributed import Ranks, collectives, launch, prepared, shutdown
+from pytorch_accel_lite.distributed import Ranks, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.loops import closures, evaluation, own_step, prediction, scheduling, setup, training
-from pytorch_accel_lite.placeholders import (
-    PlaceholderError,
-    TrainerPlaceholderValues,
-    replace_trainer_placeholder_values,
-)
+from pytorch_accel_lite.lazy import LazyMethod, loaded_when_named
+from pytorch_accel_lite.loops import evaluation, scheduling, setup, training
 from pytorch_accel_lite.run import Run, entering, log
 from pytorch_accel_lite.run_attributes import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
 from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
-from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, LazyMethod, is_overridden
-from pytorch_accel_lite.watching import latest_metric
+from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, is_overridden
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
-    from pytorch_accel_lite.tools import diagnosis, tuning
+    from pytorch_accel_lite.placeholders import PlaceholderError as PlaceholderError
+    from pytorch_accel_lite.placeholders import TrainerPlaceholderValues as TrainerPlaceholderValues
+    from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values as replace_trainer_placeholder_values
+    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler as TrainerWithTimmScheduler
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -70,7 +66,7 @@ __all__ = [
 
 
 @answering
-@overrides.explain_names
+@explain_names
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
 
@@ -143,7 +139,7 @@ class Trainer:
         self,
         model: nn.Module,
         loss_func: Callable[..., Any] | None,
-        optimizer: optimizer_factories.GivenOptimizer | None,
+        optimizer: optimizers.Optimizers | optimizers.OptimizerFactory | None,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
         *,
@@ -158,7 +154,7 @@ class Trainer:
         arguments.check_model_options(compile_model, channels_last)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: Any = optimizer_factories.combine_or_defer(optimizer)
+        self.optimizer: Any = optional.as_one(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
@@ -273,32 +269,29 @@ class Trainer:
                 self._run_training()
         exit_for(run.interruption)
 
-    evaluate = evaluation.evaluate
-    run_evaluation = evaluation.run_evaluation
-    predict = prediction.predict
-    predict_iter = prediction.predict_iter
-
-    if TYPE_CHECKING:
-        find_lr = tuning.find_lr
-        find_batch_size = tuning.find_batch_size
-        diagnose = diagnosis.diagnose
-    else:  # imported when needed
-        find_lr = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
-        find_batch_size = LazyMethod("pytorch_accel_lite.tools.tuning", wrap=answering_method)
-        diagnose = LazyMethod("pytorch_accel_lite.tools.diagnosis", wrap=answering_method)
+    evaluate = optional.inference.evaluate
+    run_evaluation = optional.inference.run_evaluation
+    predict = optional.prediction.predict
+    predict_iter = optional.prediction.predict_iter
+    find_lr = optional.tuning.find_lr
+    find_batch_size = optional.tuning.find_batch_size
+    diagnose = optional.diagnosis.diagnose
+    if not TYPE_CHECKING:
         fit, test, validate, add_callback = METHODS
 
-    save_checkpoint = saving.save_checkpoint
-    load_checkpoint = saving.load_checkpoint
-    save_model = saving.save_model
-    check_weights = saving.check_weights
-    register_for_checkpointing = saving.register_for_checkpointing
-    save_training_state = saving.save_training_state
-    load_training_state = saving.load_training_state
+    save_checkpoint = optional.saving.save_checkpoint
+    load_checkpoint = optional.saving.load_checkpoint
+    save_model = optional.saving.save_model
+    check_weights = optional.saving.check_weights
+    register_for_checkpointing = optional.saving.register_for_checkpointing
+    save_training_state = optional.saving.save_training_state
+    load_training_state = optional.saving.load_training_state
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        overrides.check_subclass(cls, Trainer)
+        from pytorch_accel_lite.checks.overrides import check_subclass
+
+        check_subclass(cls, Trainer)
 
     def _run_training(self) -> None:
         training.train(self, self.current_run)
@@ -358,8 +351,7 @@ class Trainer:
         if self.create_scheduler_fn is None:
             return None
         arguments.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
-        create = replace_trainer_placeholder_values(self, self.create_scheduler_fn)
-        return optimizers.create_scheduler(create, self.optimizer)
+        return optional.create_scheduler(self, self.create_scheduler_fn)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
@@ -439,9 +431,11 @@ class Trainer:
         if metric is None:
             self.scheduler.step()
         else:
+            from pytorch_accel_lite.watching import latest_metric
+
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
-    advance_scheduler = scheduling.advance_scheduler
+    advance_scheduler = optional.resuming.advance_scheduler
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
@@ -493,18 +487,18 @@ class Trainer:
     # --------------------------------------------------------------------- for steps and callbacks to use
 
     log = log
-    update = own_step.update
-    recompute_gradients = closures.recompute_gradients
-    gather = collectives.gather
-    barrier = collectives.barrier
-    broadcast_object = collectives.broadcast_object
-    all_gather_object = collectives.all_gather_object
-    tensor_to_numeric = collectives.tensor_to_numeric
-    sync_buffers = collectives.sync_buffers
+    update = optional.own_step.update
+    recompute_gradients = optional.closures.recompute_gradients
+    gather = optional.collectives.gather
+    barrier = optional.collectives.barrier
+    broadcast_object = optional.collectives.broadcast_object
+    all_gather_object = optional.collectives.all_gather_object
+    tensor_to_numeric = optional.collectives.tensor_to_numeric
+    sync_buffers = optional.collectives.sync_buffers
     get_model = prepared.get_model
     rewrap_model = prepared.rewrap_model
     skip_update = gradients.skip_update
-    compare_replicas = replicas.compare_replicas
+    compare_replicas = optional.replicas.compare_replicas
 
     def call_event(self, event: str, **kwargs: Any) -> None:
         """Fire an event, which may be your own. Call it on every process.
@@ -585,7 +579,7 @@ class Trainer:
         """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
         return tuple(self.callback_handler)
 
-    __repr__ = reprs.of_trainer
+    __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_trainer")
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_trainer")
 
     @property
@@ -594,7 +588,9 @@ class Trainer:
         return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
 
 
-def __getattr__(name: str) -> Any:
-    if name != "TrainerWithTimmScheduler":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("pytorch_accel_lite.timm_trainer").TrainerWithTimmScheduler
+_OF_PLACEHOLDERS = ("PlaceholderError", "TrainerPlaceholderValues", "replace_trainer_placeholder_values")
+__getattr__ = loaded_when_named(
+    __name__,
+    {"TrainerWithTimmScheduler": "pytorch_accel_lite.timm_trainer"}
+    | dict.fromkeys(_OF_PLACEHOLDERS, "pytorch_accel_lite.placeholders"),
+)

@@ -1,4 +1,4 @@
-"""Small helpers for all modules: argument checks, optional imports, processes, slices, suggestions."""
+"""Small helpers for all modules: argument checks, optional imports, texts, suggestions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from importlib import metadata
-from itertools import islice
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from pytorch_accel_lite.lazy import loaded_when_named
 
-from pytorch_accel_lite.devices import launched_on_cpus
-from pytorch_accel_lite.ema import ModelEma as ModelEma  # the ancestor's users import it from here
-
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from pytorch_accel_lite.ema import ModelEma as ModelEma
+    from pytorch_accel_lite.helpers import DataLoaderSlice as DataLoaderSlice
+    from pytorch_accel_lite.helpers import LimitBatches as LimitBatches
+    from pytorch_accel_lite.helpers import local_process_zero_first as local_process_zero_first
+    from pytorch_accel_lite.helpers import local_process_zero_only as local_process_zero_only
+    from pytorch_accel_lite.helpers import remove_padding as remove_padding
+    from pytorch_accel_lite.helpers import worker_init_fn as worker_init_fn
+    from pytorch_accel_lite.helpers import world_process_zero_only as world_process_zero_only
 
 LIMIT_BATCHES_VARIABLE = LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"  # the second name is the ancestor's
 
@@ -42,25 +42,6 @@ def is_ours(thing: object) -> bool:
 def is_overridden(instance: object, method: str) -> bool:
     """Whether the user's own class overrides a method of ours."""
     return not is_ours(getattr(type(instance), method))
-
-
-class LimitBatches:
-    """Limits trainers created within ``with LimitBatches(n):`` to n batches per process, epoch and evaluation."""
-
-    def __init__(self, num_batches: int) -> None:
-        self.num_batches = check_positive_int("num_batches", num_batches)
-        self._before: str | None = None
-
-    def __enter__(self) -> LimitBatches:
-        self._before = os.environ.get(LIMIT_BATCHES_VARIABLE)
-        os.environ[LIMIT_BATCHES_VARIABLE] = str(self.num_batches)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is None:
-            del os.environ[LIMIT_BATCHES_VARIABLE]
-        else:
-            os.environ[LIMIT_BATCHES_VARIABLE] = self._before
 
 
 class TimeBudget:
@@ -85,75 +66,6 @@ class TimeBudget:
         begin = time.monotonic()
         yield
         self._next = begin + (time.monotonic() - begin) / self._share
-
-
-class DataLoaderSlice:
-    """The first ``slice_size`` batches of a dataloader or other iterable, restarted in each iteration."""
-
-    def __init__(self, dl: Iterable[Any], slice_size: int) -> None:
-        self.dl = dl
-        self.slice_size = check_positive_int("slice_size", slice_size)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.dl), self.slice_size)
-
-    def __len__(self) -> int:
-        """Return ``slice_size``, or the length of the dataloader if that is smaller."""
-        return min(self.slice_size, len(self.dl)) if isinstance(self.dl, Sized) else self.slice_size
-
-
-def _process() -> PartialState:
-    """Return the state of this process, consistent with an ``Accelerator`` that may be created later."""
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or launched_on_cpus())
-
-
-def _only_where(attribute: str, func: Callable[P, R]) -> Callable[P, R | None]:
-    @wraps(func)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return func(*args, **kwargs) if getattr(_process(), attribute) else None
-
-    return wrapper
-
-
-def local_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function to run on only one process of each machine; the others return ``None`` immediately."""
-    return _only_where("is_local_main_process", func)
-
-
-def world_process_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function to run on only one process of the job; the others return ``None`` immediately."""
-    return _only_where("is_main_process", func)
-
-
-def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function, such as a download, to run first on one process of each machine. All must call it."""
-
-    @wraps(func)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        state = _process()
-        if not state.is_local_main_process:
-            state.wait_for_everyone()
-        try:
-            return func(*args, **kwargs)
-        finally:
-            if state.is_local_main_process:
-                state.wait_for_everyone()
-
-    return wrapper
-
-
-def worker_init_fn(worker_id: int) -> int:
-    """Return the seed of a dataloader worker, from which all its generators have already been seeded.
-
-    Kept for users of pytorch-accelerated who pass it to a ``DataLoader``; there is nothing left to do.
-    """
-    return torch.initial_seed()
-
-
-def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:
-    """Return a tensor without the rows in which every element equals ``pad_value``, which may be NaN."""
-    is_padding = padded_tensor.isnan() if pad_value != pad_value else padded_tensor == pad_value
-    return padded_tensor[~is_padding.flatten(1).all(1) if padded_tensor.ndim > 1 else ~is_padding]
 
 
 def format_metric(value: Any) -> str:
@@ -281,21 +193,16 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-class LazyMethod:
-    """A method implemented by a function in a module that is imported when the method is first accessed.
-
-    :param module: name of the module
-    :param function: name of the function; by default that of the method
-    :param wrap: turns the function into the method
-    """
-
-    def __init__(self, module: str, function: str = "", wrap: Callable[[Any], Any] = lambda found: found) -> None:
-        self._module = module
-        self._name = function
-        self._wrap = wrap
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = self._name or name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        return self._wrap(getattr(importlib.import_module(self._module), self._name)).__get__(instance, owner)
+_HELPERS = (
+    "DataLoaderSlice",
+    "LimitBatches",
+    "local_process_zero_first",
+    "local_process_zero_only",
+    "remove_padding",
+    "worker_init_fn",
+    "world_process_zero_only",
+)
+# The ancestor's users import them from here.
+__getattr__ = loaded_when_named(
+    __name__, {"ModelEma": "pytorch_accel_lite.ema", **dict.fromkeys(_HELPERS, "pytorch_accel_lite.helpers")}
+)

@@ -89,6 +89,27 @@ def test_importing_the_package_loads_the_core_and_the_default_callbacks_alone():
     assert callbacks == DEFAULTS
 
 
+PLAIN_RUN = """
+import json, sys, torch
+from torch.utils.data import TensorDataset
+from pytorch_accel_lite import Trainer
+
+model = torch.nn.Linear(4, 2)
+trainer = Trainer(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+data = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
+trainer.train(data, num_epochs=2, eval_dataset=data)
+print(json.dumps({name: module.__file__ for name, module in sys.modules.items() if "pytorch_accel_lite" in name}))
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_run_loads_no_more_than_one_can_read_in_a_sitting():
+    loaded = {name: Path(path) for name, path in json.loads(run_python(PLAIN_RUN)).items()}
+    core = {name: path for name, path in loaded.items() if room_of(name) != "callbacks"}
+    assert not {"schemes", "checkpoint", "tools", "plotting", "schedulers", "reprs", "helpers"} & set(map(room_of, core))
+    assert sum(len(path.read_text().splitlines()) for path in core.values()) < 6_600, sorted(core)
+
+
 def test_files_are_not_longer_than_one_can_read():
     most = {"trainer.py": 600, "loops/training.py": 250}
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in FILES}

@@ -5,8 +5,7 @@ The default callbacks are imported with the package, all others on first access.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.devices import MoveModulesToDeviceCallback
@@ -22,7 +21,7 @@ from pytorch_accel_lite.events import (
     StopTrainingError,
     TrainerCallback,
 )
-from pytorch_accel_lite.utils import ModelEma as ModelEma  # users of pytorch-accelerated import it from here too
+from pytorch_accel_lite.lazy import loaded_when_named
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.batch_norm import ConvertSyncBatchNormCallback
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
     from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
     from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
+    from pytorch_accel_lite.ema import ModelEma as ModelEma  # the ancestor's users import it from here, too
     from pytorch_accel_lite.tools.replay import replay
 
 __all__ = [
@@ -139,18 +139,12 @@ _LOADED_WHEN_NAMED = {
     "unfreezing": ("GradualUnfreezingCallback",),
     "worst_samples": ("WorstSamplesCallback",),
     "wsd": ("WSDCheckpointCallback",),
-    "..tools.replay": ("replay",),
 }
-_MODULES = {name: module for module, names in _LOADED_WHEN_NAMED.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES[name]
-    value = getattr(importlib.import_module(module if module.startswith(".") else f".{module}", __name__), name)
-    globals()[name] = value  # later lookups bypass this function
-    return value
+__getattr__ = loaded_when_named(
+    __name__,
+    {name: f"{__name__}.{module}" for module, names in _LOADED_WHEN_NAMED.items() for name in names}
+    | {"ModelEma": "pytorch_accel_lite.ema", "replay": "pytorch_accel_lite.tools.replay"},
+)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.checks.known_elsewhere import answering
+from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 from pytorch_accel_lite.watching import WatchedMetric

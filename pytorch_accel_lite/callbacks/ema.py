@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
+from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.checks.expected_metrics import ExpectedMetrics
-from pytorch_accel_lite.checks.known_elsewhere import answering
 from pytorch_accel_lite.ema import ModelEma
 from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.utils import check_choice

@@ -19,8 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.devices import accumulation_dtype, module_of, to_float
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.gradients import total_norm
-from pytorch_accel_lite.optimizer_factories import is_made
-from pytorch_accel_lite.optimizers import group_names
+from pytorch_accel_lite.optimizers import group_names, is_made
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from pytorch_accel_lite.checks.known_elsewhere import answering
+from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, wrapped

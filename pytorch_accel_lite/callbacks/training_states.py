@@ -13,7 +13,7 @@ from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
-from pytorch_accel_lite.checks.known_elsewhere import answering
+from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number, wrapped
 from pytorch_accel_lite.watching import WatchedMetric

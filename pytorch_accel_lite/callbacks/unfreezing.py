@@ -8,7 +8,7 @@ from torch import nn
 
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
-from pytorch_accel_lite.optimizer_factories import is_made
+from pytorch_accel_lite.optimizers import is_made
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from torch import nn
 
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import LazyMethod, check_positive_int
+from pytorch_accel_lite.lazy import LazyMethod
+from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

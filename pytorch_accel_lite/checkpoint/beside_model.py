@@ -12,8 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import attributes
 from pytorch_accel_lite.checkpoint.files import StrPath
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
-from pytorch_accel_lite.optimizers import load_optimizer_state
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer

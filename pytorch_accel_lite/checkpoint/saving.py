@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,19 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 from pytorch_accel_lite.checkpoint.files import StrPath, read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
-from pytorch_accel_lite.events import NonFiniteLossError, timed_as_saving
-from pytorch_accel_lite.optimizers import load_optimizer_state
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
+from pytorch_accel_lite.events import NonFiniteLossError
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
-@timed_as_saving
+def _timed(trainer: Trainer) -> AbstractContextManager[None]:
+    """Return a context that the callback handler's timer, if any, counts as saving."""
+    timer = trainer.callback_handler.timer
+    return nullcontext() if timer is None else timer("saving")
+
+
 def save_checkpoint(
     self: Trainer,
     save_path: StrPath,
@@ -49,7 +54,7 @@ def save_checkpoint(
     :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
     :param save_per_node: whether to save once on every machine, instead of once in the job
     """
-    with attributes.evaluating_optimizers(self):
+    with _timed(self), attributes.evaluating_optimizers(self):
         here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
         checkpoint = {"model_state_dict": model_state(self.get_model(keep_torch_compile=False), here)}
         state = None if self.optimizer is None or not save_optimizer else self.optimizer.state_dict()
@@ -110,7 +115,6 @@ def load_checkpoint(
     return checkpoint
 
 
-@timed_as_saving
 def save_model(self: Trainer, path: StrPath) -> None:
     """Save only the weights, as safetensors, for use in other programs. Written atomically, once in the job.
 
@@ -118,7 +122,7 @@ def save_model(self: Trainer, path: StrPath) -> None:
 
     :param path: path of the file, usually ending in ``.safetensors``; missing folders are created
     """
-    with attributes.evaluating_optimizers(self):
+    with _timed(self), attributes.evaluating_optimizers(self):
         weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
 
         def write() -> None:
@@ -164,7 +168,6 @@ def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
     self.registered_objects[name] = obj
 
 
-@timed_as_saving
 def save_training_state(
     self: Trainer,
     output_dir: StrPath,
@@ -197,21 +200,22 @@ def save_training_state(
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
         )
     check_states_are_possible(self.accelerator)
-    if writer is not None:
-        writer.wait()  # avoids holding two copies in memory
-    snapshot = capture(self, dict(checkpoint_kwargs or {}))
-    ranks = self.ranks if writer is None else writer.ranks
+    with _timed(self):
+        if writer is not None:
+            writer.wait()  # avoids holding two copies in memory
+        snapshot = capture(self, dict(checkpoint_kwargs or {}))
+        ranks = self.ranks if writer is None else writer.ranks
 
-    def write() -> None:
-        write_state(Path(output_dir), ranks, snapshot)
-        if then is not None:
-            then()
+        def write() -> None:
+            write_state(Path(output_dir), ranks, snapshot)
+            if then is not None:
+                then()
 
-    if writer is None:
-        write()
-    else:
-        snapshot = snapshot.to_host()
-        writer.start(write)
+        if writer is None:
+            write()
+        else:
+            snapshot = snapshot.to_host()
+            writer.start(write)
 
 
 def load_training_state(self: Trainer, input_dir: StrPath) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 )
 from pytorch_accel_lite.checkpoint.files import StrPath, storable, untie
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_state, read_weights
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
-from pytorch_accel_lite.optimizers import load_optimizer_state
+from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:

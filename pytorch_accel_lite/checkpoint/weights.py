@@ -17,8 +17,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from pytorch_accel_lite.optimizers import sharded_like
-
 _COMPILED = "_orig_mod."
 _PARALLEL = "module."
 
@@ -96,3 +94,27 @@ def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
 def _listed(what: str, keys: Collection[str], most: int = 10) -> str:
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return f"{what}: {', '.join(sorted(keys)[:most])}{more}" if keys else ""
+
+
+def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load the whole state of an optimizer, whose parameters may be sharded.
+
+    :raises ValueError: when it does not fit the optimizer's groups and parameters
+    """
+    groups = getattr(optimizer, "param_groups", ())  # of one that is yet to be made: it keeps the state as it is
+    parameters = dict(enumerate(p for group in groups for p in group["params"]))
+    sharded = {
+        index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})
+
+
+def sharded_like(own: Any, value: Any) -> Any:
+    """Return a whole tensor spread over the processes as a parameter is, or as it is beside one that is not."""
+    is_sharded = hasattr(own, "full_tensor") and isinstance(value, torch.Tensor) and value.ndim > 0
+    if not is_sharded:  # as a step count is not, whose parameter is
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes longer to import than all else here
+
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)

@@ -19,9 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.optimizer_factories import check_factory, is_made
-from pytorch_accel_lite.optimizers import follows_metric, parts_of, schedulers_in
-from pytorch_accel_lite.placeholders import Placeholder
+from pytorch_accel_lite.optimizers import follows_metric, is_made, parts_of, schedulers_in
 from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import (
     check_choice,
@@ -274,6 +272,8 @@ def check_length(trainer: Trainer, run: Run) -> None:
 
 
 def _refuse_placeholders(kind: str, values: Iterable[dict[str, Any]]) -> None:
+    from pytorch_accel_lite.placeholders import Placeholder  # needed only here
+
     for held in values:
         for name, value in held.items():
             if isinstance(value, Placeholder):
@@ -392,6 +392,8 @@ def _check_optimizer_factory(factory: Any) -> None:
             f"optimizer={factory!r} must be an instance of torch.optim.Optimizer, several in a dict or a list, a "
             "function that makes them from the model's parameters, such as functools.partial(AdamW, lr=1e-3), or None."
         )
+    from pytorch_accel_lite.schemes.factories import check_factory  # needed only here
+
     check_factory(factory)
 
 

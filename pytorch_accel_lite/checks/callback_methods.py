@@ -11,7 +11,14 @@ from typing import Any
 from pytorch_accel_lite.utils import did_you_mean, is_ours
 
 
-def check_methods(callback: Any, base: type) -> None:
+def check_callback(callback: Any, base: type, events: Iterable[str]) -> None:
+    """Check a callback that is being added, and complete its construction where its class has omitted that."""
+    _call_skipped_constructors(callback)
+    _check_methods(callback, base)
+    _warn_about_misspelt_events(type(callback), events)
+
+
+def _check_methods(callback: Any, base: type) -> None:
     """Check that every event method of a callback accepts the arguments it will be called with.
 
     :param base: the class whose methods are the events
@@ -53,16 +60,16 @@ def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         ) from None
 
 
-def warn_about_misspelt_events(callback_class: type, events: Iterable[str]) -> None:
+def _warn_about_misspelt_events(callback_class: type, events: Iterable[str]) -> None:
     """Warn of methods with nearly the name of an event, which would never be called."""
     for name in dir(callback_class):
         if name.startswith("on_") and name not in events:
             hint = did_you_mean(name, events, cutoff=0.88)
             if hint:
-                warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=4)
+                warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=5)
 
 
-def call_skipped_constructors(callback: Any) -> None:
+def _call_skipped_constructors(callback: Any) -> None:
     """Call the constructors of our classes that the constructor of a subclass has failed to call.
 
     Their arguments are the attributes of the same names, as far as the subclass has set them.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.utils import did_you_mean, is_ours
-from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.watching import WatchedMetric
 
 Directions = dict[str, bool | None]  # whether greater values are better, by name; None if unknown
 
@@ -29,12 +29,14 @@ class ExpectedMetrics:
     :ivar directions: whether greater values are better, for each metric that the run is known to record
     :ivar evaluated: the same for the metrics recorded in evaluations
     :ivar evaluators: the callbacks that record metrics in evaluations
+    :ivar watched: the metrics that callbacks watch, in the order of the callbacks
     :ivar within_epochs: whether a callback evaluates within epochs, too
     """
 
     directions: Directions = field(default_factory=dict)
     evaluated: Directions = field(default_factory=dict)
     evaluators: list[object] = field(default_factory=list)
+    watched: list[WatchedMetric] = field(default_factory=list)
     within_epochs: bool = False
     # By the parts of a name: metrics of evaluations have two, with the name of the dataset in between.
     _known: dict[tuple[str, ...], bool | None] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class ExpectedMetrics:
 
     def watch(self, watched: WatchedMetric) -> None:
         """Declare that a callback watches a metric: it must be recorded, and its direction will be determined."""
+        self.watched.append(watched)
         self.require(watched, watched.name)
 
     def require(self, where: object, name: str) -> None:
@@ -83,11 +86,6 @@ class ExpectedMetrics:
         :param where: the callback and its argument, or the argument of ``train``, that names the metric
         """
         self._required.append((where, name))
-
-    @property
-    def watched(self) -> list[WatchedMetric]:
-        """The metrics that callbacks watch, in the order of the callbacks."""
-        return [where for where, _ in self._required if isinstance(where, WatchedMetric)]
 
     def settle(self, trainer: Trainer) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
@@ -109,8 +107,9 @@ class ExpectedMetrics:
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
                 _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)
-            if isinstance(where, WatchedMetric):
-                where.settle(possible.get(name))
+            for watched in self.watched:
+                if watched is where:
+                    watched.settle(possible.get(name))
 
     def check_evaluated(self, recorded: Iterable[str], prefix: str) -> None:
         """Check that an evaluation has recorded the watched metrics expected from it.

@@ -1,17 +1,14 @@
-"""Errors that translate arguments and methods of other libraries into ours."""
+"""The names of arguments in other libraries, and the answers to them: which of ours is meant."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 from pytorch_accel_lite.utils import did_you_mean
 
-_Class = TypeVar("_Class", bound=type)
-
-_METHODS = ("__init__", "train", "evaluate", "predict", "predict_iter")
+_METHODS = ("__init__", "train")
 
 # Our names of arguments, whichever method takes them, with the names that other libraries use.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -93,46 +90,8 @@ _ADVICE: dict[str, str] = {
 }
 
 
-def answering(cls: _Class) -> _Class:
-    """Make the methods of a class answer an unknown argument with ours, in the ``TypeError``."""
-    for name in _METHODS:
-        if name in vars(cls):
-            setattr(cls, name, _answering(cls, name))
-    return cls
-
-
-def answering_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Do the same for a single method that is defined outside its class."""
-    known = inspect.signature(method).parameters.keys()
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if not kwargs.keys() <= known:
-            raise TypeError(" ".join(_answers(type(self), method, kwargs.keys() - known)))
-        return method(self, *args, **kwargs)
-
-    return call
-
-
-def _answering(cls: type, name: str) -> Callable[..., Any]:
-    method: Callable[..., Any] = vars(cls)[name]
-    known = inspect.signature(method).parameters.keys()
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True  # IPython and pytest hide this frame
-        if not kwargs.keys() <= known:
-            raise TypeError(" ".join(_answers(cls, method, kwargs.keys() - known)))
-        if name != "__init__" and "current_run" not in vars(self):
-            needed = "super().__init__(model, loss_func, optimizer)"
-            raise RuntimeError(f"{type(self).__name__}.__init__ does not call {needed}.")
-        return method(self, *args, **kwargs)
-
-    return call
-
-
-def _answers(cls: type, method: Callable[..., Any], words: set[str]) -> Iterator[str]:
+def answers(cls: type, method: Callable[..., Any], words: set[str]) -> Iterator[str]:
+    """Yield a sentence for each argument that a method does not have."""
     for word in sorted(words):
         yield f"{_called(cls, method.__name__)} has no argument {word!r}: {_answer(cls, method, word)}"
 
@@ -143,7 +102,7 @@ def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
     for ours in candidates:
         if ours in known:
             return f"it is called {ours}."
-    for other in _METHODS[:2]:
+    for other in _METHODS:
         for ours in candidates if hasattr(cls, "train") and method.__name__ != other else ():
             if ours in inspect.signature(getattr(cls, other)).parameters:
                 return f"pass {ours} to {_called(cls, other)}."
@@ -154,27 +113,3 @@ def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
 
 def _called(cls: type, name: str) -> str:
     return f"{cls.__name__}()" if name == "__init__" else f"{name}()"
-
-
-class KnownElsewhere:
-    """A method name that the class does not have, but users of other libraries expect.
-
-    :param answer: advice on what to call instead
-    """
-
-    def __init__(self, name: str, answer: str) -> None:
-        self._name = name
-        self._answer = answer
-
-    def __get__(self, instance: object, owner: type) -> KnownElsewhere:
-        if instance is None:
-            return self
-        raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._answer}")
-
-
-METHODS = [
-    KnownElsewhere("fit", "Call train(train_dataset, num_epochs, eval_dataset)."),
-    KnownElsewhere("test", "Call evaluate(dataset)."),
-    KnownElsewhere("validate", "Call evaluate(dataset)."),
-    KnownElsewhere("add_callback", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
-]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar
 
+from pytorch_accel_lite.checks.answering import Refusal
 from pytorch_accel_lite.utils import is_ours
-
-C = TypeVar("C", bound=type)
 
 #: Methods of pytorch-accelerated that are not called here, with the methods that replace them and advice.
 REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -40,30 +38,6 @@ REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
 _INTERNAL = ("_check_data", "_check_scheduler")
 
 
-class _Refusal:
-    """The setter of a read-only property: raises an error that explains the name and suggests another."""
-
-    def __init__(self, name: str, doc: str) -> None:
-        meaning = " ".join(doc.split(".")[0].split())
-        self._text = f"{name} is reserved: it is an attribute of the trainer itself"
-        self._text += f" ({meaning}). " if meaning else ". "
-        self._text += f"Choose another name, for example my_{name.strip('_')}."
-
-    def message(self, cls: type) -> str:
-        return f"{cls.__name__}.{self._text}"
-
-    def __call__(self, trainer: Any, value: Any) -> None:
-        raise AttributeError(self.message(type(trainer)))
-
-
-def explain_names(cls: C) -> C:
-    """Make every read-only property of a class explain itself when it is assigned to."""
-    for name, held in list(vars(cls).items()):
-        if isinstance(held, property) and held.fset is None:
-            setattr(cls, name, held.setter(_Refusal(name, held.__doc__ or "")))
-    return cls
-
-
 def check_subclass(cls: type, trainer_class: type) -> None:
     """Warn of overrides that are never called when a subclass of the trainer is defined.
 
@@ -81,6 +55,6 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     for name, held in defined.items():
         refusal = getattr(vars(trainer_class).get(name), "fset", None)
         if name in _INTERNAL:
-            refusal = _Refusal(name, "")
-        if isinstance(refusal, _Refusal) and not isinstance(held, property):
+            refusal = Refusal(name, "")
+        if isinstance(refusal, Refusal) and not isinstance(held, property):
             raise TypeError(refusal.message(cls))

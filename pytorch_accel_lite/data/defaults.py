@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from torch.utils.data import IterableDataset, TensorDataset
 
 from pytorch_accel_lite.data.map import tensors_in_memory
-from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.order import inner_datasets, reads_batches
+from pytorch_accel_lite.data.order import WithOwnSampler, inner_datasets, reads_batches
 from pytorch_accel_lite.data.workers import start_method
 from pytorch_accel_lite.utils import cores_per_process
 
@@ -45,8 +44,8 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
         "persistent_workers": workers > 0,
         "pin_memory": torch.cuda.is_available() and can_be_pinned,
     }
-    if isinstance(dataset, NamedDatasets):
-        kwargs["sampler"] = NamedSampler(dataset, shuffle)
+    if isinstance(dataset, WithOwnSampler):
+        kwargs["sampler"] = dataset.create_sampler(shuffle)
     elif not isinstance(dataset, IterableDataset):
         kwargs["shuffle"] = shuffle
     return kwargs
@@ -55,8 +54,8 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
 def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the user's arguments merged with all defaults that are compatible with them."""
     given = dict(given or {})
-    if isinstance(dataset, NamedDatasets) and "shuffle" in given:
-        given["sampler"] = NamedSampler(dataset, given.pop("shuffle"))
+    if isinstance(dataset, WithOwnSampler) and "shuffle" in given:
+        given["sampler"] = dataset.create_sampler(given.pop("shuffle"))
     excluded = set()
     if "sampler" in given or "batch_sampler" in given:
         excluded = {"shuffle"}

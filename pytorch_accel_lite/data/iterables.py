@@ -14,6 +14,7 @@ import torch
 from pytorch_accel_lite.batches import find_batch_size, slice_batch
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import count_global_batches, ended, ends_in_one, grouped, skip_samples, with_last
+from pytorch_accel_lite.data.self_sharding import find_own_share
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import preserving_generators
@@ -154,6 +155,19 @@ class PreShardedLoader(_ReadInTurn):
 
     def _num_steps(self) -> int:
         return self._length if self._length >= 0 else len(self.source)  # raises the source's own error
+
+
+def create_loader(
+    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_torchs: bool
+) -> ShardedLoader:
+    """Return the loader for a source that cannot be indexed.
+
+    :param is_torchs: whether the source is a ``DataLoader`` of torch
+    """
+    share = find_own_share(source.dataset, ranks) if is_torchs else None
+    if is_torchs and share is None:
+        return StreamLoader(source, ranks, device, options)
+    return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)
 
 
 def _cannot_split(what: str) -> ValueError:

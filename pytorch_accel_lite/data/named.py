@@ -7,12 +7,13 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
+from pytorch_accel_lite.data.order import WithOwnSampler
 from pytorch_accel_lite.utils import check_choice, find_length
 
 
-class NamedDatasets(Dataset[Any]):
+class NamedDatasets(WithOwnSampler):
     """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
     :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
@@ -38,6 +39,10 @@ class NamedDatasets(Dataset[Any]):
                 raise ValueError(f"The dataset {name!r} is empty.")
             self.sizes[name] = size
         self._length = min(self.sizes.values()) if length == "min" else max(self.sizes.values())
+
+    def create_sampler(self, shuffle: bool) -> NamedSampler:
+        """Return the sampler that a trainer reads these datasets with."""
+        return NamedSampler(self, shuffle)
 
     def __len__(self) -> int:
         return self._length

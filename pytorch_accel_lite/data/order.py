@@ -50,6 +50,14 @@ def reads_batches(dataset: Any) -> bool:
     return has_method and (not inner or any(map(reads_batches, inner)))
 
 
+class WithOwnSampler(Dataset[Any]):
+    """A dataset that is read with a sampler of its own."""
+
+    def create_sampler(self, shuffle: bool) -> Iterable[Any]:
+        """Return the sampler, for a random order or a sequential one."""
+        raise NotImplementedError
+
+
 class BatchReader(Dataset[Any]):
     """Reads batches with randomness that is a function of (seed, epoch, position).
 

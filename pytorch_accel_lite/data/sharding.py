@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.data.iterables import PreShardedLoader, StreamLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
-from pytorch_accel_lite.data.self_sharding import check_same_rows, find_own_share
 from pytorch_accel_lite.distributed import Ranks
 
 
@@ -28,12 +26,13 @@ def shard(
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
     chosen = LoaderOptions(seed, training, **options)
-    if not isinstance(source, DataLoader) or type(source).__iter__ is not DataLoader.__iter__:
-        return PreShardedLoader(source, ranks, device, chosen)
-    if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
-        share = find_own_share(source.dataset, ranks)
-        if share is None:
-            return StreamLoader(source, ranks, device, chosen)
-        return PreShardedLoader(source, ranks, device, chosen, share.shared_by)
-    check_same_rows(source.dataset, ranks)
+    is_loader = isinstance(source, DataLoader) and type(source).__iter__ is DataLoader.__iter__
+    if not is_loader or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
+        from pytorch_accel_lite.data.iterables import create_loader
+
+        return create_loader(source, ranks, device, chosen, is_loader)
+    if ranks.world_size > 1:
+        from pytorch_accel_lite.data.self_sharding import check_same_rows
+
+        check_same_rows(source.dataset, ranks)
     return MapLoader(source, ranks, device, chosen)

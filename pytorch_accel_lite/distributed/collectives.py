@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from pytorch_accel_lite.utils import remove_padding
+from pytorch_accel_lite.helpers import remove_padding
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -38,7 +41,7 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, wi
             "gather(with_gradients=True) does not work on several processes with auto_microbatch=True or "
             "SkipFailedBatchesCallback: a step that fails on one of them would leave the others waiting."
         )
-    gathered = self.ranks.gather(tensor, with_gradients, counts=not (with_gradients and is_filler))
+    gathered = _gather(self, tensor, with_gradients, counts=not (with_gradients and is_filler))
     if padding_value is None:
         return gathered
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda rows: remove_padding(rows, padding_value), gathered)
@@ -80,3 +83,75 @@ def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = 
     if reduce == "max":
         return max(values)
     return sum(values) / len(values) if reduce == "mean" else sum(values)
+
+
+def _gather(trainer: Trainer, data: Any, with_gradients: bool, counts: bool) -> Any:
+    """Concatenate tensors over the ranks along their first dimension.
+
+    :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
+    """
+    ranks = trainer.ranks
+    if ranks.world_size == 1:
+        return data
+    leaves, structure = torch.utils._pytree.tree_flatten(data)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
+    leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
+    given = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts))
+    counting = [of_rank for _, of_rank in given]
+    lengths = zip(*(of_rank for of_rank, _ in given), strict=True)
+    apply = _Gather.apply if with_gradients else _GatherConstant.apply
+    gathered = [apply(leaf, of_ranks, counting, trainer) for leaf, of_ranks in zip(leaves, lengths, strict=True)]
+    return torch.utils._pytree.tree_unflatten(gathered, structure)
+
+
+def _gather_pieces(accelerator: Accelerator, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, which have these lengths and agree in the other dimensions."""
+    longest = max(lengths)
+    if len(tensor) < longest:
+        tensor = torch.cat([tensor, tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))])
+    pieces = accelerator.gather(tensor).unflatten(0, (len(lengths), longest))
+    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers the rows of all ranks; the gradient of a row is the sum of its gradients on all ranks.
+
+    A rank whose rows do not count receives all rows, including its own, but contributes nothing to any gradient: its
+    loss has zero weight, yet duplicate rows might have made it NaN.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], trainer: Trainer
+    ) -> torch.Tensor:
+        ranks = trainer.ranks
+        counts = counting[ranks.rank]
+        counted = [length if of_rank else 0 for length, of_rank in zip(lengths, counting, strict=True)]
+        ctx.own = slice(sum(counted[: ranks.rank]), sum(counted[: ranks.rank + 1])) if counts else None
+        ctx.own_shape = tensor.shape
+        ctx.shape = sum(counted), *tensor.shape[1:]
+        ctx.ranks = ranks
+        pieces = _gather_pieces(trainer.accelerator, tensor, lengths)
+        return torch.cat([piece for piece, of_rank in zip(pieces, counting, strict=True) if of_rank or not counts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mine = (
+            gradient.new_zeros(ctx.shape) if ctx.own is None else gradient.clone(memory_format=torch.contiguous_format)
+        )
+        total = ctx.ranks.sum_on_device(mine)
+        return gradient.new_zeros(ctx.own_shape) if ctx.own is None else total[ctx.own], None, None, None
+
+
+class _GatherConstant(_Gather):
+    """Gathers the rows of all ranks as constants; a backward pass through them raises an error."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "A loss was computed from the result of trainer.gather(), which has no gradients. Pass with_gradients=True "
+            "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."
+        )

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.distributed.ranks import Ranks
-from pytorch_accel_lite.optimizer_factories import UnmadeOptimizer
-from pytorch_accel_lite.optimizers import AcceleratedCombinedOptimizer, parts_of
+from pytorch_accel_lite.optimizers import is_made, parts_of
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -92,7 +91,7 @@ class PreparedModel:
     def _prepare(self, accelerator: Accelerator) -> None:
         """Give the model to Accelerate, and the optimizer if it is made."""
         model = self.model
-        if not isinstance(self.optimizer, UnmadeOptimizer):
+        if self.optimizer is None or is_made(self.optimizer):
             self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
         elif accelerator.distributed_type in _PREPARED_TOGETHER:
             self._given = model, self.optimizer.make(model)
@@ -105,7 +104,7 @@ class PreparedModel:
 
     def make_optimizer(self, accelerator: Accelerator) -> None:
         """Make the optimizer from the parameters of the prepared model, where a factory was given for it."""
-        if not isinstance(self.optimizer, UnmadeOptimizer):
+        if self.optimizer is None or is_made(self.optimizer):
             return
         made = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
         self._given = self._given[0], made
@@ -114,6 +113,8 @@ class PreparedModel:
 
     def _name_parts(self) -> None:
         if type(self.optimizer) is AcceleratedOptimizer and parts_of(self.optimizer):
+            from pytorch_accel_lite.schemes.combined import AcceleratedCombinedOptimizer  # needed only here
+
             self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
 
     def _note_first_call(self, *_: Any) -> None:

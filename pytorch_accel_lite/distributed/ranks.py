@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.autograd.function import once_differentiable
 
 T = TypeVar("T")
 
@@ -35,7 +34,6 @@ class Ranks:
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
-        self._accelerator = accelerator
         self._group: Any = _job_group(dist.group.WORLD, purpose) if self.world_size > 1 else None
 
     def __repr__(self) -> str:
@@ -108,71 +106,3 @@ class Ranks:
         """Wait until every rank has reached this point."""
         if self.world_size > 1:
             dist.barrier(group=self._group)
-
-    def gather(self, data: Any, with_gradients: bool = False, counts: bool = True) -> Any:
-        """Concatenate tensors over the ranks along their first dimension; see :meth:`Trainer.gather`.
-
-        :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
-        """
-        if self.world_size == 1:
-            return data
-        leaves, structure = torch.utils._pytree.tree_flatten(data)
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
-        leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
-        given = self.all_gather_object(([len(leaf) for leaf in leaves], counts))
-        counting = [of_rank for _, of_rank in given]
-        lengths = zip(*(of_rank for of_rank, _ in given), strict=True)
-        apply = _Gather.apply if with_gradients else _GatherConstant.apply
-        gathered = [apply(leaf, of_ranks, counting, self) for leaf, of_ranks in zip(leaves, lengths, strict=True)]
-        return torch.utils._pytree.tree_unflatten(gathered, structure)
-
-    def gather_pieces(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, which have these lengths and agree in the other dimensions."""
-        longest = max(lengths)
-        if len(tensor) < longest:
-            tensor = torch.cat([tensor, tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))])
-        pieces = self._accelerator.gather(tensor).unflatten(0, (self.world_size, longest))
-        return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers the rows of all ranks; the gradient of a row is the sum of its gradients on all ranks.
-
-    A rank whose rows do not count receives all rows, including its own, but contributes nothing to any gradient: its
-    loss has zero weight, yet duplicate rows might have made it NaN.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], ranks: Ranks
-    ) -> torch.Tensor:
-        counts = counting[ranks.rank]
-        counted = [length if of_rank else 0 for length, of_rank in zip(lengths, counting, strict=True)]
-        ctx.own = slice(sum(counted[: ranks.rank]), sum(counted[: ranks.rank + 1])) if counts else None
-        ctx.own_shape = tensor.shape
-        ctx.shape = sum(counted), *tensor.shape[1:]
-        ctx.ranks = ranks
-        pieces = ranks.gather_pieces(tensor, lengths)
-        return torch.cat([piece for piece, of_rank in zip(pieces, counting, strict=True) if of_rank or not counts])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mine = (
-            gradient.new_zeros(ctx.shape) if ctx.own is None else gradient.clone(memory_format=torch.contiguous_format)
-        )
-        total = ctx.ranks.sum_on_device(mine)
-        return gradient.new_zeros(ctx.own_shape) if ctx.own is None else total[ctx.own], None, None, None
-
-
-class _GatherConstant(_Gather):
-    """Gathers the rows of all ranks as constants; a backward pass through them raises an error."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise RuntimeError(
-            "A loss was computed from the result of trainer.gather(), which has no gradients. Pass with_gradients=True "
-            "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."
-        )

@@ -30,7 +30,7 @@ def smallest_share(trainer: Trainer, run: Run) -> int:
             "torch raises an error where that leaves it a single value for each channel, and elsewhere the statistics "
             "of one sample are poor. Leave that batch out with train_dataloader_kwargs={'drop_last': True}, or choose "
             "another per_device_batch_size.",
-            stacklevel=9,  # the call of train()
+            stacklevel=10,  # the call of train()
         )
     return 2 if ranks.max([norm is not None])[0] else 1
 

@@ -11,7 +11,8 @@ import torch
 from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import concatenate, find_batch_size, to_cpu
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, mixed_precision, sync_ddp_buffers
-from pytorch_accel_lite.loops.evaluation import inference_run, preserving_randomness, unwrapped_model
+from pytorch_accel_lite.loops.evaluation import unwrapped_model
+from pytorch_accel_lite.loops.inference import inference_run, preserving_randomness
 from pytorch_accel_lite.run import Run, add_note, close_failed, suspended
 from pytorch_accel_lite.run_config import RunRequest
 

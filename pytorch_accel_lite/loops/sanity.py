@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.events import CallbackHandler
-from pytorch_accel_lite.loops.evaluation import run_evaluation
+from pytorch_accel_lite.loops.inference import run_evaluation
 from pytorch_accel_lite.restoring import preserving_attributes, replaced
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.tracking import InMemoryRunHistory, RunHistory, count_values

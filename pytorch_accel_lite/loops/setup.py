@@ -9,8 +9,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite import attributes
-from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
-from pytorch_accel_lite.checkpoint.snapshot import find_state
 from pytorch_accel_lite.checks.arguments import (
     check_all_are_optimized,
     check_length,
@@ -20,16 +18,12 @@ from pytorch_accel_lite.checks.arguments import (
     warn_of_what_is_not_trained,
 )
 from pytorch_accel_lite.gradients import GradientWindow, parameters_not_in_model
-from pytorch_accel_lite.loops.closures import begin_replay
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
-from pytorch_accel_lite.loops.guarded import guarded_step
-from pytorch_accel_lite.loops.own_step import begin_own_step
-from pytorch_accel_lite.loops.scheduling import align_windows, resume_schedule, schedule_was_for_others
-from pytorch_accel_lite.optimizer_factories import is_made
-from pytorch_accel_lite.optimizers import clear_gradients, optimized_parameters
+from pytorch_accel_lite.optimizers import clear_gradients, is_made, needs_closure, optimized_parameters
 from pytorch_accel_lite.randomness import seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
 from pytorch_accel_lite.tracking import InMemoryRunHistory
+from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -64,7 +58,11 @@ def find_data(
     trainer.callback_handler.configure_run(trainer, request)
     check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # with their changes
     _check_metrics(trainer, run)
-    run.resumed = state = find_state(trainer, request.state_sources, resume_from)
+    state = None
+    if resume_from is not None:
+        from pytorch_accel_lite.checkpoint.snapshot import find_state
+
+        run.resumed = state = find_state(trainer, request.state_sources, resume_from)
     run.data_seed = trainer.seed
     if trainer.seed is not None:
         seed_run(trainer.seed)
@@ -117,6 +115,8 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         run.averaged_here = parameters_not_in_model(trainer.model, trainer.optimizer)
         ranks.copy_from_first(run.averaged_here)
     if ranks.world_size > 1:
+        from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
+
         run.synced_buffers = buffers_beside_model(trainer)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
@@ -126,10 +126,23 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
                 "auto_microbatch=True and SkipFailedBatchesCallback do not work with weights that are sharded by "
                 f"{trainer.accelerator.distributed_type.value}: a step that fails on one process cannot be undone."
             )
+        from pytorch_accel_lite.loops.guarded import guarded_step
+
         run.window.is_guarded = ranks.world_size > 1
         run.special_step = guarded_step
-    begin_own_step(trainer, run)
-    begin_replay(trainer, run)
+    _begin_scheme(trainer, run)
+
+
+def _begin_scheme(trainer: Trainer, run: Run) -> None:
+    """Let the user's own step, or an update that computes gradients again, take the place of the usual step."""
+    if is_overridden(trainer, "train_step"):
+        from pytorch_accel_lite.schemes.own_step import begin_own_step
+
+        begin_own_step(trainer, run)
+    if is_overridden(trainer, "optimizer_step") or needs_closure(trainer.optimizer):
+        from pytorch_accel_lite.schemes.closures import begin_replay
+
+        begin_replay(trainer, run)
 
 
 def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None:
@@ -142,12 +155,14 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         trainer.run_history._increment_epoch()
     state = run.resumed
     if state is not None:
+        from pytorch_accel_lite.loops.resuming import align_windows, resume_schedule, schedule_was_for_others
+
         run.recreates_schedule = schedule_was_for_others(trainer, run, state)
         trainer.load_training_state(state.directory)
         align_windows(run, state)
     check_length(trainer, run)
     if state is not None and run.recreates_schedule:
         resume_schedule(trainer, run, state)
-    run.must_compare_replicas = trainer.check_replicas
+    run.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
     run.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0

@@ -6,18 +6,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
-from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
-from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_buffers
 from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
-from pytorch_accel_lite.loops.batch_norm import smallest_share
 from pytorch_accel_lite.loops.evaluation import evaluate_all
-from pytorch_accel_lite.loops.sanity import sanity_evaluation
-from pytorch_accel_lite.restoring import snapshot_of_step
 from pytorch_accel_lite.run import Run, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import LossTrackers
 
@@ -34,6 +30,8 @@ def train(trainer: Trainer, run: Run) -> None:
         _describe_states(trainer, run)
         over = _is_over(trainer, run)
         if run.request.sanity_eval_batches and not over:
+            from pytorch_accel_lite.loops.sanity import sanity_evaluation
+
             sanity_evaluation(trainer, run)
         if over or not run.progress.is_mid_epoch:
             _finish_resuming(trainer, run)
@@ -68,7 +66,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     limit = run.request.max_num_train_steps or math.inf
     run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
     done = progress.samples_in_epoch, progress.step
-    least = smallest_share(trainer, run)
+    least = _smallest_share(trainer, run)
     set_optimizer_modes(trainer, training=True)
     batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, least)
     while progress.update < limit and (batch := next(batches, None)) is not None:
@@ -80,7 +78,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
             trainer.compare_replicas()
     if not progress.step:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    if trainer.check_replicas:
+    if trainer.check_replicas and trainer.ranks.world_size > 1:
         trainer.compare_replicas()
     run.control.sync(now=True)
     sync_ddp_buffers(trainer.model, trainer.ranks)
@@ -195,32 +193,38 @@ def _step_scheduler_after_epoch(trainer: Trainer, run: Run) -> None:
 
 def _describe_states(trainer: Trainer, run: Run) -> None:
     """Print which attributes training states include, if any are saved; the starting events may have added some."""
-    described = describe_attributes(trainer) if run.request.saves_training_states or run.resumed is not None else ""
-    if described:
-        trainer.print(described)
+    if run.request.saves_training_states or run.resumed is not None:
+        from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
+
+        if described := describe_attributes(trainer):
+            trainer.print(described)
 
 
 def _is_over(trainer: Trainer, run: Run) -> bool:
     """Whether a resumed run has nothing left to do; prints the reason."""
     if run.resumed is None:
         return False
-    about = run.resumed.metadata
-    if about["stop_reason"] is not None and not about["interrupted"]:
-        run.stop_reason = about["stop_reason"]
-        trainer.print(f"Nothing left to do: the run was stopped. {run.stop_reason}")
-        return True
-    ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
-    if run.is_finished and not ends_its_epoch:
-        trainer.print("Nothing left to do: the run had finished. Increase num_epochs to continue it.")
-        return True
-    return False
+    from pytorch_accel_lite.loops.resuming import has_nothing_left
+
+    return has_nothing_left(trainer, run, run.resumed)
 
 
 def _finish_resuming(trainer: Trainer, run: Run) -> None:
     """Restore what must come last: anything that the starting events may have reset, and the random generators."""
     if run.resumed is not None:
+        from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
+
         finish_restoring(trainer, run.resumed)
         run.resumed = None
+
+
+def _smallest_share(trainer: Trainer, run: Run) -> int:
+    """Return the least number of samples a process may get in a step if it gets any: batch norm needs two."""
+    if not any(isinstance(module, _BatchNorm) for module in trainer.model.modules()):
+        return 1
+    from pytorch_accel_lite.loops.batch_norm import smallest_share
+
+    return smallest_share(trainer, run)
 
 
 def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
@@ -229,6 +233,8 @@ def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
     The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
+    from pytorch_accel_lite.restoring import snapshot_of_step
+
     run.must_warm_up_ddp = False
     before = snapshot_of_step(trainer, with_attributes=True)
     trainer.backward_step(loss_of(trainer, batch.data))

@@ -14,10 +14,11 @@ import torch
 from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.callbacks.advice import faster_data
 from pytorch_accel_lite.devices import module_of
+from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.loops.training import loss_of
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tools.trial import report, trial
-from pytorch_accel_lite.utils import LazyMethod, check_positive_int
+from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer

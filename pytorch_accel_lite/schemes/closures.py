@@ -122,8 +122,7 @@ def begin_replay(trainer: Trainer, run: Run) -> None:
     """Let a run keep what gradients can be computed from again, if its optimizer or the user's step may need it."""
     overridden = is_overridden(trainer, "optimizer_step")
     parts = parts_of(trainer.optimizer)
-    optimizers = parts.values() or [getattr(trainer.optimizer, "optimizer", trainer.optimizer)]  # without Accelerate's
-    kinds = [type(optimizer).__name__ for optimizer in optimizers if needs_closure(optimizer)]
+    kinds = needs_closure(trainer.optimizer)
     reason = _what_it_does_not_go_with(trainer, run)
     if kinds and reason:
         raise ValueError(

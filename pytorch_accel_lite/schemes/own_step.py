@@ -12,9 +12,9 @@ from pytorch_accel_lite.attributes import all_optimized_parameters
 from pytorch_accel_lite.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.distributed.prepared import mixed_precision
 from pytorch_accel_lite.gradients import GradientWindow, average_gradients
-from pytorch_accel_lite.optimizers import CombinedOptimizer, optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers import optimized_parameters, parts_of, schedulers_in
 from pytorch_accel_lite.run import Run
-from pytorch_accel_lite.utils import is_overridden
+from pytorch_accel_lite.schemes.combined import CombinedOptimizer
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data import Batch
@@ -193,9 +193,8 @@ def update(
 
 def begin_own_step(trainer: Trainer, run: Run) -> None:
     """Set up a run for a trainer that overrides ``train_step``."""
-    if is_overridden(trainer, "train_step"):
-        run.own_step = OwnStep(trainer, run)
-        run.special_step = run.own_step.forward_and_backward
+    run.own_step = OwnStep(trainer, run)
+    run.special_step = run.own_step.forward_and_backward
 
 
 def _check(trainer: Trainer, run: Run) -> None:

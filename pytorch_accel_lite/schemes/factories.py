@@ -10,12 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.optimizers import Optimizers, combine, load_optimizer_state
-
-#: What makes an optimizer, or several, from a model's trainable parameters.
-OptimizerFactory = Callable[..., Optimizers]
-#: What a trainer takes: what is made already, or what makes it.
-GivenOptimizer = Optimizers | OptimizerFactory
+from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
+from pytorch_accel_lite.optimizers import OptimizerFactory, is_made
+from pytorch_accel_lite.schemes.combined import combine
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # What a factory is called with, where its first argument has one of these names; else with the parameters.
@@ -52,7 +49,7 @@ class UnmadeOptimizer:
             )
         wanted = _WANTED.get(_first_argument(self.factory), _trainable)
         optimizer = combine(self.factory(wanted(model)))
-        if not hasattr(optimizer, "param_groups"):
+        if not is_made(optimizer):
             raise TypeError(
                 f"optimizer={self.name} returned {optimizer!r}. It must return a torch.optim.Optimizer, or a dict or "
                 "a list of them."
@@ -89,14 +86,9 @@ class UnmadeOptimizer:
         return f"{self.name} (not called yet)"
 
 
-def is_made(optimizer: Any) -> bool:
-    """Whether there is an optimizer, and not only what will make one."""
-    return optimizer is not None and not isinstance(optimizer, UnmadeOptimizer)
-
-
 def combine_or_defer(optimizer: Any) -> Any:
     """Return optimizers as one, and a factory as the optimizer that it has yet to make."""
-    is_factory = callable(optimizer) and not hasattr(optimizer, "param_groups")
+    is_factory = callable(optimizer) and not is_made(optimizer)
     return UnmadeOptimizer(optimizer) if is_factory else combine(optimizer)
 
 

@@ -1,0 +1,56 @@
+"""What a plain run does not use, imported when it is used: modules with methods of the trainer, several optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.optimizers import SchedulerFactory, is_made
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite import replicas as replicas
+    from pytorch_accel_lite.checkpoint import saving as saving
+    from pytorch_accel_lite.distributed import collectives as collectives
+    from pytorch_accel_lite.loops import inference as inference
+    from pytorch_accel_lite.loops import prediction as prediction
+    from pytorch_accel_lite.loops import resuming as resuming
+    from pytorch_accel_lite.schemes import closures as closures
+    from pytorch_accel_lite.schemes import own_step as own_step
+    from pytorch_accel_lite.tools import diagnosis as diagnosis
+    from pytorch_accel_lite.tools import tuning as tuning
+    from pytorch_accel_lite.trainer import Trainer
+else:
+    from pytorch_accel_lite.checks.answering import answering_method
+    from pytorch_accel_lite.lazy import MethodsOf
+
+    replicas = MethodsOf("pytorch_accel_lite.replicas")
+    saving = MethodsOf("pytorch_accel_lite.checkpoint.saving")
+    collectives = MethodsOf("pytorch_accel_lite.distributed.collectives")
+    inference = MethodsOf("pytorch_accel_lite.loops.inference", answering_method)
+    prediction = MethodsOf("pytorch_accel_lite.loops.prediction", answering_method)
+    resuming = MethodsOf("pytorch_accel_lite.loops.resuming")
+    closures = MethodsOf("pytorch_accel_lite.schemes.closures")
+    own_step = MethodsOf("pytorch_accel_lite.schemes.own_step")
+    diagnosis = MethodsOf("pytorch_accel_lite.tools.diagnosis", answering_method)
+    tuning = MethodsOf("pytorch_accel_lite.tools.tuning", answering_method)
+
+
+def as_one(optimizer: Any) -> Any:
+    """Return several optimizers as one, and a factory as the optimizer that it will create."""
+    if optimizer is None or is_made(optimizer):
+        return optimizer
+    from pytorch_accel_lite.schemes.factories import combine_or_defer
+
+    return combine_or_defer(optimizer)
+
+
+def create_scheduler(trainer: Trainer, create: SchedulerFactory) -> Any:
+    """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
+    from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values
+
+    create = replace_trainer_placeholder_values(trainer, create)
+    if not isinstance(create, Mapping):
+        return create(trainer.optimizer)
+    from pytorch_accel_lite.schemes.combined import create_schedulers
+
+    return create_schedulers(create, trainer.optimizer)
