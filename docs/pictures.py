@@ -101,12 +101,23 @@ def draw_a_range_test() -> None:
 
 
 def draw_the_resumed_schedule() -> None:
-    """Run the code of a page, which saves this picture in the current folder."""
-    page = (DOCS / "schedulers.md").read_text()
-    namespace = {"__name__": "docs"}
-    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        exec(code, namespace)
+    run_page(DOCS / "schedulers.md")
     shutil.copy("resumed_schedule.png", DOCS)
+
+
+def draw_schemes() -> None:
+    for page in sorted((DOCS / "schemes").glob("*.md")):
+        run_page(page)
+        for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()):
+            shutil.copy(name, DOCS / "schemes")
+
+
+def run_page(page: Path) -> None:
+    """Run the code of a page, which saves its pictures in the current folder."""
+    namespace = {"__name__": "docs"}
+    code_blocks = r"^```python\n(.*?)^```$"
+    for code in re.findall(code_blocks, page.read_text(), re.MULTILINE | re.DOTALL):
+        exec(code, namespace)
 
 
 def photograph(
@@ -130,3 +141,4 @@ if __name__ == "__main__":
     draw_a_run()
     draw_a_range_test()
     draw_the_resumed_schedule()
+    draw_schemes()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from matplotlib import pyplot
 
 import pytorch_accel_lite
 from pytorch_accel_lite import callbacks, events
@@ -20,7 +21,7 @@ from tests.launching import ROOT
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md")),
-    *sorted(page for folder in ("", "api", "examples") for page in (ROOT / "docs" / folder).glob("*.md")),
+    *sorted(page for folder in ("", "api", "examples", "schemes") for page in (ROOT / "docs" / folder).glob("*.md")),
 ]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,15 +31,46 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for found, code in BLOCK.findall(page.read_text()) if found == language]
 
 
-WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "schemes"]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    run_the_code(page)
+
+
+def run_the_code(page: Path) -> None:
     namespace = {"__name__": "docs"}
     for code in blocks(page, "python"):
         exec(compile(code, str(page), "exec"), namespace)
+
+
+SCHEMES = [page for page in PAGES if page.parent.name == "schemes"]
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def pictures_in(page: Path) -> list[str]:
+    return re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())
+
+
+@pytest.mark.parametrize("page", SCHEMES, ids=lambda page: page.stem)
+def test_a_scheme_gives_the_results_that_its_page_shows(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_the_code(page)
+    pyplot.close("all")
+    shown = "".join(blocks(page, "text")).splitlines()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert shown
+    for line in shown:
+        # Other processors round differently, and training amplifies that.
+        [found] = [numbers_in(other) for other in printed if NUMBER.sub("#", other) == NUMBER.sub("#", line)]
+        assert found == pytest.approx(numbers_in(line), rel=0.1, abs=0.05), line
+    assert {picture.name for picture in tmp_path.glob("*.png")} == set(pictures_in(page))
+
+
+def numbers_in(line: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in NUMBER.findall(line)]
 
 
 def test_the_code_of_a_page_fits_its_column():
@@ -141,6 +173,8 @@ def test_dependabot_moves_a_bound_only_when_it_must():
 def test_every_picture_can_be_redrawn():
     pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
     assert sorted(path.name for path in (ROOT / "docs").glob("*.png")) == pictures
+    drawn = [name for page in SCHEMES for name in pictures_in(page)]
+    assert sorted(path.name for path in (ROOT / "docs" / "schemes").glob("*.png")) == sorted(drawn)
 
 
 def test_links_between_pages_lead_somewhere():
