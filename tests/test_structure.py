@@ -98,7 +98,8 @@ model = torch.nn.Linear(4, 2)
 trainer = Trainer(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
 data = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
 trainer.train(data, num_epochs=2, eval_dataset=data)
-print(json.dumps({name: module.__file__ for name, module in sys.modules.items() if "pytorch_accel_lite" in name}))
+loaded = {name: module.__file__ for name, module in sys.modules.items() if name.startswith("pytorch_accel_lite")}
+print(json.dumps(loaded))
 """
 
 
@@ -106,7 +107,9 @@ print(json.dumps({name: module.__file__ for name, module in sys.modules.items() 
 def test_a_plain_run_loads_no_more_than_one_can_read_in_a_sitting():
     loaded = {name: Path(path) for name, path in json.loads(run_python(PLAIN_RUN)).items()}
     core = {name: path for name, path in loaded.items() if room_of(name) != "callbacks"}
-    assert not {"schemes", "checkpoint", "tools", "plotting", "schedulers", "reprs", "helpers"} & set(map(room_of, core))
+    assert not {"schemes", "checkpoint", "tools", "plotting", "schedulers", "reprs", "helpers"} & set(
+        map(room_of, core)
+    )
     assert sum(len(path.read_text().splitlines()) for path in core.values()) < 6_600, sorted(core)
 
 
