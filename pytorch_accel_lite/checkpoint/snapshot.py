@@ -53,7 +53,7 @@ def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
     shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
     shared = storable(shared, "state")
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
-    own = storable({"losses": losses, "generators": capture_generators()}, "state")
+    own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
     if not is_first:
         return Snapshot({}, {}, {}, own, {})
     return Snapshot(*untie(tensors), shared, own, _collect_metadata(trainer))
@@ -82,7 +82,16 @@ def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
         "microbatches": trainer.current_run.num_microbatches,
         "schedule_shift": trainer.current_run.schedule_shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
+        **_position(trainer, is_own=False),
     }
+
+
+def _position(trainer: Trainer, is_own: bool) -> dict[str, Any]:
+    """Return what the loader needs to resume in the middle of an epoch, which may differ between processes."""
+    loader = trainer.current_run.train_loader
+    if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_own:
+        return {}
+    return {"position": loader.position()}
 
 
 def _stepped(trainer: Trainer) -> dict[str, Any]:
@@ -190,6 +199,12 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
             for name, (total, count) in sums.items()
         }
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.ranks.rank))
+    loader = trainer.current_run.train_loader
+    if trainer.progress.is_mid_epoch and hasattr(loader, "has_own_position"):
+        holds = state.own or {} if loader.has_own_position else state.shared
+        said = loader.move_to(holds.get("position"))
+        if said:
+            trainer.print(said)
     for name, loss in losses.items():
         trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from itertools import chain, islice
+from itertools import chain, count, islice
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.batches import find_batch_size, slice_batch
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
@@ -17,8 +18,14 @@ from pytorch_accel_lite.data.plan import count_global_batches, ended, ends_in_on
 from pytorch_accel_lite.data.self_sharding import find_own_share
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.utils import find_length
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data.stateful import PositionTracker
+
+
+_END = object()  # of a source
 
 
 class OwnShard:
@@ -39,7 +46,28 @@ class OwnShard:
 
 
 class _ReadInTurn(ShardedLoader):
-    """Reads its source from the beginning; resuming in the middle of an epoch discards the batches already seen."""
+    """Reads its source in turn. To resume in the middle of an epoch, it returns to where a stateful source was.
+
+    Otherwise it reads the source from the beginning and discards what has already been seen.
+    """
+
+    def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+        super().__init__(source, ranks, device, options)
+        self._tracker = _create_tracker(source)
+        self._batches_per_step = 1  # that this process reads
+
+    def position(self) -> Any:
+        return None if self._tracker is None else self._tracker.position
+
+    def move_to(self, position: Any) -> str:
+        tracker = self._tracker
+        if tracker is None:
+            return ""
+        tracker.position = position
+        if position is not None:
+            return ""
+        reason = tracker.obstacle or "the training state holds no position for this process"
+        return f"The samples of this epoch that the run had already seen are read again from {tracker.name}: {reason}."
 
     def _set_epoch(self, epoch: int) -> None:
         """Tell a stream that shuffles itself which epoch begins; otherwise it might repeat an order."""
@@ -50,11 +78,27 @@ class _ReadInTurn(ShardedLoader):
 
     def _steps_alone(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process; their sizes are known only to the steps that use them."""
+        tracker = self._tracker
         for batch, is_last in with_last(islice(self._read_from(start), self._left)):
+            if tracker is not None:
+                tracker.advance()
             yield Batch(batch, None, None, is_last)
 
     def _read_from(self, start: int) -> Iterator[Any]:
-        """Read the source and discard what a resumed epoch has already seen, without advancing the random generators.
+        """Read the source after what a resumed epoch has already seen, without advancing the random generators."""
+        tracker = self._tracker
+        if tracker is None:
+            return self._skip_to(start)
+        position = tracker.position if start else None
+        tracker.begin()
+        if position is None:
+            return tracker.follow(self._skip_to(start))
+        with preserving_generators():
+            first = self._steps_done * self._batches_per_step
+            return tracker.follow(tracker.reopen(position, lambda: self._open(first)))
+
+    def _skip_to(self, start: int) -> Iterator[Any]:
+        """Read the source and discard what has already been seen.
 
         Discards the number of samples seen, splitting the batch in which they end. A single process, however, counts
         the samples reported by each step, which may differ from the size of the batch. If the batch size is unchanged,
@@ -64,12 +108,34 @@ class _ReadInTurn(ShardedLoader):
         done = self._steps_done
         by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, start / done)
         with preserving_generators() if start else nullcontext():
-            batches = self._start_reading(self.source)
+            batches = self._open(0)
             if by_steps:
                 _skip_batches(batches, done, start, is_certain=size is not None)
                 return batches
             rest = skip_samples(batches, start, find_batch_size)
             return batches if rest is None else chain([_last_samples(*rest)], batches)
+
+    def _open(self, first: int) -> Iterator[Any]:
+        """Begin to read the source, whose next batch is number ``first`` of the epoch."""
+        batches = self.source.batches if isinstance(self.source, OwnShard) else self.source
+        reader = self._start_reading(self.source)
+        is_seeded_here = self.options.seed is not None and isinstance(batches, DataLoader) and not batches.num_workers
+        return self._seeded(reader, first) if is_seeded_here else reader
+
+    def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """Read each batch with generators seeded from its place, and leave torch's as it was."""
+        assert self.options.seed is not None
+        place = mix(self.options.seed, self._epoch, self._ranks.rank)
+        for number in count(first):
+            state = torch.default_generator.get_state()
+            seed_generators(mix(number, after=place))
+            try:
+                batch = next(batches, _END)
+            finally:
+                torch.default_generator.set_state(state)
+            if batch is _END:
+                return
+            yield batch
 
 
 class StreamLoader(_ReadInTurn):
@@ -78,25 +144,34 @@ class StreamLoader(_ReadInTurn):
     Every sample is thus seen once, even if the stream is random.
     """
 
+    def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+        super().__init__(source, ranks, device, options)
+        self._batches_per_step = ranks.world_size
+
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._set_epoch(epoch)
         return self._steps_alone(start) if self._ranks.world_size == 1 else self._deal_out(start)
 
     def _deal_out(self, start: int) -> Iterator[Batch]:
         rank = self._ranks.rank
-        groups = grouped(self._read_from(start), self._ranks.world_size)
-        steps = with_last(islice(groups, self._left))
+        steps = with_last(islice(self._groups(start), self._left))
         is_last = False
         while not is_last:  # a process without a batch in the last step must not wait for the others
             step = self._ranks.broadcast_object(lambda: next(steps, None))
             if step is None:
                 return
             group, is_last = step
+            if self._tracker is not None and rank == 0:
+                self._tracker.advance(len(group))
             sizes = [find_batch_size(batch) for batch in group]
             if rank < len(group):
                 yield Batch(group[rank], sizes[rank], sum(sizes), is_last)
             elif self.options.fill:
                 yield Batch(group[0], 0, sum(sizes), is_last)
+
+    def _groups(self, start: int) -> Iterator[list[Any]]:
+        """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
+        yield from grouped(self._read_from(start), self._ranks.world_size)
 
     def _num_steps(self) -> int:
         return count_global_batches(len(self.source), self._ranks.world_size)
@@ -114,6 +189,8 @@ class PreShardedLoader(_ReadInTurn):
     :param shared_by: name of the mechanism by which a stream shards itself, if that was detected
     """
 
+    has_own_position = True
+
     def __init__(
         self, source: Iterable[Any], ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
     ) -> None:
@@ -128,14 +205,19 @@ class PreShardedLoader(_ReadInTurn):
         return self._steps_alone(start) if is_alone else self._steps_together(start)
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
+        done = 0
+        if start and not self._ranks.max([self.position() is None])[0]:
+            done = start
         with preserving_generators():
-            steps = self._in_step()
-            if skip_samples(steps, start, attrgetter("total_samples")) is not None:
+            steps = self._in_step(done)
+            if skip_samples(steps, start - done, attrgetter("total_samples")) is not None:
                 raise _cannot_split("the batches of several processes")
         yield from steps
 
-    def _in_step(self) -> Iterator[Batch]:
-        batches = islice(self._start_reading(self.source), self.limit)
+    def _in_step(self, start: int) -> Iterator[Batch]:
+        """Yield the steps from the position of a stateful source, or from the beginning if ``start`` is 0."""
+        tracker = self._tracker
+        batches = islice(self._read_from(start), self._left if start else self.limit)
         batch = None
         ready = next(batches, None)
         while True:
@@ -150,6 +232,10 @@ class PreShardedLoader(_ReadInTurn):
                 )
             if not total:
                 return
+            if tracker is not None and ready is not None:
+                tracker.advance()
+            elif tracker is not None:
+                tracker.position = None  # to resume, the last batch must be read again
             yield Batch(batch, size, int(total), not running)
             ready = following
 
@@ -168,6 +254,16 @@ def create_loader(
     if is_torchs and share is None:
         return StreamLoader(source, ranks, device, options)
     return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)
+
+
+def _create_tracker(source: Any) -> PositionTracker | None:
+    """Return what tracks the position in a source, if that can report it."""
+    batches = source.batches if isinstance(source, OwnShard) else source
+    if not any(hasattr(item, "load_state_dict") for item in (batches, getattr(batches, "dataset", None))):
+        return None
+    from pytorch_accel_lite.data.stateful import PositionTracker, can_track  # rarely needed
+
+    return PositionTracker(batches) if can_track(batches) else None
 
 
 def _cannot_split(what: str) -> ValueError:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -83,8 +83,10 @@ class ShardedLoader(ABC):
 
     :ivar seconds_waited: seconds that the latest epoch has waited for its batches, if measured
     :ivar shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
+    :cvar has_own_position: whether :meth:`position` differs between processes; otherwise that of the first is kept
     """
 
+    has_own_position: ClassVar[bool] = False
     seconds_waited = 0.0
     shared_by = ""
 
@@ -118,6 +120,17 @@ class ShardedLoader(ABC):
     def steps_left(self, start: int) -> int | None:
         """Return the number of steps left in an epoch after ``start`` samples of all processes; ``None`` if unknown."""
         return None
+
+    def position(self) -> Any:
+        """Return what a training state must keep to resume in the middle of an epoch, besides the samples counted."""
+        return None
+
+    def move_to(self, position: Any) -> str:
+        """Make the next, resumed epoch begin at a position, if the training state holds one.
+
+        :return: what the user should know about it
+        """
+        return ""
 
     def ends_in_one_sample(self, steps: float) -> bool:
         """Whether the first ``steps`` steps of an epoch are known to end with a batch of a single sample."""

@@ -31,10 +31,10 @@ class Share(NamedTuple):
 
 def find_share(stream: Any) -> Share | None:
     """Return how a stream, or one inside it, shards itself; ``None`` if it seems to give all data."""
-    return next(filter(None, map(_share, _streams_in(stream, []))), None)
+    return next(filter(None, map(_share, streams_in(stream, []))), None)
 
 
-def _streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
+def streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
     """Yield a stream and the streams that it reads, as far as they are its attributes."""
     if not isinstance(stream, IterableDataset) or any(stream is other for other in seen):
         return
@@ -42,7 +42,7 @@ def _streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
     yield stream
     for value in vars(stream).values():
         for inner in value if isinstance(value, (list, tuple)) else [value]:
-            yield from _streams_in(inner, seen)
+            yield from streams_in(inner, seen)
 
 
 def _share(stream: Any) -> Share | None:

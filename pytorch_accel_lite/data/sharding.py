@@ -26,7 +26,7 @@ def shard(
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
         raise TypeError(f"A dataloader must be an iterable of batches, not {type(source).__name__}.")
     chosen = LoaderOptions(seed, training, **options)
-    is_loader = isinstance(source, DataLoader) and type(source).__iter__ is DataLoader.__iter__
+    is_loader = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
     if not is_loader or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
         from pytorch_accel_lite.data.iterables import create_loader
 
@@ -36,3 +36,8 @@ def shard(
 
         check_same_rows(source.dataset, ranks)
     return MapLoader(source, ranks, device, chosen)
+
+
+def _is_of_torch(method: Any) -> bool:
+    """Whether a method is torch's own, or that of torchdata's ``StatefulDataLoader``, which has the same options."""
+    return method.__module__.partition(".")[0] in ("torch", "torchdata")

@@ -16,6 +16,7 @@ from tests.cases import (
     replicas,
     states,
     stopping,
+    streams,
     tools,
     training,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "replicas",
     "states",
     "stopping",
+    "streams",
     "tools",
     "training",
 ]

@@ -1,0 +1,88 @@
+"""Sources that report where they are: a resumed run continues there, without reading again what it has seen."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite.data.self_sharding import streams_in
+
+#: For each source, by identity, the tracker of the loader that began to read it last.
+_latest: WeakValueDictionary[int, PositionTracker] = WeakValueDictionary()
+
+
+def can_track(batches: Any) -> bool:
+    """Whether a loader, or the stream that a ``DataLoader`` reads, reports its position and can return to it."""
+    return _is_stateful(batches) or (isinstance(batches, DataLoader) and _is_stateful(batches.dataset))
+
+
+def _is_stateful(source: Any) -> bool:
+    return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class PositionTracker:
+    """Keeps the state of a source after the batch used last; batches are read ahead of those that are used.
+
+    :param batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
+    :ivar position: the state; ``None`` if it is unknown
+    :ivar obstacle: why the state is never known; empty if it is
+    """
+
+    def __init__(self, batches: Any) -> None:
+        dataset = getattr(batches, "dataset", None)
+        self._source: Any = batches if _is_stateful(batches) else dataset
+        self._read = id(batches if dataset is None else dataset)
+        self.name = type(self._source).__name__
+        self.obstacle = ""
+        if _has_shuffle_buffer(dataset):
+            self.obstacle = "the samples in its shuffle buffer are not part of its state_dict"
+        elif self._source is not batches and batches.num_workers:
+            self.obstacle = "a DataLoader does not report the states of its workers, but torchdata's StatefulDataLoader"
+        self.position: Any = None
+        self._ahead: deque[Any] = deque()
+
+    def begin(self) -> None:
+        """Begin to read. Another loader that is still reading the same object no longer knows its position."""
+        self.position = None
+        self._ahead.clear()
+        _latest[self._read] = self
+
+    def reopen(self, position: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return to a position and call ``start``, which begins to read."""
+        try:
+            self._source.load_state_dict(position)
+            return start()
+        except Exception as error:
+            raise ValueError(
+                f"The position in the training state does not fit the training data, a {self.name} "
+                f"({type(error).__name__}: {error}). Create it as it was when the state was saved."
+            ) from error
+
+    def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, keeping the state of the source after each."""
+        for batch in batches:
+            is_known = not self.obstacle and _latest.get(self._read) is self
+            self._ahead.append(copy.deepcopy(self._source.state_dict()) if is_known else None)
+            yield batch
+
+    def advance(self, num_batches: int = 1) -> None:
+        """Move the position past the next batches, which are about to be used."""
+        for _ in range(num_batches):
+            self.position = self._ahead.popleft()
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether a stream, or one inside it, shuffles with the buffer of Hugging Face datasets, which its state lacks."""
+    stages = [getattr(stream, "_ex_iterable", None) for stream in streams_in(dataset, [])]
+    while stages:
+        stage = stages.pop()
+        if type(stage).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        stages += [inner for inner in [getattr(stage, "ex_iterable", None)] if inner is not None]
+        stages += getattr(stage, "ex_iterables", ())
+    return False

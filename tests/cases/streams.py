@@ -1,0 +1,126 @@
+"""Streams that report where they are, on one process or several."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from tests.cases.common import rank, world_size
+from tests.cases.data import SavesEachUpdate
+from tests.tasks import weights
+
+
+class Shelf(IterableDataset):
+    """Numbers with noise; reports the next one, and keeps those it has read."""
+
+    def __init__(self, numbers):
+        self.numbers = list(numbers)
+        self.read = []
+        self.next = self.first = 0
+
+    def __iter__(self):
+        self.next, self.first = self.first, 0
+        while self.next < len(self.numbers):
+            number = self.numbers[self.next]
+            self.next += 1
+            self.read.append(number)
+            yield torch.stack([torch.tensor(float(number)), torch.rand(())])
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.first = state["next"]
+
+
+class Forgetful(Shelf):
+    """The same, without a state."""
+
+    state_dict = None
+
+
+def hugging_face(size: int, read: list[int], num_shards: int = 3) -> Any:
+    from datasets import Dataset
+
+    def note(row):
+        read.append(row["x"])
+        return row
+
+    return Dataset.from_dict({"x": list(range(size))}).to_iterable_dataset(num_shards=num_shards).map(note)
+
+
+def rows(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor([[float(row["x"]), 0.0] for row in samples])
+
+
+def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
+    """A stream, and the arguments of its loader."""
+    if kind in ("shelf", "forgetful", "own part"):
+        numbers = range(size) if kind != "own part" else range(rank(), size - (rank() > 0), world_size())
+        stream = (Forgetful if kind == "forgetful" else Shelf)(numbers)
+        stream.read = read
+        return stream, {}
+    stream = hugging_face(size, read)
+    if kind == "shuffled":
+        stream = stream.shuffle(seed=1, buffer_size=4)
+    if kind == "split":
+        from datasets.distributed import split_dataset_by_node
+
+        stream = split_dataset_by_node(hugging_face(size, read, 6), rank(), world_size())
+    workers = 2 if kind in ("workers", "plain workers") else 0
+    return stream, {"collate_fn": rows, "num_workers": workers}
+
+
+class Keeps(TrainerCallback):
+    """Keeps the batches of this process that count."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_step_end(self, trainer, batch, **kwargs):
+        if trainer.current_run.batch.num_samples != 0:
+            self.seen.append(batch)
+
+
+class Sums(Trainer):
+    """Reads what it is told to."""
+
+    loader_class: Any = DataLoader
+    own_part = False
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        from pytorch_accel_lite.data import OwnShard
+
+        loader = self.loader_class(self.train_dataset, batch_size, **train_dl_kwargs)
+        return OwnShard(loader) if self.own_part else loader
+
+    def calculate_train_batch_loss(self, batch):
+        return {"loss": self.model(batch).square().mean(), "batch_size": len(batch)}
+
+
+def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size: int = 3, size: int = 26) -> Any:
+    """Train two epochs on a stream; save a state at each update in ``folder``, or resume from one."""
+    read: list[int] = []
+    stream, kwargs = source(kind, size, read)
+    torch.manual_seed(rank())
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 0.1)
+    keeps = Keeps()
+    callbacks: list[TrainerCallback] = [keeps] if folder is None else [keeps, SavesEachUpdate(folder)]
+    trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=callbacks, seed=5)
+    if kind in ("loader", "workers"):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        trainer.loader_class = StatefulDataLoader
+    trainer.own_part = kind == "own part"
+    with redirect_stdout(StringIO()) as text:
+        trainer.train(
+            stream, 2, per_device_batch_size=batch_size, train_dataloader_kwargs=kwargs, resume_from=resume_from
+        )
+    return {"seen": keeps.seen, "read": read, "weights": weights(model), "printed": text.getvalue()}

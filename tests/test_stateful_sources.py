@@ -1,0 +1,175 @@
+"""Sources that report where they are: a resumed run reads nothing that it has already seen."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
+from tests.cases.data import SavesEachUpdate
+from tests.cases.streams import Keeps, Shelf, train_on
+from tests.tasks import equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
+BATCHES = 9  # in an epoch of 26 samples
+
+
+def require(kind: str) -> None:
+    if kind != "shelf":
+        pytest.importorskip("datasets")
+    if kind in ("loader", "workers"):
+        pytest.importorskip("torchdata.stateful_dataloader")
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("kind", ["shelf", "hugging face", "loader", pytest.param("workers", marks=pytest.mark.slow)])
+def test_a_stateful_source_goes_on_with_the_same_bits_without_reading_again(tmp_path, kind):
+    require(kind)
+    whole = train_on(kind, tmp_path)
+    assert len(whole["seen"]) == 2 * BATCHES
+    for update in (BATCHES + 4,) if kind == "workers" else (1, BATCHES - 1, BATCHES, BATCHES + 4, 2 * BATCHES - 1):
+        resumed = train_on(kind, resume_from=tmp_path / f"{update}")
+        assert same(resumed["seen"], whole["seen"][update:])
+        assert equal(resumed["weights"], whole["weights"])
+        if kind != "workers":  # which read in other processes
+            assert len(resumed["read"]) == sum(map(len, whole["seen"][update:]))
+        assert "read again" not in resumed["printed"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("shuffled", "the samples in its shuffle buffer are not part of its state_dict"),
+        pytest.param("plain workers", "torchdata's StatefulDataLoader", marks=pytest.mark.slow),
+    ],
+)
+def test_a_source_that_cannot_report_all_is_read_again_and_says_so(tmp_path, kind, reason):
+    require(kind)
+    whole = train_on(kind, tmp_path)
+    resumed = train_on(kind, resume_from=tmp_path / "4")
+    assert same(resumed["seen"], whole["seen"][4:])
+    assert "read again from IterableDataset" in resumed["printed"]
+    assert reason in resumed["printed"]
+
+
+def test_a_stream_without_a_state_is_read_again_with_the_same_noise(tmp_path):
+    whole = train_on("forgetful", tmp_path)
+    resumed = train_on("forgetful", resume_from=tmp_path / "4")
+    assert same(resumed["seen"], whole["seen"][4:])
+    assert len(resumed["read"]) == 2 * 26
+
+
+def test_a_stateful_stream_goes_on_with_another_batch_size(tmp_path):
+    train_on("shelf", tmp_path)
+    resumed = train_on("shelf", resume_from=tmp_path / "4", batch_size=5)
+    assert [int(row[0]) for batch in resumed["seen"] for row in batch] == [*range(12, 26), *range(26)]
+    assert resumed["read"] == [*range(12, 26), *range(26)]
+
+
+def test_a_source_that_something_else_began_to_read_meanwhile_is_read_again(tmp_path, capsys):
+    """A stream that is evaluated in the middle of an epoch reports the position of the evaluation."""
+
+    class Copies(Shelf):  # each iteration has a position of its own, the latest is reported
+        def __iter__(self):
+            self.next, self.first = self.first, 0
+            for at in range(self.next, len(self.numbers)):
+                self.next = at + 1
+                yield torch.tensor([float(self.numbers[at]), 0.0])
+
+    class Sums(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.model(batch).square().mean(), "batch_size": len(batch)}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    def run(**kwargs: Any) -> list[Any]:
+        stream, model, keeps = Copies(range(20)), torch.nn.Linear(2, 1), Keeps()
+        callbacks = [keeps, StepBasedEvaluationCallback(2), SavesEachUpdate(tmp_path)]
+        trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=callbacks, seed=0)
+        trainer.train(stream, 1, stream, per_device_batch_size=4, **kwargs)
+        return keeps.seen
+
+    whole = run()
+    assert same(run(resume_from=tmp_path / "4"), whole[4:])
+    assert "read again from Copies: the training state holds no position" in capsys.readouterr().out
+    assert same(run(resume_from=tmp_path / "3"), whole[3:])  # read before the evaluation
+    assert "read again" not in capsys.readouterr().out
+
+
+def test_a_position_that_does_not_fit_is_an_error_that_says_so(tmp_path):
+    pytest.importorskip("torchdata.stateful_dataloader")
+    train_on("shelf", tmp_path)
+    with pytest.raises(ValueError, match=r"does not fit the training data, a StatefulDataLoader .* as it was when"):
+        train_on("loader", resume_from=tmp_path / "4")
+
+
+def test_a_stateful_dataloader_over_rows_is_divided_like_any_other(tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    from pytorch_accel_lite.data import shard
+    from tests.test_data import numbers, rank_of, samples
+
+    found = []
+    for loader_class in (stateful.StatefulDataLoader, DataLoader):
+        steps = []
+        for rank in range(2):
+            source = loader_class(numbers(10), 2, shuffle=False)
+            loader = shard(source, rank_of(rank, 2), torch.device("cpu"), seed=1, training=True)
+            steps.append(list(loader.steps(1, 4)))
+        found.append([samples(step) for step in steps])
+    assert found[0] == found[1] == [[4, 5, 8], [6, 7, 9]]
+
+
+def resumed_on(ranks: Any, kind: str, folder: Path, update: int) -> tuple[Any, Any]:
+    folder.mkdir()
+    whole = ranks.run(train_on, kind, folder)
+    return whole, ranks.run(train_on, kind, resume_from=folder / f"{update}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["shelf", "split", "own part"])
+def test_a_stateful_source_goes_on_without_reading_again_on_several_processes(ranks, tmp_path, kind):
+    if kind == "split":
+        require(kind)
+    whole, resumed = resumed_on(ranks, kind, tmp_path / "states", 2)
+    for before, after in zip(whole, resumed, strict=True):
+        assert same(after["seen"], before["seen"][2:])
+        assert equal(after["weights"], before["weights"])
+        assert "read again" not in after["printed"]
+    read = [*chain(*(result["read"] for result in resumed))]
+    seen = [int(x) for result in resumed for batch in result["seen"] for x in batch[:, 0]]
+    assert sorted(read) == sorted(seen)
+
+
+@pytest.mark.processes
+def test_a_stateful_source_that_the_first_process_reads_goes_on_with_other_processes(ranks, tmp_path):
+    train_on("shelf", tmp_path)
+    resumed = ranks.run(train_on, "shelf", resume_from=tmp_path / "4")
+    assert resumed[0]["read"] == [*range(12, 26), *range(26)]
+    seen = [int(x) for result in resumed for batch in result["seen"] for x in batch[:, 0]]
+    assert sorted(seen) == sorted(resumed[0]["read"])
+
+
+@pytest.mark.processes
+def test_parts_of_a_stateful_source_are_read_again_with_other_processes(two_ranks, job, tmp_path):
+    two_ranks.run(train_on, "own part", tmp_path, size=36)
+    resumed = job(3).run(train_on, "own part", resume_from=tmp_path / "3", size=36)
+    assert "read again from Shelf: the training state holds no position" in resumed[0]["printed"]
+    assert [len(result["read"]) for result in resumed] == [len(range(r, 36 - (r > 0), 3)) * 2 for r in range(3)]
+
+
+@pytest.mark.processes
+def test_a_stateful_part_that_has_run_out_goes_on_to_repeat_its_last_batch(two_ranks, tmp_path):
+    """The shares of 26 samples are 13 and 12 at a time of one: the second waits with zero weight."""
+    whole = two_ranks.run(train_on, "own part", tmp_path, batch_size=1, size=26)
+    resumed = two_ranks.run(train_on, "own part", resume_from=tmp_path / "13", batch_size=1, size=26)
+    for before, after in zip(whole, resumed, strict=True):
+        assert equal(after["weights"], before["weights"])
