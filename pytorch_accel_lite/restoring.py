@@ -67,8 +67,8 @@ class Snapshot:
 def snapshot_of_step(trainer: Trainer, with_attributes: bool = False) -> Snapshot:
     """Capture what a forward and backward pass changes: gradients, buffers, generators and logged values.
 
-    :param with_attributes: whether to include modules that are attributes of the trainer, and what optimizers that are
-        attributes train
+    :param with_attributes: whether to include registered objects, modules that are attributes of the trainer, and what
+        optimizers that are attributes train
     """
     model = trainer.get_model()
     loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
@@ -76,7 +76,8 @@ def snapshot_of_step(trainer: Trainer, with_attributes: bool = False) -> Snapsho
     if not with_attributes:
         return Snapshot(chain(model.buffers(), loss), parameters, [trainer.current_run.loss_trackers])
     parameters = chain(parameters, attributes.all_optimized_parameters(trainer))
-    return Snapshot(chain(model.buffers(), loss), parameters, attributes.trained(trainer).values())
+    owners = chain(attributes.trained(trainer).values(), trainer.registered_objects.values())
+    return Snapshot(chain(model.buffers(), loss), parameters, owners)
 
 
 @contextmanager

@@ -158,8 +158,12 @@ def check_weights(self: Trainer) -> None:
 def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
     """Include one of your own objects in every training state.
 
+    A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
+    starting events may have reset it. ``find_lr`` and the like leave it as it was.
+
     :param name: name of the object, which must be the same in the run that resumes
-    :param obj: an object with ``state_dict()``, the same on every process, and ``load_state_dict(state)``
+    :param obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process, and
+        what the first one returns is saved for all: if their states differ, :meth:`gather` them in ``state_dict()``.
     """
     if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
         raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")

@@ -175,7 +175,7 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     if shared["history"] is not None and hasattr(trainer.run_history, "load_state_dict"):
         trainer.run_history.load_state_dict(shared["history"])
     trainer.progress.load_state_dict(state.metadata["progress"])
-    _restore_each("registered object", trainer.registered_objects, shared["objects"])
+    _restore_each("registered object", trainer.registered_objects, shared["objects"], is_final=False)
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
     trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
@@ -184,10 +184,12 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
 def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
     """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
 
-    Also restores the attributes again, as the starting events may have created some or moved them to the device. With
-    a different number of processes, generators are reseeded, and rank 0 gets the summed losses of all ranks.
+    Also restores the attributes and registered objects again, as the starting events may have created or reset some, or
+    moved them to the device. With a different number of processes, generators are reseeded, and rank 0 gets the summed
+    losses of all ranks.
     """
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
+    _restore_each("registered object", trainer.registered_objects, state.shared["objects"])
     _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
     if state.own is not None:
         losses = send_to_device(state.own["losses"], trainer.device)
@@ -209,12 +211,12 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
         trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
 
 
-def _restore_each(kind: str, owners: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Restore all owners of a kind that have a state; warn of owners without a state and states without an owner."""
+def _restore_each(kind: str, owners: Mapping[str, Any], states: Mapping[str, Any], is_final: bool = True) -> None:
+    """Restore all owners of a kind that have a state; finally, warn of owners without a state, and the reverse."""
     for name, owner in owners.items():
         if name in states:
             owner.load_state_dict(states[name])
-        else:
+        elif is_final:
             warnings.warn(f"The training state holds nothing for the {kind} {name!r}.", stacklevel=3)
-    for name in states.keys() - owners.keys():
+    for name in states.keys() - owners.keys() if is_final else ():
         warnings.warn(f"The training state holds the state of {kind} {name!r}, which no longer exists.", stacklevel=3)

@@ -29,19 +29,20 @@ if TYPE_CHECKING:
 def restoring_state(trainer: Trainer) -> Iterator[None]:
     """Restore weights, buffers, gradients, modes, the optimizer, the scaler and the generators after a block.
 
-    This includes those of the loss function and of trained attributes. Weights are kept in host memory, to leave the
-    device's memory to the trial.
+    This includes those of the loss function and of trained attributes, and registered objects. Weights are kept in host
+    memory, to leave the device's memory to the trial.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
     owners += attributes.trained(trainer).values()
     roots = [owner for owner in owners if isinstance(owner, nn.Module)]
-    steppers = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
+    stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
+    stateful += trainer.registered_objects.values()
     of_modules = chain.from_iterable(root.parameters() for root in roots)
     parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     buffers = chain.from_iterable(root.buffers() for root in roots)
-    before = Snapshot(chain(parameters, buffers), parameters, steppers, on_host=True)
+    before = Snapshot(chain(parameters, buffers), parameters, stateful, on_host=True)
     try:
         with preserving_modes(chain.from_iterable(root.modules() for root in roots)):
             yield

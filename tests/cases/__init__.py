@@ -4,6 +4,7 @@ tests look at. With one process, tests call it directly."""
 from tests.cases import (
     beside_model,
     callbacks,
+    carried,
     closures,
     data,
     evaluation,
@@ -24,6 +25,7 @@ from tests.cases import (
 __all__ = [
     "beside_model",
     "callbacks",
+    "carried",
     "closures",
     "data",
     "evaluation",
