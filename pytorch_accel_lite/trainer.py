@@ -95,6 +95,7 @@ class Trainer:
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+    :ivar train_dataset_name: name of the dataset that the batch is from, in a mixture with batches of one dataset each
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several; otherwise ``None``
     :ivar is_sanity_evaluation: whether this is the evaluation before training (``train(sanity_eval_batches=)``)
     :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
@@ -130,6 +131,7 @@ class Trainer:
     num_microbatches: int = offered("num_microbatches")
     is_finished: bool = offered("is_finished")
     evaluation_is_due: bool = offered("evaluation_is_due")
+    train_dataset_name: str | None = offered("train_dataset_name")
     eval_dataset_name: str | None = offered("eval_dataset_name")
     is_sanity_evaluation: bool = offered("is_sanity_evaluation")
     batch_indices: list[Any] | None = offered("batch_indices")

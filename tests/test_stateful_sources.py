@@ -135,10 +135,18 @@ def resumed_on(ranks: Any, kind: str, folder: Path, update: int) -> tuple[Any, A
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["shelf", "split", "own part"])
+@pytest.mark.parametrize("kind", ["shelf", "own part"])
 def test_a_stateful_source_goes_on_without_reading_again_on_several_processes(ranks, tmp_path, kind):
-    if kind == "split":
-        require(kind)
+    check_resumed_on(ranks, tmp_path, kind)
+
+
+@pytest.mark.processes
+def test_a_split_stream_of_hugging_face_goes_on_without_reading_again(two_ranks, tmp_path):
+    require("split")
+    check_resumed_on(two_ranks, tmp_path, "split")
+
+
+def check_resumed_on(ranks, tmp_path, kind):
     whole, resumed = resumed_on(ranks, kind, tmp_path / "states", 2)
     for before, after in zip(whole, resumed, strict=True):
         assert same(after["seen"], before["seen"][2:])

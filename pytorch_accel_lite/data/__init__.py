@@ -8,6 +8,8 @@ from pytorch_accel_lite.lazy import loaded_when_named
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data.iterables import OwnShard
+    from pytorch_accel_lite.data.mixture_streams import MixtureStream
+    from pytorch_accel_lite.data.mixtures import Mixture, MixtureBatchSampler, MixtureSampler
     from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
 
 __all__ = [
@@ -15,6 +17,10 @@ __all__ = [
     "FailedRead",
     "LoadedBatch",
     "LoaderOptions",
+    "Mixture",
+    "MixtureBatchSampler",
+    "MixtureSampler",
+    "MixtureStream",
     "NamedDatasets",
     "NamedSampler",
     "OwnShard",
@@ -22,7 +28,12 @@ __all__ = [
     "shard",
 ]
 
-_NAMED = "pytorch_accel_lite.data.named"
+_SOURCES = {
+    "iterables": ("OwnShard",),
+    "mixture_streams": ("MixtureStream",),
+    "mixtures": ("Mixture", "MixtureBatchSampler", "MixtureSampler"),
+    "named": ("NamedDatasets", "NamedSampler"),
+}
 __getattr__ = loaded_when_named(
-    __name__, {"NamedDatasets": _NAMED, "NamedSampler": _NAMED, "OwnShard": "pytorch_accel_lite.data.iterables"}
+    __name__, {name: f"{__name__}.{module}" for module, names in _SOURCES.items() for name in names}
 )

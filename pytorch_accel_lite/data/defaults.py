@@ -28,6 +28,11 @@ def default_num_workers(dataset: Any, processes: int) -> int:
     return min(per_process, 8) if per_process > 1 else 0
 
 
+def _is_mixture(dataset: Any) -> bool:
+    """Whether a dataset is a :class:`~pytorch_accel_lite.data.Mixture`, whose module is loaded only if needed."""
+    return hasattr(dataset, "samples_per_epoch")
+
+
 def _is_in_memory(dataset: Any) -> bool:
     inner = inner_datasets(dataset)
     return type(dataset) is TensorDataset or (bool(inner) and all(map(_is_in_memory, inner)))
@@ -56,6 +61,10 @@ def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str,
     given = dict(given or {})
     if isinstance(dataset, WithOwnSampler) and "shuffle" in given:
         given["sampler"] = dataset.create_sampler(given.pop("shuffle"))
+    elif _is_mixture(dataset) and defaults.get("shuffle") and not given.keys() & {"sampler", "batch_sampler"}:
+        merged = defaults | given
+        asked = {name: merged[name] for name in ("batch_size", "shuffle", "drop_last") if name in merged}
+        given = {name: value for name, value in given.items() if name not in asked} | dataset.loader_kwargs(**asked)
     excluded = set()
     if "sampler" in given or "batch_sampler" in given:
         excluded = {"shuffle"}

@@ -10,10 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.order import BatchReader, draw_order, of_all_processes
+from pytorch_accel_lite.data.order import BatchReader, draw_order
 from pytorch_accel_lite.data.plan import (
     WrongLengthError,
     count_global_batches,
@@ -28,8 +36,9 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, seed_generators
 from pytorch_accel_lite.utils import find_length
 
-#: Number of samples of this process and of all processes in a step, whether it is the last, indices of the samples.
-_Counts = tuple[int, int, bool, Any]
+#: Number of samples of this process and of all processes in a step, whether it is the last, indices of the samples, and
+#: the name of the dataset of a mixture that they are from.
+_Counts = tuple[int, int, bool, Any, str | None]
 
 
 class _EpochShares:
@@ -43,9 +52,16 @@ class _EpochShares:
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
         self._own_batches = source.batch_size is None  # the user's batch sampler
-        self._sampler = of_all_processes(source.batch_sampler if self._own_batches else source.sampler)
+        self._sampler: Any = source.batch_sampler if self._own_batches else source.sampler
+        if type(self._sampler) not in (RandomSampler, SequentialSampler):
+            from pytorch_accel_lite.data.samplers import of_all_processes  # not loaded in a plain run
+
+            self._sampler = of_all_processes(self._sampler, ranks.world_size)
         self._per_step = (source.batch_size or 1) * ranks.world_size  # samples, or the user's batches
         self._drop_last = source.drop_last
+        self.mixture = self._sampler if hasattr(self._sampler, "name_of_batch") else None
+        if self.mixture is not None:
+            self._per_step = 1  # of its batches, which are divided among the processes
         self._ranks = ranks
         self._seed = options.seed
         self._fill = options.fill
@@ -53,6 +69,8 @@ class _EpochShares:
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_Counts]:
         """Set the start of the next iteration without affecting running ones; return the counts that it will fill."""
+        if self.mixture is not None:
+            self.mixture.begin(start)
         counts: deque[_Counts] = deque()
         self._next = epoch, start, limit, min_share, counts
         return counts
@@ -64,11 +82,13 @@ class _EpochShares:
         world_size = self._ranks.world_size
         at_least = min(min_share, self._per_step // world_size)
         place = None if self._seed is None or self._rows is not None else mix(self._seed, epoch)
+        name = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             flat = list(chain(*group)) if self._own_batches else group
             size = len(flat)
             if self._own_batches:
                 at_least = min(min_share, max(map(len, group)))
+                name = None if self.mixture is None else self.mixture.name_of_batch(flat)
             begin, end = (0, size) if world_size == 1 else split(size, rank, world_size, at_least)
             if self._own_batches and len(group) == world_size and min(map(len, group)) >= at_least:
                 begin = sum(map(len, group[:rank]))
@@ -76,7 +96,7 @@ class _EpochShares:
             own = end - begin
             if own or self._fill:
                 mine = flat if own == size else flat[begin:end]
-                counts.append((own, size, is_last, mine))
+                counts.append((own, size, is_last, mine, name))
                 first, indices = (begin, mine) if own else (0, flat[:at_least])
                 yield indices if place is None else (place, position + first, indices)
             position += size
@@ -131,6 +151,8 @@ class _EpochShares:
     def ends_in_one(self) -> bool:
         """Whether the last step of an epoch has a single sample over all processes, as far as that is known."""
         sampler = self._sampler
+        if self.mixture is not None:
+            return self.mixture.ends_in_one()  # type: ignore[no-any-return]
         if not self._own_batches:
             return ends_in_one(find_length(sampler), self._per_step, self._drop_last)
         if type(sampler) is not BatchSampler:
@@ -180,13 +202,13 @@ class MapLoader(ShardedLoader):
         place = None if seed is None else mix(seed, epoch, self._ranks.rank)
         counts = self._shares.begin(epoch, start, self._left, self._min_share)
         for batch in self._read() if self._memory is None else self._read_memory():
-            own, total, is_last, indices = counts.popleft()
+            own, total, is_last, indices, name = counts.popleft()
             if place is not None:
                 # Reading in this process advances python's and numpy's generators, reading in workers does not. So
                 # each step seeds them from its place.
                 seed_generators(mix(start, after=place), with_torch=False)
                 start += total
-            yield Batch(batch, own, total, is_last, indices)
+            yield Batch(batch, own, total, is_last, indices, name)
 
     def _read(self) -> Iterator[Any]:
         """Read with a loader that is not in use: with persistent workers, torch's has a single iterator."""
@@ -234,6 +256,14 @@ class MapLoader(ShardedLoader):
     def stop_workers(self) -> None:
         super().stop_workers()
         self._idle = None
+
+    def position(self) -> Any:
+        return None if self._shares.mixture is None else self._shares.mixture.state_dict()
+
+    def move_to(self, position: Any) -> str:
+        if self._shares.mixture is not None and position is not None:
+            self._shares.mixture.load_state_dict(position)
+        return ""
 
     def steps_left(self, start: int) -> int | None:
         return self._shares.left_after(start)

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    StackDataset,
-    Subset,
-)
+from torch.utils.data import ConcatDataset, Dataset, RandomSampler, SequentialSampler, StackDataset, Subset
 
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import (
-    capture_generators,
-    mix,
-    preserving_generators,
-    restore_generators,
-    seed_generators,
-)
-from pytorch_accel_lite.utils import find_length
-
-#: Number of indices drawn at a time from a sampler without a length.
-_PIECE = 1024
+from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 
 
 def inner_datasets(dataset: Any) -> list[Any]:
@@ -38,7 +17,8 @@ def inner_datasets(dataset: Any) -> list[Any]:
     reads_many = getattr(type(dataset), "__getitems__", None)
     if reads_many is Subset.__getitems__:
         return [dataset.dataset]
-    if reads_many is StackDataset.__getitems__ or type(dataset) is ConcatDataset:
+    is_concatenation = isinstance(dataset, ConcatDataset) and type(dataset).__getitem__ is ConcatDataset.__getitem__
+    if reads_many is StackDataset.__getitems__ or is_concatenation:
         return list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
     return []
 
@@ -86,72 +66,22 @@ class BatchReader(Dataset[Any]):
         return samples
 
 
-def of_all_processes(sampler: Any) -> Any:
-    """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here."""
-    if isinstance(sampler, DistributedSampler):
-        # No sample is repeated to pad shares; what its drop_last leaves out stays out.
-        size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
-        sampler = copy.copy(sampler)
-        sampler.num_replicas = 1
-        sampler.rank = 0
-        sampler.num_samples = size
-        sampler.total_size = size
-    elif type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
-        return BatchSampler(of_all_processes(sampler.sampler), sampler.batch_size, sampler.drop_last)
-    return sampler
-
-
 def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
     """Return the order of an epoch from a sampler of indices or of batches of indices, the same on all ranks.
 
-    With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator. A
-    sampler without a length may be endless and is drawn in pieces.
+    With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
     """
     if isinstance(sampler, SequentialSampler):
         return range(len(sampler))
-    inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
-    set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
-    is_shuffle = _is_plain_shuffle(sampler)
+    if not _is_plain_shuffle(sampler):
+        from pytorch_accel_lite.data.samplers import draw_from  # not loaded in a plain run
+
+        return draw_from(sampler, ranks, seed, epoch)
     if seed is None:
-        if ranks.world_size == 1:
-            return _shuffled(sampler) if is_shuffle else sampler
-        if find_length(sampler) is None:
-            return _share_pieces(sampler, ranks)
-        return ranks.broadcast_object(lambda: list(sampler))
-    seed = mix(seed, epoch)
-    generator = getattr(inner, "generator", None)
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed >> 1)
-    if find_length(sampler) is None:
-        return _draw_pieces(sampler, seed)
+        return _shuffled(sampler) if ranks.world_size == 1 else ranks.broadcast_object(lambda: list(sampler))
     with preserving_generators():
-        seed_generators(seed)
-        return _shuffled(sampler) if is_shuffle else list(sampler)
-
-
-def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
-    """Return the indices that the sampler draws on rank 0. All ranks need each piece at the same step."""
-    drawn = chain.from_iterable([sampler])
-    pieces = iter(lambda: ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
-    return chain.from_iterable(pieces)
-
-
-def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
-    with preserving_generators():
-        seed_generators(seed)
-        drawn = iter(sampler)
-        states = capture_generators()
-    while True:
-        with preserving_generators():
-            restore_generators(states)
-            piece = list(islice(drawn, _PIECE))
-            states = capture_generators()
-        if not piece:
-            return
-        yield from piece
+        seed_generators(mix(seed, epoch))
+        return _shuffled(sampler)
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

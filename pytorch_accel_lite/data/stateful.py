@@ -21,6 +21,11 @@ def can_track(batches: Any) -> bool:
     return _is_stateful(batches) or (isinstance(batches, DataLoader) and _is_stateful(batches.dataset))
 
 
+def can_return(stream: Any) -> bool:
+    """Whether a stream reports its position, and gives the same samples when it returns there."""
+    return _is_stateful(stream) and not _has_shuffle_buffer(stream)
+
+
 def _is_stateful(source: Any) -> bool:
     return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -39,7 +44,7 @@ class PositionTracker:
         self._read = id(batches if dataset is None else dataset)
         self.name = type(self._source).__name__
         self.obstacle = ""
-        if _has_shuffle_buffer(dataset):
+        if not getattr(dataset, "has_complete_state", False) and _has_shuffle_buffer(dataset):
             self.obstacle = "the samples in its shuffle buffer are not part of its state_dict"
         elif self._source is not batches and batches.num_workers:
             self.obstacle = "a DataLoader does not report the states of its workers, but torchdata's StatefulDataLoader"

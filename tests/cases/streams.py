@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.data import MixtureStream, OwnShard
 from tests.cases.common import rank, world_size
 from tests.cases.data import SavesEachUpdate
 from tests.tasks import weights
@@ -66,6 +67,15 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
         stream = (Forgetful if kind == "forgetful" else Shelf)(numbers)
         stream.read = read
         return stream, {}
+    if kind == "mixture":
+        streams = {"shelf": Shelf(range(size)), "forgetful": Forgetful(range(100, 105))}
+        streams["shelf"].read = streams["forgetful"].read = read
+        return MixtureStream(streams, {"shelf": 2, "forgetful": 1}), {}
+    if kind == "mixture of others":
+        return MixtureStream({"a": Shelf(range(size))}, repeat=False), {}
+    if kind == "mixture of shuffled":
+        streams = {name: hugging_face(size, read).shuffle(seed=1, buffer_size=4) for name in "ab"}
+        return MixtureStream(streams, repeat=False), {"collate_fn": rows}
     stream = hugging_face(size, read)
     if kind == "shuffled":
         stream = stream.shuffle(seed=1, buffer_size=4)
@@ -95,8 +105,6 @@ class Sums(Trainer):
     own_part = False
 
     def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-        from pytorch_accel_lite.data import OwnShard
-
         loader = self.loader_class(self.train_dataset, batch_size, **train_dl_kwargs)
         return OwnShard(loader) if self.own_part else loader
 
@@ -119,8 +127,8 @@ def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size:
 
         trainer.loader_class = StatefulDataLoader
     trainer.own_part = kind == "own part"
+    length = {"max_num_train_steps": 14} if kind == "mixture" else {"num_epochs": 2}
+    kwargs = {"train_dataloader_kwargs": kwargs, "resume_from": resume_from, **length}
     with redirect_stdout(StringIO()) as text:
-        trainer.train(
-            stream, 2, per_device_batch_size=batch_size, train_dataloader_kwargs=kwargs, resume_from=resume_from
-        )
+        trainer.train(stream, per_device_batch_size=batch_size, **kwargs)
     return {"seen": keeps.seen, "read": read, "weights": weights(model), "printed": text.getvalue()}

@@ -1,0 +1,92 @@
+"""Samplers other than those of torch's ``DataLoader``: the users' own, and those of mixtures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.randomness import (
+    capture_generators,
+    mix,
+    preserving_generators,
+    restore_generators,
+    seed_generators,
+)
+from pytorch_accel_lite.utils import find_length
+
+#: Number of indices drawn at a time from a sampler without a length.
+_PIECE = 1024
+
+
+def of_all_processes(sampler: Any, world_size: int) -> Any:
+    """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here."""
+    if hasattr(sampler, "for_processes"):  # of the batches of a mixture
+        return sampler.for_processes(world_size)
+    if isinstance(sampler, DistributedSampler):
+        # No sample is repeated to pad shares; what its drop_last leaves out stays out.
+        size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
+        sampler = copy.copy(sampler)
+        sampler.num_replicas = 1
+        sampler.rank = 0
+        sampler.num_samples = size
+        sampler.total_size = size
+    elif type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
+        return BatchSampler(of_all_processes(sampler.sampler, world_size), sampler.batch_size, sampler.drop_last)
+    return sampler
+
+
+def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
+    """Return the order of an epoch from a sampler, see :func:`~pytorch_accel_lite.data.order.draw_order`.
+
+    A sampler without a length may be endless and is drawn in pieces.
+    """
+    inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+    set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+    if seed is None:
+        if ranks.world_size == 1:
+            return sampler  # type: ignore[no-any-return]
+        if find_length(sampler) is None:
+            return _share_pieces(sampler, ranks)
+        return ranks.broadcast_object(lambda: list(sampler))
+    if hasattr(sampler, "order_of_epoch"):  # of a mixture, which continues from epoch to epoch
+        return sampler.order_of_epoch(seed, epoch)  # type: ignore[no-any-return]
+    seed = mix(seed, epoch)
+    generator = getattr(inner, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    if find_length(sampler) is None:
+        return _draw_pieces(sampler, seed)
+    with preserving_generators():
+        seed_generators(seed)
+        return list(sampler)
+
+
+def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
+    """Return the indices that the sampler draws on rank 0. All ranks need each piece at the same step."""
+    drawn = chain.from_iterable([sampler])
+    pieces = iter(lambda: ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))), [])
+    return chain.from_iterable(pieces)
+
+
+def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
+    with preserving_generators():
+        seed_generators(seed)
+        drawn = iter(sampler)
+        states = capture_generators()
+    while True:
+        with preserving_generators():
+            restore_generators(states)
+            piece = list(islice(drawn, _PIECE))
+            states = capture_generators()
+        if not piece:
+            return
+        yield from piece

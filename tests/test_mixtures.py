@@ -1,0 +1,257 @@
+"""Mixtures: shares of several datasets, the same order from any position, for any number of processes and workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from pytorch_accel_lite.data import Mixture, shard
+from tests.cases.mixtures import MIXED, SEPARATE, PerDataset, mixture, train_heads, train_mixture
+from tests.tasks import Stream, equal, largest_difference
+from tests.test_data import numbers, rank_of
+
+
+def epoch_of(data: Mixture, batch_size: int, world_size: int = 1, start: int = 0, epoch: int = 1, parts: Any = None):
+    """The steps of an epoch, each with what every rank was given, and the position for a training state."""
+    by_rank, positions = [], []
+    for rank in range(world_size):
+        source = DataLoader(data, **data.loader_kwargs(batch_size))
+        loader = shard(source, rank_of(rank, world_size), torch.device("cpu"), seed=3, training=True)
+        loader.move_to(parts)
+        by_rank.append(list(loader.steps(epoch, start)))
+        positions.append(loader.position())
+    assert all(position == positions[0] for position in positions)
+    return [*zip(*by_rank, strict=True)], positions[0]
+
+
+def indices(steps: Any) -> list[int]:
+    return [index for step in steps for batch in step for index in batch.indices]
+
+
+def of_sizes(*sizes: int, **kwargs: Any) -> Mixture:
+    return Mixture({f"d{size}": numbers(size) for size in dict.fromkeys(sizes)}, **kwargs)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True), st.data())
+def test_every_part_of_an_epoch_has_the_shares_of_the_weights(sizes, data):
+    weights = data.draw(st.lists(st.floats(0.1, 5), min_size=len(sizes), max_size=len(sizes)))
+    named = dict(zip((f"d{size}" for size in sizes), weights, strict=True))
+    whole = of_sizes(*sizes, weights=named, num_samples=100)
+    for name, count in whole.samples_per_epoch.items():
+        assert abs(count - 100 * named[name] / sum(weights)) < len(sizes)
+    order = indices(epoch_of(whole, 5)[0])
+    assert len(order) == 100
+    found: Counter[str] = Counter()
+    for done, index in enumerate(order, 1):
+        found[whole.name_of(index)] += 1
+        for name, count in whole.samples_per_epoch.items():
+            assert abs(found[name] - done * count / 100) < len(sizes)
+
+
+@pytest.mark.parametrize("kind", [{}, {"mix_batches": False, "batch_sizes": {"d7": 2}}])
+def test_no_sample_is_repeated_before_all_of_its_dataset_have_been_read(kind):
+    whole = of_sizes(7, 30, weights={"d7": 1, "d30": 1}, num_samples=20, **kind)
+    order = [index for epoch in (1, 2, 3) for index in indices(epoch_of(whole, 4, epoch=epoch)[0])]
+    small, large = [i for i in order if i < 7], [i for i in order if i >= 7]
+    assert len(small) == len(large) == 30
+    passes = [small[i : i + 7] for i in range(0, 28, 7)]
+    assert [sorted(one) for one in passes] == [[*range(7)]] * 4
+    assert len({tuple(one) for one in passes}) == 4  # each in an order of its own
+    assert sorted(large) == [*range(7, 37)]
+
+
+def test_without_weights_an_epoch_has_each_sample_once():
+    assert sorted(indices(epoch_of(of_sizes(7, 30, 2), 4)[0])) == [*range(39)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
+def test_a_mixed_epoch_goes_on_from_any_position_with_other_sizes(batch, world, batch2, world2, data):
+    whole = of_sizes(7, 30, weights={"d7": 2, "d30": 1})
+    steps, _ = epoch_of(whole, batch, world)
+    done = indices(steps[: data.draw(st.integers(0, len(steps)))])
+    assert done + indices(epoch_of(whole, batch2, world2, len(done))[0]) == indices(epoch_of(whole, 1)[0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
+def test_batches_of_one_dataset_each_go_on_with_other_sizes_and_every_sample(batch, world, batch2, world2, data):
+    whole = of_sizes(7, 30, 12, weights={"d7": 2, "d30": 1, "d12": 1}, mix_batches=False, batch_sizes={"d7": 2})
+    steps, position = epoch_of(whole, batch, world)
+    for step in steps:
+        name = step[0].dataset_name
+        assert {batch.dataset_name for batch in step} == {name}
+        assert {whole.name_of(index) for index in indices([step])} == {name}
+        assert sum(own.num_samples for own in step) == step[0].total_samples <= world * (2 if name == "d7" else batch)
+    expected = Counter(indices(epoch_of(whole, 1)[0]))
+    assert Counter(indices(steps)) == expected
+    done = steps[: data.draw(st.integers(0, len(steps)))]
+    start = len(indices(done))
+    rest, position = epoch_of(whole, batch2, world2, start, parts=position)
+    assert Counter(indices(done) + indices(rest)) == expected
+    assert rest or start == 49
+    again, _ = epoch_of(whole, batch2, world2, len(indices(done + rest[:1])), parts=position)
+    assert indices(again) == indices(rest[1:])
+
+
+def test_all_processes_together_read_the_same_batches_as_one():
+    whole = of_sizes(7, 30, mix_batches=False)
+    alone = [sorted(indices([step])) for step in epoch_of(whole, 12)[0]]
+    for world in (2, 3, 4):
+        assert [sorted(indices([step])) for step in epoch_of(whole, 12 // world, world)[0]] == alone
+
+
+@pytest.mark.parametrize("kind", [MIXED, SEPARATE], ids=["mixed", "separate"])
+def test_an_interrupted_mixture_ends_with_the_same_bits(tmp_path, kind):
+    whole = train_mixture(kind, tmp_path)
+    steps = len(whole["seen"])
+    for update, workers in ((1, 0), (steps // 2 - 1, 2), (steps // 2, 0), (steps - 1, 0)):
+        state, kwargs = tmp_path / f"{update}", {"train_dataloader_kwargs": {"num_workers": workers}}
+        resumed = train_mixture(kind, resume_from=state, **kwargs)
+        assert equal(resumed["weights"], whole["weights"])
+        assert resumed["names"] == whole["names"][update:]
+        assert all(map(torch.equal, resumed["seen"], whole["seen"][update:]))
+        assert resumed["history"] == whole["history"]
+
+
+def test_a_step_knows_its_dataset_and_logs_a_loss_for_each():
+    result = train_mixture(SEPARATE)
+    assert [len(batch) for batch, name in zip(result["seen"], result["names"], strict=True) if name == "b"] == (
+        [2] * 7 + [1]
+    ) * 2
+    assert set(result["history"]) == {"train_loss_epoch", "train_a_loss_epoch", "train_b_loss_epoch"}
+    a, b, both = (result["history"][f"train_{name}_epoch"] for name in ("a_loss", "b_loss", "loss"))
+    assert [(35 * x + 15 * y) / 50 for x, y in zip(a, b, strict=True)] == pytest.approx(both)
+    assert set(train_mixture(MIXED)["names"]) == {None}
+
+
+@pytest.mark.parametrize("kind", [MIXED, SEPARATE], ids=["mixed", "separate"])
+def test_a_mixture_without_a_seed_follows_from_torchs_generator(kind):
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append([batch[:, 0].tolist() for batch in train_mixture(kind, seed=None)["seen"]])
+    assert found[0] == found[1] != found[2]
+    small = [x for batch in found[0] for x in batch if x < 100]
+    assert sorted(small[:10]) == sorted(small[10:20]) == [*range(10)]
+
+
+def test_evaluation_reads_every_sample_once_in_order():
+    data = mixture(noise=0, **SEPARATE)
+    model = torch.nn.Linear(2, 1)
+    trainer = PerDataset(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    for kwargs in ({}, {"shuffle": False}):
+        metrics = trainer.evaluate(data, per_device_batch_size=35, dataloader_kwargs={"num_workers": 0} | kwargs)
+        assert metrics["evaluation_loss"] == sum(range(10)) + sum(range(100, 125))
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader", "sizes"),
+    [
+        (MIXED, {"batch_size": 12}, [12, 12, 11]),
+        (MIXED, {"batch_size": 12, "drop_last": True}, [12, 12]),
+        (SEPARATE, {"batch_size": 20}, [20, *[2] * 7, 15, 1]),
+        (SEPARATE, {"batch_size": 20, "drop_last": True}, [20, *[2] * 7]),
+        (SEPARATE, {"batch_sampler": [[0, 1, 2], [30]]}, [3, 1]),
+        (MIXED, {"sampler": [0, 1, 2, 3]}, [3, 1]),
+        (SEPARATE, {"sampler": [0, 1, 2, 3]}, [3, 1]),
+    ],
+)
+def test_the_arguments_of_the_loader_hold_for_mixtures(kind, loader, sizes):
+    result = train_mixture(kind, epochs=1, train_dataloader_kwargs={"num_workers": 0} | loader)
+    assert sorted(map(len, result["seen"])) == sorted(sizes)
+
+
+def test_a_mixture_in_order_reads_each_dataset_in_order():
+    result = train_mixture(MIXED, epochs=1, train_dataloader_kwargs={"num_workers": 0, "shuffle": False})
+    seen = [int(x) for batch in result["seen"] for x in batch[:, 0]]
+    assert [x for x in seen if x < 100] == [x % 10 for x in range(len([x for x in seen if x < 100]))]
+    assert [x for x in seen if x >= 100] == [*range(100, 100 + len([x for x in seen if x >= 100]))]
+
+
+rows = TensorDataset(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("datasets", "kwargs", "error", "message"),
+    [
+        ({}, {}, ValueError, "needs at least one dataset"),
+        ([rows], {}, TypeError, r"a dict of datasets by name, not list"),
+        ({"a": rows, "b": Stream()}, {}, ValueError, r"'b' \(Stream\) cannot be indexed .* MixtureStream"),
+        ({"a": TensorDataset(torch.zeros(0))}, {}, ValueError, "'a' is empty"),
+        ({"a": rows}, {"weights": {"a": 1, "c": 1}}, ValueError, "weights has 'c', which is none of the datasets 'a'"),
+        ({"train": rows}, {"weights": {"trian": 1}}, ValueError, "Did you mean 'train'"),
+        ({"a": rows, "b": rows}, {"weights": {"a": 1}}, ValueError, "weights has nothing for the dataset 'b'"),
+        ({"a": rows}, {"weights": {"a": 0}}, ValueError, r"weights\['a'\]=0 must be greater than 0"),
+        ({"a": rows}, {"weights": {"a": float("nan")}}, ValueError, r"weights\['a'\]=nan must be"),
+        ({"a": rows}, {"weights": {"a": "0.5"}}, TypeError, r"weights\['a'\]='0.5' must be a number"),
+        ({"a": rows}, {"weights": [0.5]}, TypeError, r"weights must be a dict .* by name of the dataset, not list"),
+        ({"a": rows}, {"num_samples": 0}, ValueError, "num_samples=0 must be at least 1"),
+        ({"a": rows}, {"batch_sizes": {"a": 2}}, ValueError, "Pass mix_batches=False, too"),
+        ({"a": rows}, {"batch_sizes": {"a": 0.5}, "mix_batches": False}, TypeError, r"batch_sizes\['a'\]=0.5 must be"),
+        ({"a": rows, "b": rows}, {"weights": {"a": 1, "b": 1e-6}}, ValueError, "'b' has so small a weight that none"),
+    ],
+)
+def test_bad_mixtures_are_refused_with_what_to_do(datasets, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        Mixture(datasets, **kwargs)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["mixed", "separate", "separate without a seed"])
+def test_mixtures_on_several_processes(ranks, kind):
+    n = ranks.world_size
+    settings = {"noise": 0.0} | (MIXED if kind == "mixed" else SEPARATE | {"batch_sizes": {"b": 6 // n}})
+    seed = None if kind.endswith("seed") else 5
+    results = ranks.run(train_mixture, settings, batch_size=12 // n, seed=seed)
+    assert [result["world_size"] for result in results] == [n] * n
+    assert len({tuple(result["names"]) for result in results}) == 1
+    steps = [torch.cat(step) for step in zip(*(result["seen"] for result in results), strict=True)]
+    if seed is None:
+        small = [int(x) for step in steps for x in step[:, 0] if x < 100]
+        assert sorted(small[:10]) == sorted(small[10:20]) == [*range(10)]
+        return
+    alone = train_mixture(settings | ({} if kind == "mixed" else {"batch_sizes": {"b": 6}}), batch_size=12)
+    assert all(map(torch.equal, steps, alone["seen"]))
+    for result in results:
+        assert largest_difference(result["weights"], alone["weights"]) < 1e-12
+        for name, values in alone["history"].items():
+            assert result["history"][name] == pytest.approx(values, abs=1e-10)
+
+
+@pytest.mark.processes
+def test_all_processes_use_the_same_head_in_a_step(ranks):
+    n = ranks.world_size
+    alone = train_heads(12, 6)
+    for found in ranks.run(train_heads, 12 // n, 6 // n):
+        assert largest_difference(found, alone) < 1e-10
+
+
+def test_a_single_sample_at_the_end_of_a_dataset_is_warned_of_where_the_model_has_batch_norm():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
+    trainer = PerDataset(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    data = mixture(mix_batches=False)
+    kwargs = {"per_device_batch_size": 4, "train_dataloader_kwargs": {"num_workers": 0}}
+    with (
+        pytest.warns(UserWarning, match="The last batch of an epoch has a single sample"),
+        pytest.raises(ValueError, match="Expected more than 1 value per channel"),
+    ):
+        trainer.train(data, 1, **kwargs)
+    kwargs["train_dataloader_kwargs"]["drop_last"] = True
+    trainer.train(data, 1, **kwargs)
+
+
+@pytest.mark.processes
+def test_a_mixture_resumes_with_other_processes(two_ranks, tmp_path):
+    whole = train_mixture(SEPARATE, tmp_path)
+    done = Counter(int(x) for batch in whole["seen"][:9] for x in batch[:, 0])
+    rest = two_ranks.run(train_mixture, SEPARATE, resume_from=tmp_path / "9")
+    seen = Counter(int(x) for result in rest for batch in result["seen"] for x in batch[:, 0])
+    assert done + seen == Counter(int(x) for batch in whole["seen"] for x in batch[:, 0])
