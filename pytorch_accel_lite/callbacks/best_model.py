@@ -40,6 +40,8 @@ class SaveBestModelCallback(TrainerCallback):
         ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best. A second run with
         ``reset_on_train`` removes the files of the previous one; without it, the better of two epochs with the same
         number is kept.
+    :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters;
+        see :meth:`Trainer.save_model`
     """
 
     _failed = False
@@ -55,6 +57,7 @@ class SaveBestModelCallback(TrainerCallback):
         load_saved_checkpoint: bool = True,
         *,
         keep: int = 1,
+        trainable_only: bool = False,
     ) -> None:
         self.save_path = save_path
         self.watch_metric = watch_metric
@@ -64,6 +67,7 @@ class SaveBestModelCallback(TrainerCallback):
         self.save_scheduler = save_scheduler
         self.load_saved_checkpoint = load_saved_checkpoint
         self.keep = check_positive_int("keep", keep)
+        self.trainable_only = trainable_only
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
         self._kept: list[tuple[float, int]] = []  # metric and epoch, best first
@@ -106,6 +110,7 @@ class SaveBestModelCallback(TrainerCallback):
             checkpoint_kwargs={self.watch_metric: metric, "epoch": epoch},
             save_optimizer=self.save_optimizer,
             save_scheduler=self.save_scheduler,
+            **({"trainable_only": True} if self.trainable_only else {}),
         )
 
     def _keep(self, trainer: Trainer, metric: float, epoch: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.frozen import model_fingerprints
 from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
@@ -58,6 +59,9 @@ class SaveTrainingStateCallback(TrainerCallback):
     :param continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends
         the run. Existing states stay intact either way.
     :param keep_best: also save the states of the best epochs, and keep them in addition to the newest ones
+    :param trainable_only: leave out frozen parameters that are as they were at the start of the run, such as those of a
+        pretrained model. The program that resumes must create them with the same values; if it does not, that is an
+        error.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         asynchronous: bool = False,
         continue_on_error: bool = False,
         keep_best: KeepBest | None = None,
+        trainable_only: bool = False,
     ) -> None:
         for name, value in (
             ("save_every_n_epochs", save_every_n_epochs),
@@ -93,6 +98,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.asynchronous = asynchronous
         self.continue_on_error = continue_on_error
         self.keep_best = keep_best
+        self.trainable_only = trainable_only
+        self._created_weights: dict[str, int] | None = None
         self._store = StateStore(self.save_dir)
         self._writer: BackgroundWriter | None = None
         self._best: dict[str, float] = {}
@@ -127,8 +134,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         trainer.ranks.run_together(self._store.lock, only_first=True)
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.train_dataloader is not None:
-            self._lock(trainer)
+        if trainer.train_dataloader is None:
+            return
+        self._lock(trainer)
+        if self.trainable_only and trainer.run_config is None:  # no state has been restored yet
+            self._created_weights = model_fingerprints(trainer.get_model(keep_torch_compile=False))
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         check_states_are_possible(trainer.accelerator)
@@ -214,10 +224,15 @@ class SaveTrainingStateCallback(TrainerCallback):
             if is_main:
                 self._store.rotate(self.max_checkpoints, best)
 
+        left_out = {} if self._created_weights is None else {"created_weights": self._created_weights}
+
+        def save() -> None:
+            trainer.save_training_state(path, writer=self._writer, then=rotate, **left_out)
+
         self._saved = moment
         self._latest = path
         self._saved_clock = trainer.current_run.clock
-        self._attempt(trainer, lambda: trainer.save_training_state(path, writer=self._writer, then=rotate))
+        self._attempt(trainer, save)
 
     def _attempt(self, trainer: Trainer, action: Callable[[], None]) -> None:
         """Run an action that may fail for lack of disk space or permissions."""

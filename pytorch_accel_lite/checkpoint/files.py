@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 from collections import Counter, OrderedDict
@@ -16,6 +17,8 @@ import safetensors.torch
 import torch
 
 StrPath = str | os.PathLike[str]
+#: The entry of a file for the fingerprints of weights that were left out of it.
+FROZEN = "frozen_weights"
 # Needed to load numpy numbers, and not allowed by torch by default; they run no code from a file.
 _NUMPY_NUMBERS: list[Any] = [
     np.dtype,
@@ -111,10 +114,10 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, tied: Mapping[str, str] | None = None) -> None:
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors as safetensors. The format has no tied tensors: each name gets its own copy.
 
-    :param tied: further names of some tensors, stored in the metadata of the file
+    :param metadata: further texts to store in the file, by name
     :raises OSError: if the file cannot be written
     """
     separate: dict[str, torch.Tensor] = {}
@@ -126,7 +129,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, tied: Mapping
     path.touch()
     mode = path.stat().st_mode
     try:
-        safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(tied or {}))
+        safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(metadata or {}))
     except safetensors.SafetensorError as error:
         raise OSError(f"The file {os.fspath(path)!r} cannot be written. {error}") from error
     path.chmod(mode)  # safetensors creates files that only their owner can read
@@ -145,14 +148,26 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:
 
 
 def read_checkpoint(path: StrPath) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU, without running code from it.
+    """Read a checkpoint, or weights in a safetensors file, onto the CPU, without running code from it.
 
     :raises FileNotFoundError: if the file does not exist
     :raises ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no checkpoint at {os.fspath(path)!r}.")
+    if Path(path).suffix == ".safetensors":
+        return _read_weights(path)
     checkpoint = load_plain(Path(path))
     if not isinstance(checkpoint, dict) or "model_state_dict" not in checkpoint:
         raise ValueError(f"The file {os.fspath(path)!r} is not a checkpoint: it has no 'model_state_dict'.")
     return checkpoint
+
+
+def _read_weights(path: StrPath) -> dict[str, Any]:
+    try:
+        weights = safetensors.torch.load_file(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"The file {os.fspath(path)!r} is damaged, or no safetensors file. {error}") from error
+    return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import attributes
+from pytorch_accel_lite.checkpoint.adapters import CONFIG, check_directory, has_adapters, save_adapters
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
@@ -19,7 +22,15 @@ from pytorch_accel_lite.checkpoint.beside_model import (
     load_loss_state,
     loss_state,
 )
-from pytorch_accel_lite.checkpoint.files import StrPath, read_checkpoint, replacing, write_checkpoint, write_tensors
+from pytorch_accel_lite.checkpoint.files import (
+    FROZEN,
+    StrPath,
+    read_checkpoint,
+    replacing,
+    write_checkpoint,
+    write_tensors,
+)
+from pytorch_accel_lite.checkpoint.frozen import check_has_trainable, describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
@@ -42,6 +53,8 @@ def save_checkpoint(
     save_optimizer: bool = True,
     save_scheduler: bool = True,
     save_per_node: bool = True,
+    *,
+    trainable_only: bool = False,
 ) -> None:
     """Save the weights as one portable file, written atomically. Call it on every process.
 
@@ -53,10 +66,18 @@ def save_checkpoint(
     :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
     :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
     :param save_per_node: whether to save once on every machine, instead of once in the job
+    :param trainable_only: whether to leave out frozen parameters of the model, see :meth:`save_model`
+    :raises ValueError: if ``trainable_only`` would leave out everything
     """
+    model = self.get_model(keep_torch_compile=False)
+    if trainable_only:
+        check_has_trainable(model)
     with _timed(self), attributes.evaluating_optimizers(self):
         here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
-        checkpoint = {"model_state_dict": model_state(self.get_model(keep_torch_compile=False), here)}
+        weights = model_state(model, here)
+        checkpoint: dict[str, Any] = {"model_state_dict": weights}
+        if trainable_only and here:
+            checkpoint[FROZEN] = leave_out_frozen(model, weights)
         state = None if self.optimizer is None or not save_optimizer else self.optimizer.state_dict()
         if state is not None:  # as it is of an optimizer that is yet to be made
             checkpoint["optimizer_state_dict"] = full_state_dict(state, here)
@@ -79,11 +100,13 @@ def load_checkpoint(
     *,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Load weights saved by :meth:`save_checkpoint`, without running code from the file.
+    """Load what :meth:`save_checkpoint` or :meth:`save_model` saved, without running code from the file.
 
     Also loads those of the loss function and of the trainer's attributes, if both the file and the trainer have them.
+    Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they are not those that the
+    saved model had.
 
-    :param checkpoint_path: path of the file
+    :param checkpoint_path: path of the file; one that :meth:`save_model` wrote must end in ``.safetensors``
     :param load_optimizer: whether to load the state of the optimizer, if it was saved
     :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
     :param strict: ``False`` to load only the weights that fit, and warn of the others
@@ -91,9 +114,13 @@ def load_checkpoint(
     :raises ValueError: if it does not fit the model; lists missing and unexpected keys
     """
     self.ranks.barrier()
+    _refuse_adapters(checkpoint_path)
     checkpoint = read_checkpoint(checkpoint_path)
     model = self.get_model(keep_torch_compile=False)
-    weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict)
+    left_out = checkpoint.get(FROZEN, {})
+    weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict, left_out)
+    if left_out and (others := describe_other_weights(model, left_out, checkpoint_path)):
+        warnings.warn(f"{others} Create the model from the same pretrained weights.", stacklevel=2)
     with attributes.evaluating_optimizers(self):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if self.optimizer is None:
@@ -111,23 +138,46 @@ def load_checkpoint(
             is_asked_for = load_optimizer if isinstance(owner, torch.optim.Optimizer) else load_scheduler
             if name in held and (isinstance(owner, nn.Module) or is_asked_for):
                 load_attribute_state(owner, name, held[name], checkpoint_path, strict)
-        model.load_state_dict(weights, strict=strict)
+        model.load_state_dict(weights, strict=strict and not left_out)
     return checkpoint
 
 
-def save_model(self: Trainer, path: StrPath) -> None:
+def _refuse_adapters(path: StrPath) -> None:
+    if (Path(path) / CONFIG).is_file():
+        raise ValueError(
+            f"{os.fspath(path)!r} holds adapters in PEFT's format. Load them with "
+            "trainer.get_model().load_adapter(path, 'default', is_trainable=True), or create the model with "
+            "PeftModel.from_pretrained(base_model, path, is_trainable=True)."
+        )
+
+
+def save_model(self: Trainer, path: StrPath, *, trainable_only: bool = False) -> None:
     """Save only the weights, as safetensors, for use in other programs. Written atomically, once in the job.
 
     Call it on every process.
 
     :param path: path of the file, usually ending in ``.safetensors``; missing folders are created
+    :param trainable_only: whether to leave out frozen parameters. :meth:`load_checkpoint` then leaves those of the
+        model as they are. If the model is PEFT's, its adapters are saved in PEFT's format instead, and ``path`` is a
+        directory, to be loaded with ``PeftModel.from_pretrained(base_model, path)``.
+    :raises ValueError: if ``trainable_only`` would leave out everything, or trained parameters that are in no adapter
     """
+    model = self.get_model(keep_torch_compile=False)
+    of_adapters = trainable_only and has_adapters(model)
+    if trainable_only:
+        check_has_trainable(model)
+    if of_adapters:
+        check_directory(model, path)
     with _timed(self), attributes.evaluating_optimizers(self):
-        weights = model_state(self.get_model(keep_torch_compile=False), keep=self.accelerator.is_main_process)
+        weights = model_state(model, keep=self.accelerator.is_main_process)
 
         def write() -> None:
+            if of_adapters:
+                save_adapters(model, weights, Path(path))
+                return
+            left_out = leave_out_frozen(model, weights) if trainable_only else {}
             with replacing(Path(path)) as temporary:
-                write_tensors(weights, temporary)
+                write_tensors(weights, temporary, {FROZEN: json.dumps(left_out)} if left_out else None)
 
         self.ranks.run_together(write, only_first=True)
 
@@ -179,6 +229,7 @@ def save_training_state(
     *,
     writer: BackgroundWriter | None = None,
     then: Callable[[], None] | None = None,
+    created_weights: Mapping[str, int] | None = None,
 ) -> None:
     """Save everything needed to resume the run, as a directory that is either complete or does not exist.
 
@@ -189,6 +240,8 @@ def save_training_state(
     :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
     :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
     :param then: called on every process once the state is complete
+    :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
+        still have them are left out. By default, all weights are saved.
     :raises TypeError: if a value cannot be stored without pickle; names the path to it
     :raises OSError: if the state cannot be written
     :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
@@ -207,7 +260,7 @@ def save_training_state(
     with _timed(self):
         if writer is not None:
             writer.wait()  # avoids holding two copies in memory
-        snapshot = capture(self, dict(checkpoint_kwargs or {}))
+        snapshot = capture(self, dict(checkpoint_kwargs or {}), created_weights)
         ranks = self.ranks if writer is None else writer.ranks
 
         def write() -> None:

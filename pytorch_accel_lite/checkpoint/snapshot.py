@@ -20,7 +20,8 @@ from pytorch_accel_lite.checkpoint.beside_model import (
     load_loss_state,
     loss_state,
 )
-from pytorch_accel_lite.checkpoint.files import StrPath, storable, untie
+from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, storable, untie
+from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_state, read_weights
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
@@ -41,14 +42,18 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
         )
 
 
-def capture(trainer: Trainer, extra: dict[str, Any]) -> Snapshot:
+def capture(trainer: Trainer, extra: dict[str, Any], created: Mapping[str, int] | None = None) -> Snapshot:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
+    :param created: fingerprints of weights that are left out while they are frozen and have them
     :raises TypeError: if a value cannot be stored without pickle; names the path to it
     """
     is_first = trainer.accelerator.is_main_process
     shared = _collect_shared(trainer, is_first) | {"extra": extra}
-    weights = model_state(trainer.get_model(keep_torch_compile=False), is_first)
+    model = trainer.get_model(keep_torch_compile=False)
+    weights = model_state(model, is_first)
+    if created is not None and is_first:
+        shared[FROZEN] = leave_out_frozen(model, weights, created)
     tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
     shared = storable(shared, "state")
@@ -156,7 +161,13 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
     shared = state.shared
     model = trainer.get_model(keep_torch_compile=False)
-    weights = fit_model_state(model, read_weights(state), state.directory)
+    left_out = shared.get(FROZEN, {})
+    weights = fit_model_state(model, read_weights(state), state.directory, left_out=left_out)
+    if left_out and (others := describe_other_weights(model, left_out, state.directory)):
+        raise ValueError(
+            f"{others} Create the model as it was in the run that saved the state: from the same pretrained weights, "
+            "or with the same seed."
+        )
     for name, owner in _stepped(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
             try:
@@ -169,7 +180,7 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
                     f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's "
                     f"{type(owner).__name__}: {error}. Create it as it was when the state was saved."
                 ) from error
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, strict=not left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory, is_final=False)
     if shared["history"] is not None and hasattr(trainer.run_history, "load_state_dict"):

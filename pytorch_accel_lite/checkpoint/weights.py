@@ -38,26 +38,32 @@ def full_state_dict(state: Any, keep: bool) -> Any:
 
 def model_state(model: nn.Module, keep: bool = True) -> dict[str, Any]:
     """Return the full state of a model, under its names without ``torch.compile``."""
-    return dict(full_state_dict(_without_compile(model.state_dict()), keep))
+    return dict(full_state_dict(without_compile(model.state_dict()), keep))
 
 
-def _without_compile(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_compile(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the prefixes of ``torch.compile`` from the names in a state."""
     return {key.replace(_COMPILED, ""): value for key, value in state.items()}
 
 
 def fit_model_state(
-    model: nn.Module, state: Mapping[str, Any], source: str | os.PathLike[str], strict: bool = True
+    model: nn.Module,
+    state: Mapping[str, Any],
+    source: str | os.PathLike[str],
+    strict: bool = True,
+    left_out: Collection[str] = (),
 ) -> dict[str, Any]:
     """Convert a full state for ``model.load_state_dict``, even if the model is sharded, without loading it.
 
     Prefixes that wrappers have left in the names are ignored.
 
     :param strict: ``False`` to warn of entries that do not fit and return the rest
+    :param left_out: entries that the state lacks on purpose: the model must have them, and keeps its own
     :raises ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     found = model.state_dict()
     names = {key.replace(_COMPILED, ""): key for key in found}
-    own = _without_compile(found)
+    own = without_compile(found)
     state = _without_wrappers(state, own)
     shapes = {
         key: f"{key} (checkpoint {tuple(state[key].shape)}, model {tuple(own[key].shape)})"
@@ -66,9 +72,9 @@ def fit_model_state(
         if isinstance(own[key], torch.Tensor) and not is_lazy(own[key]) and state[key].shape != own[key].shape
     }
     problems = [
-        _listed("missing in the checkpoint", own.keys() - state.keys()),
-        _listed("not in the model", state.keys() - own.keys()),
-        _listed("of a different shape", shapes.values()),
+        _problem("missing in the checkpoint", own.keys() - state.keys() - set(left_out)),
+        _problem("not in the model", (state.keys() | set(left_out)) - own.keys()),
+        _problem("of a different shape", shapes.values()),
     ]
     if any(problems):
         text = f"The checkpoint {os.fspath(source)!r} does not fit the model {type(model).__name__}: "
@@ -85,15 +91,20 @@ def fit_model_state(
 
 def _without_wrappers(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the prefixes of ``torch.compile`` and ``DistributedDataParallel``, as many as fit the model best."""
-    candidates = [_without_compile(state)]
+    candidates = [without_compile(state)]
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
     return max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
 
 
-def _listed(what: str, keys: Collection[str], most: int = 10) -> str:
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return f"{what}: {', '.join(sorted(keys)[:most])}{more}" if keys else ""
+def _problem(what: str, keys: Collection[str]) -> str:
+    return f"{what}: {listed(keys)}" if keys else ""
+
+
+def listed(names: Collection[str], most: int = 10) -> str:
+    """Return the first of the sorted names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(sorted(names)[:most])}{more}"
 
 
 def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:

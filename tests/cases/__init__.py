@@ -2,6 +2,7 @@
 tests look at. With one process, tests call it directly."""
 
 from tests.cases import (
+    adapters,
     beside_model,
     callbacks,
     carried,
@@ -24,6 +25,7 @@ from tests.cases import (
 )
 
 __all__ = [
+    "adapters",
     "beside_model",
     "callbacks",
     "carried",

@@ -1,0 +1,214 @@
+"""Saving what is trained without what is frozen, and adapters of the PEFT library."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
+from tests import cases
+from tests.cases.adapters import bert, run, with_lora
+from tests.tasks import equal, listener, make_trainer, train, weights
+
+
+class Net(nn.Module):
+    """A frozen body with a batch norm, and a head that shares a weight with a layer of its own."""
+
+    def __init__(self, seed: int = 0, head_seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        torch.manual_seed(head_seed)
+        self.first, self.second, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.second.weight = self.first.weight
+        self.body.requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(self.second(self.first(self.body(x))))
+
+
+HEAD = {f"{layer}.{kind}" for layer in ("first", "second", "out") for kind in ("weight", "bias")}
+FROZEN = {f"body.{place}.{kind}" for place in (0, 1) for kind in ("weight", "bias")}
+
+
+def trained(model: nn.Module | None = None) -> Trainer:
+    return train(make_trainer(model=Net() if model is None else model))
+
+
+def test_only_trained_weights_and_buffers_are_saved_and_others_stay_when_they_are_loaded(tmp_path):
+    trainer = trained()
+    trainer.save_model(tmp_path / "model.safetensors", trainable_only=True)
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == weights(trainer.model).keys() - FROZEN
+    other = make_trainer(model=Net(head_seed=5))
+    other.model.requires_grad_(True)  # what is frozen when it is loaded does not matter
+    other.load_checkpoint(tmp_path / "model.safetensors")
+    assert equal(weights(other.model), weights(trainer.model))
+    trainer.save_model(tmp_path / "full.safetensors")
+    other = make_trainer(model=Net(7, 7))
+    other.load_checkpoint(tmp_path / "full.safetensors")
+    assert equal(weights(other.model), weights(trainer.model))
+
+
+def test_a_checkpoint_and_the_best_model_may_leave_out_what_is_frozen_too(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", trainable_only=True)
+    trainer = train(make_trainer([best], Net()), 3)  # loads the best at the end
+    state = torch.load(tmp_path / "best.pt")
+    assert state["model_state_dict"].keys() == weights(trainer.model).keys() - FROZEN
+    assert state["frozen_weights"].keys() == FROZEN
+    other = make_trainer(model=Net(head_seed=5))
+    other.load_checkpoint(tmp_path / "best.pt")
+    assert equal(weights(other.model), weights(trainer.model))
+
+
+def test_a_model_whose_frozen_weights_are_others_is_told_which(tmp_path):
+    trained().save_model(tmp_path / "model.safetensors", trainable_only=True)
+    with pytest.warns(UserWarning, match=r"frozen weights of Net are not .* differ in body.0.bias, body.0.weight\. Cr"):
+        make_trainer(model=Net(seed=1)).load_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_what_was_not_left_out_on_purpose_must_be_there(tmp_path):
+    path = tmp_path / "model.safetensors"
+    trained().save_model(path, trainable_only=True)
+    model = Net()
+    model.more = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"does not fit .*: missing in the checkpoint: more.bias, more.weight\."):
+        make_trainer(model=model).load_checkpoint(path)
+    model = Net()
+    del model.body[1]
+    with pytest.raises(ValueError, match=r"not in the model: body.1.bias, body.1.num_batches_tracked"):
+        make_trainer(model=model).load_checkpoint(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged"):
+        make_trainer(model=Net()).load_checkpoint(path)
+
+
+def test_there_must_be_something_trainable(tmp_path):
+    trainer = make_trainer(model=Net().requires_grad_(False))
+    for save in (trainer.save_model, trainer.save_checkpoint):
+        with pytest.raises(ValueError, match="would leave out all weights: no parameter of Net requires a gradient"):
+            save(tmp_path / "model", trainable_only=True)
+    assert not list(tmp_path.iterdir())
+
+
+def states_of(folder: Path, **kwargs: Any) -> SaveTrainingStateCallback:
+    return SaveTrainingStateCallback(folder, save_every_n_steps=1, trainable_only=True, **kwargs)
+
+
+def test_a_training_state_without_what_is_frozen_is_resumed_to_the_same_bits(tmp_path):
+    whole = train(make_trainer([states_of(tmp_path / "a")], Net(), seed=1), 2)
+    state = tmp_path / "a" / "update-000000002"
+    assert safetensors.torch.load_file(state / "model.safetensors").keys().isdisjoint(FROZEN)
+    resumed = train(make_trainer([states_of(tmp_path / "b")], Net(head_seed=5), seed=1), 2, resume_from=state)
+    assert equal(weights(resumed.model), weights(whole.model))
+    with pytest.raises(ValueError, match=r"frozen weights of Net are not .* differ in body.0.bias, body.0.weight\. Cr"):
+        train(make_trainer([states_of(tmp_path / "c")], Net(seed=5), seed=1), 2, resume_from=state)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_was_trained_before_it_was_frozen_is_in_every_state(tmp_path, asynchronous):
+    """In those of resumed runs too, to which it was frozen from the start."""
+
+    def freeze(trainer: Trainer) -> None:
+        trainer.get_model().first.requires_grad_(trainer.progress.epoch < 2)
+
+    def model() -> nn.Module:
+        return Net(head_seed=5)
+
+    freezing = listener(on_train_epoch_start=freeze)
+    whole = train(make_trainer([freezing, states_of(tmp_path / "a", asynchronous=asynchronous)], model(), seed=1), 3)
+    assert "body.0.weight" not in safetensors.torch.load_file(tmp_path / "a" / "update-000000007" / "model.safetensors")
+    folders = [tmp_path / name for name in "abc"]
+    for before, after in itertools.pairwise(folders):
+        state = before / f"update-00000000{4 + folders.index(after)}"
+        resumed = train(make_trainer([freezing, states_of(after)], model(), seed=1), 3, resume_from=state)
+        assert equal(weights(resumed.model), weights(whole.model))
+
+
+def test_adapters_are_saved_as_peft_does(tmp_path):
+    peft = pytest.importorskip("peft")
+    trainer = run(None, with_lora(bert()))
+    folder = tmp_path / "new" / "adapters"
+    trainer.save_model(folder, trainable_only=True)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "README.md").write_text("---\nlibrary_name: peft\n---\nMy card")
+    trainer.save_model(folder, trainable_only=True)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(
+        ["README.md", "adapter_config.json", "adapter_model.safetensors", "notes.txt"],
+        (folder / "notes.txt").stat().st_mode & 0o777,
+    )
+    assert "My card" in (folder / "README.md").read_text()
+    assert [path.name for path in folder.parent.iterdir()] == ["adapters"]
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 2
+    loaded = peft.PeftModel.from_pretrained(bert(), folder)
+    assert equal(weights(loaded), weights(trainer.model))
+    again = make_trainer(model=with_lora(bert(), seed=5))
+    again.get_model().load_adapter(folder, "default", is_trainable=True)  # as the error of load_checkpoint says
+    assert equal(weights(again.model), weights(trainer.model))
+    with pytest.raises(ValueError, match=r"adapters in PEFT's format. .*load_adapter\(path, 'default', is_trainable"):
+        again.load_checkpoint(folder)
+
+
+def test_adapters_that_transformers_added_are_saved_as_such(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = bert()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
+    model.classifier.requires_grad_(False)
+    trainer = run(None, model)
+    trainer.save_model(tmp_path / "adapters", trainable_only=True)
+    loaded = bert()
+    loaded.load_adapter(tmp_path / "adapters")
+    assert equal(weights(loaded), weights(trainer.model))
+
+
+def test_adapters_in_a_part_of_the_model_are_saved_like_any_trained_weights(tmp_path):
+    pytest.importorskip("peft")
+    trainer = make_trainer(model=nn.ModuleDict({"body": with_lora(bert()), "head": nn.Linear(2, 2)}))
+    trainer.save_model(tmp_path / "model.safetensors", trainable_only=True)
+    kept = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert len([name for name in kept if "lora" in name]) == 8
+    assert len([name for name in kept if "modules_to_save" in name]) == 2
+    assert len(kept) == 8 + 2 + 2
+
+
+def test_adapters_are_not_mistaken_for_all_that_is_trained(tmp_path):
+    pytest.importorskip("peft")
+    trainer = make_trainer(model=with_lora(bert()))
+    with pytest.raises(ValueError, match=r"path='.*a.safetensors' is a file, but the adapters of PeftModel"):
+        trainer.save_model(tmp_path / "a.safetensors", trainable_only=True)
+    trainer.model.base_model.model.bert.pooler.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"more is trained: .*pooler.dense.bias, .*pooler.dense.weight. Name those"):
+        trainer.save_model(tmp_path / "a", trainable_only=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("trainable_only", [False, True])
+def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):
+    """Even if adapters and head are created with other random numbers."""
+    pytest.importorskip("peft")
+    whole = run(tmp_path / "whole", with_lora(bert()), trainable_only=trainable_only)
+    states = sorted((tmp_path / "whole").glob("update-*"))
+    assert len(states) == 4
+    for state in (states[0], states[2]):
+        resumed = run(tmp_path / state.name, with_lora(bert(), seed=7), resume_from=state)
+        assert equal(weights(resumed.model), weights(whole.model))
+        assert str(resumed.optimizer.state_dict()) == str(whole.optimizer.state_dict())
+    kept = safetensors.torch.load_file(states[0] / "model.safetensors")
+    assert len(kept) == (10 if trainable_only else len(weights(whole.model)))
+
+
+def test_several_processes_resume_and_save_adapters(two_ranks, tmp_path):
+    pytest.importorskip("peft")
+    results = two_ranks.run(cases.adapters.resumed_and_saved, tmp_path)
+    for whole, resumed, loaded in results:
+        assert equal(whole, results[0][0])
+        assert equal(resumed, whole)
+        assert equal(loaded, whole)
