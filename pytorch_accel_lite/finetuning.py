@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from pytorch_accel_lite.utils import check_positive_number
+from pytorch_accel_lite.distributed.prepared import unwrap
+from pytorch_accel_lite.layer_groups import GivenGroup, Group, find_groups
+from pytorch_accel_lite.utils import check_positive_number, has_adapters
 
 #: The modules affected by ``freeze_batch_norms``.
 BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -19,9 +22,10 @@ class _PartOfModel(NamedTuple):
 
 
 class LayerGroup(_PartOfModel):
-    """A module that is an attribute of the model.
+    """Layers that are frozen and unfrozen together.
 
     :param layer_group_idx: the index of the group, counted from the first group and from the last
+    :param module: the module, or a ``ModuleList`` if there are several
     :param is_frozen: whether the group has parameters that can be frozen, and all of them are
     """
 
@@ -31,26 +35,63 @@ class Layer(_PartOfModel):
 
 
 class ModelFreezer:
-    """Freezes and unfreezes the layer groups of a model, which are the modules that are its attributes.
+    """Freezes and unfreezes the layer groups of a model. Print it to see them.
 
-    Parameters owned by the model itself, such as a class token, belong to the first group; a parameter shared by
-    several groups belongs to the first of them. Freeze before the run starts. In the middle of a run on several
-    processes, call ``trainer.rewrap_model()`` afterwards.
+    If most layers of the model are in lists of alike blocks, as in a transformer, the groups are what comes before the
+    blocks (embeddings), each block with what follows it (a norm, a pooler), and the head: the model's children after
+    the one that has the last block. Lists of stages count as blocks, inner lists do not. Groups without parameters of
+    their own are left out. In all other models, each module that is an attribute of the model is a group.
 
-    :param model: the model, not wrapped
+    Parameters owned by a module around several groups, such as a class token, belong to the first group; a parameter
+    shared by several groups belongs to the first of them. Freeze before the run starts. In the middle of a run on
+    several processes, call ``trainer.rewrap_model()`` afterwards.
+
+    :param model: the model
     :param freeze_batch_norms: whether to freeze batch norms, too; otherwise they are trained even in frozen groups
+    :param groups: the groups from the input to the head, each a module of the model or a list of modules; for example
+        ``list(model.children())``
+    :raises ValueError: if a module in ``groups`` is not in the model or is in two groups, or if the model is PEFT's,
+        whose base weights stay frozen
     """
 
-    def __init__(self, model: nn.Module, freeze_batch_norms: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, freeze_batch_norms: bool = False, *, groups: Sequence[GivenGroup] | None = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r} must be a torch.nn.Module, not {type(model).__name__}.")
-        self.model = model
+        self.model = unwrap(model, keep_torch_compile=False)
+        if has_adapters(self.model):
+            raise ValueError(
+                "ModelFreezer and GradualUnfreezingCallback would unfreeze the base weights of "
+                f"{type(self.model).__name__}, which has adapters. Choose the layers that get adapters with "
+                "layers_to_transform in PEFT's config."
+            )
         self.freeze_batch_norms = freeze_batch_norms
+        self._given = groups
+        find_groups(self.model, groups)  # raises an error for groups that are wrong
+
+    def __repr__(self) -> str:
+        names = {module: name for name, module in self.model.named_modules()}
+        rows = [
+            (
+                str(index),
+                ", ".join(names[module] for module in group.modules),
+                f"{sum(parameter.numel() for parameter in group.parameters):,}",
+                "frozen" if _is_frozen(parameters) else "",
+            )
+            for index, group, parameters in self._groups()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"  {index:>{widths[0]}}  {modules:<{widths[1]}}  {size:>{widths[2]}}  {state}".rstrip()
+            for index, modules, size, state in rows
+        ]
+        return "\n".join([f"ModelFreezer of {type(self.model).__name__}: group, modules, parameters", *lines])
 
     def get_layer_groups(self) -> list[LayerGroup]:
         """Return the layer groups, from the input to the head."""
         groups = self._groups()
-        return [LayerGroup((i, i - len(groups)), group, _is_frozen(owned)) for i, group, owned in groups]
+        return [LayerGroup((i, i - len(groups)), group.module, _is_frozen(owned)) for i, group, owned in groups]
 
     def get_layers(self) -> list[Layer]:
         """Return the modules without submodules, in the order of the groups."""
@@ -78,7 +119,7 @@ class ModelFreezer:
             for parameter in parameters:
                 parameter.requires_grad = False
                 parameter.grad = None  # otherwise an optimizer would keep using it
-            for module in group.modules() if set_modules_as_eval else ():
+            for module in group.module.modules() if set_modules_as_eval else ():
                 if not self._spares(module):
                     _keep_in_eval(module)
 
@@ -97,13 +138,13 @@ class ModelFreezer:
                 parameter.requires_grad = True
             if frozen:
                 unfrozen[index] = {"params": frozen}
-            for module in group.modules():
+            for module in group.module.modules():
                 _release_from_eval(module)
             if set_modules_as_training:
-                group.train()
+                group.module.train()
         return unfrozen
 
-    def _between(self, from_index: int, to_index: int) -> list[tuple[int, nn.Module, list[nn.Parameter]]]:
+    def _between(self, from_index: int, to_index: int) -> list[tuple[int, Group, list[nn.Parameter]]]:
         groups = self._groups()
         if not groups:
             raise ValueError(
@@ -125,11 +166,13 @@ class ModelFreezer:
     def _spares(self, module: nn.Module) -> bool:
         return isinstance(module, BN_MODULES) and not self.freeze_batch_norms
 
-    def _groups(self) -> list[tuple[int, nn.Module, list[nn.Parameter]]]:
+    def _groups(self) -> list[tuple[int, Group, list[nn.Parameter]]]:
         """Return the layer groups, each with its index and the parameters that can be frozen."""
         spared = {p for module in self.model.modules() if self._spares(module) for p in module.parameters()}
-        groups = zip(self.model.children(), parameters_by_group(self.model), strict=False)
-        return [(i, group, [p for p in owned if p not in spared]) for i, (group, owned) in enumerate(groups)]
+        return [
+            (index, group, [p for p in group.parameters if p not in spared])
+            for index, group in enumerate(find_groups(self.model, self._given))
+        ]
 
 
 def _is_frozen(parameters: list[nn.Parameter]) -> bool:
@@ -158,32 +201,35 @@ def _release_from_eval(module: nn.Module) -> None:
         del module._forward_pre_hooks[key]
 
 
-def parameters_by_group(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the parameters of each layer group, each parameter once.
+def parameters_by_group(model: nn.Module, groups: Sequence[GivenGroup] | None = None) -> list[list[nn.Parameter]]:
+    """Return the parameters of each layer group that has some, each parameter once.
 
-    Parameters owned by the model itself are in the first group, shared ones in the first group that has them.
+    :param groups: the groups, as in :class:`ModelFreezer`
     """
-    owners = dict.fromkeys(model.parameters(recurse=False), 0)
-    groups = list(model.children())
-    for index, group in enumerate(groups):
-        for parameter in group.parameters():
-            owners.setdefault(parameter, index)
-    return [[p for p, owner in owners.items() if owner == index] for index in range(max(len(groups), 1))]
+    model = unwrap(model, keep_torch_compile=False)
+    found = [group.parameters for group in find_groups(model, groups) if group.parameters]
+    return found or [list(model.parameters())]
 
 
-def layer_group_parameters(model: nn.Module, lr: float, decay: float = 1 / 2.6) -> list[dict[str, Any]]:
+def layer_group_parameters(
+    model: nn.Module, lr: float, decay: float = 1 / 2.6, *, groups: Sequence[GivenGroup] | None = None
+) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
 
     Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"
     (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of :class:`ModelFreezer`
-    that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``.
+    that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``. Frozen parameters
+    are included, as they may be unfrozen later, except for the base weights of a model with adapters.
 
-    :param model: the model, not wrapped
+    :param model: the model
     :param lr: learning rate of the last group, the head
     :param decay: ratio of the learning rate of each group to that of the next
+    :param groups: the layer groups, see :class:`ModelFreezer`
     """
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)
-    groups = [parameters for parameters in parameters_by_group(model) if parameters]
-    last = len(groups) - 1
-    return [{"params": group, "lr": lr * decay ** (last - index)} for index, group in enumerate(groups)]
+    divided = parameters_by_group(model, groups)
+    rates = [lr * decay**distance for distance in reversed(range(len(divided)))]
+    if has_adapters(unwrap(model, keep_torch_compile=False)):
+        divided = [[parameter for parameter in group if parameter.requires_grad] for group in divided]
+    return [{"params": group, "lr": rate} for group, rate in zip(divided, rates, strict=True) if group]

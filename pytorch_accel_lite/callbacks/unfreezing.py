@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
+from pytorch_accel_lite.layer_groups import GivenGroup, find_groups
 from pytorch_accel_lite.optimizers import is_made
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number
 
@@ -32,19 +34,29 @@ class GradualUnfreezingCallback(TrainerCallback):
         groups already in the optimizer keep theirs
     :param freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
         are trained from the beginning
+    :param groups: the layer groups from the input to the head, if not those that ``ModelFreezer`` finds itself
     """
 
-    def __init__(self, every_n_epochs: int = 1, lr_decay: float = 1 / 2.6, freeze_batch_norms: bool = True) -> None:
+    def __init__(
+        self,
+        every_n_epochs: int = 1,
+        lr_decay: float = 1 / 2.6,
+        freeze_batch_norms: bool = True,
+        *,
+        groups: Sequence[GivenGroup] | None = None,
+    ) -> None:
         self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
         self.lr_decay = check_positive_number("lr_decay", lr_decay)
         self.freeze_batch_norms = freeze_batch_norms
+        self.groups = groups
         self._is_running = False
 
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.train_dataloader is None or self._is_running:  # an evaluation
             return
         model = trainer.get_model(keep_torch_compile=False)
-        groups = [group for group in parameters_by_group(model) if group]
+        ModelFreezer(model, groups=self.groups)  # raises an error for a model that it cannot unfreeze
+        groups = parameters_by_group(model, self.groups)
         if is_made(trainer.optimizer):
             self._add_to_optimizer(trainer.optimizer, groups)
             self._unfreeze(model, 1)
@@ -75,8 +87,8 @@ class GradualUnfreezingCallback(TrainerCallback):
     def _unfreeze(self, model: nn.Module, wanted: int) -> bool:
         """Freeze all but the last groups with parameters; return whether the set of trained parameters changed."""
         before = [parameter.requires_grad for parameter in model.parameters()]
-        indices = [index for index, group in enumerate(parameters_by_group(model)) if group]
-        freezer = ModelFreezer(model, self.freeze_batch_norms)
+        freezer = ModelFreezer(model, self.freeze_batch_norms, groups=self.groups)
+        indices = [index for index, group in enumerate(find_groups(model, self.groups)) if group.parameters]
         first = indices[-wanted] if wanted < len(indices) else 0
         if first > 0:
             freezer.freeze(0, first - 1, set_modules_as_eval=True)

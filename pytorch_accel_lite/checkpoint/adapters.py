@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -19,13 +18,6 @@ from pytorch_accel_lite.checkpoint.weights import listed
 CONFIG = "adapter_config.json"
 _CARD = "README.md"
 _OF_FILES = {".safetensors", ".pt", ".pth", ".bin", ".ckpt"}
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether a model is PEFT's, or one of transformers with adapters of its own (``model.add_adapter``)."""
-    peft = sys.modules.get("peft")
-    of_peft = peft is not None and isinstance(model, peft.PeftModel)
-    return of_peft or getattr(model, "_hf_peft_config_loaded", False) is True
 
 
 def check_directory(model: nn.Module, path: str | os.PathLike[str]) -> None:

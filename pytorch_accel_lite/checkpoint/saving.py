@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import attributes
-from pytorch_accel_lite.checkpoint.adapters import CONFIG, check_directory, has_adapters, save_adapters
+from pytorch_accel_lite.checkpoint.adapters import CONFIG, check_directory, save_adapters
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
@@ -35,6 +35,7 @@ from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_pos
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.events import NonFiniteLossError
+from pytorch_accel_lite.utils import has_adapters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Adapters of the PEFT library on a small model of Hugging Face, on several processes."""
+"""Fine-tuning a small model of Hugging Face on several processes: adapters of the PEFT library, gradual unfreezing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, ModelEmaCallback, SaveTrainingStateCallback
 from tests.tasks import weights
 
 SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
 
 
-def bert(seed: int = 0) -> nn.Module:
+def bert(seed: int = 0, dropout: float = 0.1) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(seed)
-    return BertForSequenceClassification(BertConfig(**SIZES, max_position_embeddings=8))
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return BertForSequenceClassification(BertConfig(**SIZES, **rates, max_position_embeddings=8))
 
 
 def with_lora(base: nn.Module, seed: int = 1) -> Any:
@@ -55,3 +56,21 @@ def resumed_and_saved(folder: Path) -> Any:
     resumed.save_model(folder / "adapters", trainable_only=True)
     loaded = PeftModel.from_pretrained(bert(), folder / "adapters")
     return weights(whole.get_model()), weights(resumed.get_model()), weights(loaded)
+
+
+def unfreezing(folder: Path | None = None, resume_from: Path | None = None) -> Any:
+    """Weights and their average after unfreezing all groups, one more in each epoch, and the learning rates."""
+    model = bert(dropout=0)
+    ema = ModelEmaCallback(decay=0.5, evaluate_during_training=False, save_path=None)
+    saving = [] if folder is None else [SaveTrainingStateCallback(folder, save_every_n_epochs=1)]
+    optimizer = torch.optim.AdamW(model.classifier.parameters(), lr=0.01)
+    trainer = Trainer(model, None, optimizer, [GradualUnfreezingCallback(lr_decay=0.5), ema, *saving], seed=3)
+    trainer.train(
+        rows(),
+        4,
+        per_device_batch_size=4 // trainer.ranks.world_size,
+        train_dataloader_kwargs={"shuffle": False},
+        resume_from=resume_from,
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return weights(trainer.get_model()), weights(ema.ema.module), rates

@@ -1,0 +1,237 @@
+"""Groups of layers by depth: what is frozen, unfrozen and given a learning rate together."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from pytorch_accel_lite.callbacks import GradualUnfreezingCallback
+from pytorch_accel_lite.finetuning import ModelFreezer, layer_group_parameters
+from tests import ancestor as ancestors
+from tests import cases
+from tests.cases.adapters import SIZES, bert, rows, unfreezing, with_lora
+from tests.tasks import equal, largest_difference, listener, quiet_trainer
+
+transformers = pytest.importorskip("transformers")
+
+
+def block() -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 1, 4)
+
+
+class Decoder(nn.Module):
+    """Its embeddings come after the blocks, and the head shares their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.zeros(4))
+        self.blocks = nn.Sequential(block(), block())
+        self.norm = nn.LayerNorm(4)
+        self.embed = nn.Embedding(7, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 7, bias=False), nn.Linear(4, 2)])
+        self.heads[0].weight = self.embed.weight
+
+
+class OnTop(nn.Module):
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)) for _ in range(2))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 1, "vocab_size": 20}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 20}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def vit() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", pretrained=False, depth=2, embed_dim=6, num_heads=1, img_size=32)
+
+
+GROUPS = {
+    bert: ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1, bert.pooler", "dropout, classifier"],
+    gpt2: [
+        "transformer.wte, transformer.wpe, transformer.drop",
+        "transformer.h.0",
+        "transformer.h.1, transformer.ln_f",  # the head has no weights of its own
+    ],
+    llama: ["model.embed_tokens", "model.layers.0", "model.layers.1, model.norm, model.rotary_emb", "lm_head"],
+    t5: [
+        "shared, encoder.embed_tokens, decoder.embed_tokens",
+        "encoder.block.0",
+        "encoder.block.1, encoder.final_layer_norm, encoder.dropout",
+        "decoder.block.0",
+        "decoder.block.1, decoder.final_layer_norm, decoder.dropout",
+    ],
+    vit: ["patch_embed, pos_drop, patch_drop, norm_pre", "blocks.0", "blocks.1, norm, fc_norm", "head_drop, head"],
+    Decoder: ["embed", "blocks.0", "blocks.1, norm", "heads"],
+}
+
+
+def modules(model: nn.Module, **kwargs: Any) -> list[str]:
+    """The modules of each group, as the freezer shows them."""
+    return [line[5:].rsplit("  ", 1)[0].rstrip() for line in repr(ModelFreezer(model, **kwargs)).splitlines()[1:]]
+
+
+def in_groups(model: nn.Module) -> list[set[str]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [{names[p] for p in group["params"]} for group in layer_group_parameters(model, lr=1.0)]
+
+
+@pytest.mark.parametrize("make", GROUPS, ids=lambda make: make.__name__)
+def test_the_groups_are_embeddings_blocks_and_head(make):
+    model = make()
+    assert modules(model) == GROUPS[make]
+    found = in_groups(model)
+    assert sorted(name for group in found for name in group) == sorted(name for name, _ in model.named_parameters())
+    for wrapped, prefix in ((nn.Sequential(model), "0."), (torch.compile(model), "_orig_mod.")):
+        assert [{prefix + name for name in group} for group in found] == in_groups(wrapped)
+
+
+def test_what_belongs_to_no_block_and_what_is_shared_is_in_the_first_group():
+    assert in_groups(Decoder())[0] == {"start", "embed.weight"}
+    assert "cls_token" in in_groups(vit())[0]
+    assert "transformer.wte.weight" in in_groups(gpt2())[0]
+
+
+def test_heads_are_no_blocks_and_stages_are():
+    assert modules(OnTop(nn.ModuleList(block() for _ in range(4)))) == [*(f"backbone.{n}" for n in range(4)), "heads"]
+    resnet = timm.create_model("resnet18", pretrained=False, num_classes=0)
+    stages = [f"backbone.layer{number}" for number in range(1, 5)]
+    assert modules(OnTop(resnet)) == ["backbone.conv1", "backbone.bn1", *stages, "heads"]
+    convnext = timm.create_model("convnext_atto", pretrained=False, depths=(1, 2, 3, 1), dims=(4, 4, 4, 4))
+    assert modules(convnext)[1:4] == [f"stages.{number}" for number in range(3)]
+
+
+def test_without_most_layers_in_blocks_the_attributes_of_the_model_are_the_groups():
+    model = nn.Sequential()
+    model.stem = nn.Sequential(block(), block())
+    model.body = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in range(99)})
+    assert modules(model) == ["stem", "body"]
+    assert modules(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))) == ["0", "1", "2"]
+    assert modules(nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize("make", [bert, llama, vit])
+def test_all_but_the_head_is_frozen_as_it_is_by_the_ancestor(make):
+    ancestors.skip_without_it()
+    freezers = ModelFreezer, importlib.import_module("pytorch_accelerated.finetuning").ModelFreezer
+    trained = []
+    for freezer in freezers:
+        model = make()
+        freezer(model).freeze()
+        trained.append([n for n, p in model.named_parameters() if p.requires_grad and "." in n])  # not a class token
+    assert trained[0] == trained[1]
+
+
+def test_blocks_are_frozen_by_their_indices():
+    model = bert()
+    freezer = ModelFreezer(model)
+    freezer.freeze(0, 1, set_modules_as_eval=True)
+    assert [group.is_frozen for group in freezer.get_layer_groups()] == [True, True, False, False]
+    model.train()
+    quiet_trainer(model).model(**{key: value[None] for key, value in rows(1)[0].items()})
+    in_evaluation = {name for name, module in model.named_modules() if not module.training}
+    assert {"bert.embeddings.dropout", "bert.encoder.layer.0.attention.output.dropout"} <= in_evaluation
+    assert not any(name.startswith(("bert.encoder.layer.1", "bert.pooler", "dropout")) for name in in_evaluation)
+    assert freezer.unfreeze(1, -1).keys() == {1}
+    assert [group.is_frozen for group in freezer.get_layer_groups()] == [True, False, False, False]
+
+
+def test_groups_may_be_given():
+    model = bert()
+    assert modules(model, groups=list(model.children())) == ["bert", "dropout", "classifier"]
+    layers = model.bert.encoder.layer
+    given = [layers[0], [layers[1], model.bert.pooler], model.classifier]
+    groups = layer_group_parameters(model, lr=1.0, decay=0.1, groups=given)
+    assert [group["lr"] for group in groups] == pytest.approx([0.01, 0.1, 1.0])
+    assert any(p is model.bert.embeddings.LayerNorm.bias for p in groups[0]["params"])  # in none of them
+    factor = layer_group_parameters(model, lr=1.0, decay=0.1, groups=[model.bert, model.classifier])
+    assert [(group["lr"], len(group["params"])) for group in factor] == [(0.1, 39), (1.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (lambda model: ["bert"], TypeError, r"groups\[0\] has 'b', which must be a torch.nn.Module"),
+        (lambda model: [model.bert, nn.Tanh()], ValueError, r"groups\[1\] has Tanh, which is no part of the model"),
+        (
+            lambda model: [[model.classifier, model.bert], model.bert.pooler],
+            ValueError,
+            r"groups\[1\] and groups\[0\] both have BertPooler. Pass each module in one group",
+        ),
+    ],
+)
+def test_groups_that_are_wrong_are_errors_before_training(given, error, message):
+    model = bert()
+    trainer = quiet_trainer(model, callbacks=[GradualUnfreezingCallback(groups=given(model))])
+    for attempt in (lambda: ModelFreezer(model, groups=given(model)), lambda: trainer.train(rows(), 1)):
+        with pytest.raises(error, match=message):
+            attempt()
+
+
+def test_learning_rates_fall_with_depth_in_an_optimizer_that_the_trainer_makes():
+    def layerwise(model):
+        return torch.optim.AdamW(layer_group_parameters(model, lr=0.8, decay=0.5))
+
+    trainer = quiet_trainer(bert(), optimizer=layerwise)
+    trainer.loss_func = None
+    trainer.train(rows(), 1)
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.4, 0.8])
+
+
+def test_adapters_have_rates_by_depth_and_base_weights_stay_frozen():
+    pytest.importorskip("peft")
+    model = with_lora(bert())
+    groups = layer_group_parameters(model, lr=0.8, decay=0.5)
+    assert [(group["lr"], len(group["params"])) for group in groups] == [(0.2, 4), (0.4, 4), (0.8, 2)]
+    assert all(p.requires_grad for group in groups for p in group["params"])
+    trainer = quiet_trainer(model, callbacks=[GradualUnfreezingCallback])
+    for attempt in (lambda: ModelFreezer(model), lambda: trainer.train(rows(), 1)):
+        with pytest.raises(ValueError, match=r"would unfreeze the base weights of PeftModelFor.*layers_to_transform"):
+            attempt()
+
+
+def test_a_transformer_is_unfrozen_block_by_block():
+    model = bert()
+    log: list[set[str]] = []
+    note = listener(
+        on_train_epoch_start=lambda t: log.append({n for n, p in model.named_parameters() if p.requires_grad})
+    )
+    trainer = quiet_trainer(model, callbacks=[GradualUnfreezingCallback, note])
+    trainer.loss_func = None
+    trainer.train(rows(), 5)
+    groups = in_groups(model)
+    expected = [set().union(*groups[first:]) for first in (3, 2, 1, 0, 0)]
+    assert log == expected
+
+
+def test_unfreezing_by_depth_is_resumed_to_the_same_bits_with_an_average_of_the_weights(tmp_path):
+    whole = unfreezing(tmp_path / "whole")
+    assert whole[2] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
+    state = sorted((tmp_path / "whole").glob("update-*"))[1]
+    resumed = unfreezing(tmp_path / "again", state)
+    assert all(equal(found, expected) for found, expected in zip(resumed[:2], whole[:2], strict=True))
+
+
+def test_several_processes_unfreeze_by_depth_as_one(two_ranks):
+    alone = unfreezing()
+    results = two_ranks(cases.adapters.unfreezing)
+    for result in results:
+        for found, first, expected in zip(result[:2], results[0][:2], alone[:2], strict=False):
+            assert equal(found, first)
+            assert largest_difference(found, expected) < 1e-5
