@@ -207,7 +207,8 @@ class Trainer:
         """Train the model.
 
         :param train_dataset: a map or iterable dataset; batches are ``(inputs, targets)`` or dicts. A dict of map
-            datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`.
+            datasets gives dicts of batches, see :class:`~pytorch_accel_lite.data.NamedDatasets`; for shares of several
+            datasets, see :class:`~pytorch_accel_lite.data.Mixture`.
         :param num_epochs: number of passes over the training data
         :param eval_dataset: dataset to evaluate on, see ``eval_every_n_epochs``; ``None`` for no evaluation. The
             datasets of a dict are evaluated one by one, and their names prefix the names of the metrics.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite.data import MixtureStream
+from pytorch_accel_lite.data import MixtureStream, ShuffledStream
 from tests.cases.streams import Forgetful, Shelf, train_on
 from tests.tasks import equal
 
@@ -83,6 +83,18 @@ def test_a_mixture_of_streams_goes_on_with_any_number_of_processes(two_ranks, tm
 def test_bad_mixtures_of_streams_are_refused(streams, kwargs, error, message):
     with pytest.raises(error, match=message):
         MixtureStream(streams, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("stream", "kwargs", "error", "message"),
+    [
+        (TensorDataset(torch.zeros(1)), {}, TypeError, "must be an IterableDataset, not TensorDataset"),
+        (Shelf(()), {"block_size": 0}, ValueError, "block_size=0 must be at least 1"),
+    ],
+)
+def test_bad_streams_to_shuffle_are_refused(stream, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        ShuffledStream(stream, **kwargs)
 
 
 def test_streams_that_give_nothing_are_errors():

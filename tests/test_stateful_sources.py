@@ -68,6 +68,26 @@ def test_a_stream_without_a_state_is_read_again_with_the_same_noise(tmp_path):
     assert len(resumed["read"]) == 2 * 26
 
 
+@pytest.mark.parametrize("kind", ["shelf", "forgetful", "hugging face"])
+def test_a_stream_shuffled_in_blocks_reads_no_more_than_a_block_again(tmp_path, kind):
+    require("shelf" if kind == "forgetful" else kind)
+    whole = train_on(f"blocks of {kind}", tmp_path)
+    numbers = [int(x) for batch in whole["seen"] for x in batch[:, 0]]
+    first, second = numbers[:26], numbers[26:]
+    assert sorted(first) == sorted(second) == [*range(26)]
+    assert first != second != [*range(26)]
+    if kind != "hugging face":  # which shuffles its shards, too
+        assert [sorted(first[i : i + 7]) for i in (0, 7, 14)] == [[*range(i, i + 7)] for i in (0, 7, 14)]
+    for update in (1, 5, BATCHES, BATCHES + 6):
+        resumed = train_on(f"blocks of {kind}", resume_from=tmp_path / f"{update}")
+        assert same(resumed["seen"], whole["seen"][update:])
+        assert equal(resumed["weights"], whole["weights"])
+        epoch, step = divmod(update - 1, BATCHES)
+        given = min(3 * (step + 1), 26)
+        before = (given - 1) // 7 * 7 if kind != "forgetful" else 0  # samples of the blocks before
+        assert len(resumed["read"]) == 26 * (2 - epoch) - before
+
+
 def test_a_stateful_stream_goes_on_with_another_batch_size(tmp_path):
     train_on("shelf", tmp_path)
     resumed = train_on("shelf", resume_from=tmp_path / "4", batch_size=5)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.data.mixture_streams import MixtureStream
     from pytorch_accel_lite.data.mixtures import Mixture, MixtureBatchSampler, MixtureSampler
     from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
+    from pytorch_accel_lite.data.shuffled_stream import ShuffledStream
 
 __all__ = [
     "Batch",
@@ -25,6 +26,7 @@ __all__ = [
     "NamedSampler",
     "OwnShard",
     "ShardedLoader",
+    "ShuffledStream",
     "shard",
 ]
 
@@ -33,6 +35,7 @@ _SOURCES = {
     "mixture_streams": ("MixtureStream",),
     "mixtures": ("Mixture", "MixtureBatchSampler", "MixtureSampler"),
     "named": ("NamedDatasets", "NamedSampler"),
+    "shuffled_stream": ("ShuffledStream",),
 }
 __getattr__ = loaded_when_named(
     __name__, {name: f"{__name__}.{module}" for module, names in _SOURCES.items() for name in names}

@@ -45,7 +45,10 @@ class PositionTracker:
         self.name = type(self._source).__name__
         self.obstacle = ""
         if not getattr(dataset, "has_complete_state", False) and _has_shuffle_buffer(dataset):
-            self.obstacle = "the samples in its shuffle buffer are not part of its state_dict"
+            self.obstacle = (
+                "the samples in its shuffle buffer are not part of its state_dict. To shuffle without a buffer, use "
+                "pytorch_accel_lite.data.ShuffledStream"
+            )
         elif self._source is not batches and batches.num_workers:
             self.obstacle = "a DataLoader does not report the states of its workers, but torchdata's StatefulDataLoader"
         self.position: Any = None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import MixtureStream, OwnShard
+from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
 from tests.cases.common import rank, world_size
 from tests.cases.data import SavesEachUpdate
 from tests.tasks import weights
@@ -60,6 +60,10 @@ def rows(samples: list[Any]) -> torch.Tensor:
     return torch.tensor([[float(row["x"]), 0.0] for row in samples])
 
 
+def rows_or_tensors(samples: list[Any]) -> torch.Tensor:
+    return rows(samples) if isinstance(samples[0], dict) else torch.stack(samples)
+
+
 def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
     """A stream, and the arguments of its loader."""
     if kind in ("shelf", "forgetful", "own part"):
@@ -67,6 +71,10 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
         stream = (Forgetful if kind == "forgetful" else Shelf)(numbers)
         stream.read = read
         return stream, {}
+    if kind.startswith("blocks of "):
+        return ShuffledStream(source(kind.removeprefix("blocks of "), size, read)[0], 7), {
+            "collate_fn": rows_or_tensors
+        }
     if kind == "mixture":
         streams = {"shelf": Shelf(range(size)), "forgetful": Forgetful(range(100, 105))}
         streams["shelf"].read = streams["forgetful"].read = read
