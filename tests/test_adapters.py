@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.checkpoint.__main__ import inspect
 from tests import cases
+from tests.cases import sharded
 from tests.cases.adapters import bert, run, with_lora
+from tests.launching import CAN_SHARD
 from tests.tasks import equal, listener, make_trainer, train, weights
 
 
@@ -96,6 +99,11 @@ def test_there_must_be_something_trainable(tmp_path):
     for save in (trainer.save_model, trainer.save_checkpoint):
         with pytest.raises(ValueError, match="would leave out all weights: no parameter of Net requires a gradient"):
             save(tmp_path / "model", trainable_only=True)
+    best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", trainable_only=True)
+    with pytest.raises(ValueError, match="no parameter of Net requires a gradient"):  # before it is trained
+        train(make_trainer([best], Net().requires_grad_(False)))
+    with pytest.raises(ValueError, match="GradualUnfreezingCallback trains them later"):
+        train(make_trainer([GradualUnfreezingCallback, best], Net()))
     assert not list(tmp_path.iterdir())
 
 
@@ -103,10 +111,12 @@ def states_of(folder: Path, **kwargs: Any) -> SaveTrainingStateCallback:
     return SaveTrainingStateCallback(folder, save_every_n_steps=1, trainable_only=True, **kwargs)
 
 
-def test_a_training_state_without_what_is_frozen_is_resumed_to_the_same_bits(tmp_path):
+def test_a_training_state_without_what_is_frozen_is_resumed_to_the_same_bits(tmp_path, capsys):
     whole = train(make_trainer([states_of(tmp_path / "a")], Net(), seed=1), 2)
     state = tmp_path / "a" / "update-000000002"
     assert safetensors.torch.load_file(state / "model.safetensors").keys().isdisjoint(FROZEN)
+    inspect(state)
+    assert "left out: 4 frozen tensors" in capsys.readouterr().out
     resumed = train(make_trainer([states_of(tmp_path / "b")], Net(head_seed=5), seed=1), 2, resume_from=state)
     assert equal(weights(resumed.model), weights(whole.model))
     with pytest.raises(ValueError, match=r"frozen weights of Net are not .* differ in body.0.bias, body.0.weight\. Cr"):
@@ -212,3 +222,12 @@ def test_several_processes_resume_and_save_adapters(two_ranks, tmp_path):
         assert equal(whole, results[0][0])
         assert equal(resumed, whole)
         assert equal(loaded, whole)
+
+
+@CAN_SHARD
+def test_frozen_weights_that_are_sharded_are_left_out_too(two_ranks, tmp_path):
+    for found in two_ranks.run(sharded.without_what_is_frozen, tmp_path):
+        assert all(equal(weights, found[0]) for weights in found)
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    in_state = safetensors.torch.load_file(tmp_path / "whole" / "update-000000001" / "model.safetensors")
+    assert saved.keys() == in_state.keys() == {"3.weight", "3.bias"}

@@ -206,7 +206,7 @@ def test_adapters_have_rates_by_depth_and_base_weights_stay_frozen():
             attempt()
 
 
-def test_a_transformer_is_unfrozen_block_by_block():
+def test_a_transformer_is_unfrozen_block_by_block(capsys):
     model = bert()
     log: list[set[str]] = []
     note = listener(
@@ -218,6 +218,9 @@ def test_a_transformer_is_unfrozen_block_by_block():
     groups = in_groups(model)
     expected = [set().union(*groups[first:]) for first in (3, 2, 1, 0, 0)]
     assert log == expected
+    assert "GradualUnfreezingCallback" not in capsys.readouterr().out
+    trainer.train(rows(), 2)
+    assert "unfreezes 2 of 4 layer groups in 2 epochs, and the others stay frozen" in capsys.readouterr().out
 
 
 def test_unfreezing_by_depth_is_resumed_to_the_same_bits_with_an_average_of_the_weights(tmp_path):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
+from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
 from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
@@ -40,8 +42,8 @@ class SaveBestModelCallback(TrainerCallback):
         ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best. A second run with
         ``reset_on_train`` removes the files of the previous one; without it, the better of two epochs with the same
         number is kept.
-    :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters;
-        see :meth:`Trainer.save_model`
+    :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters,
+        which must stay frozen during the run; see :meth:`Trainer.save_model`
     """
 
     _failed = False
@@ -86,10 +88,20 @@ class SaveBestModelCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._failed = False
+        if self.trainable_only:
+            self._check_what_is_frozen(trainer)
         self._watched.start(trainer)
         if self.reset_on_train:
             self.best_metric = self.best_metric_epoch = None
             self._kept = []
+
+    def _check_what_is_frozen(self, trainer: Trainer) -> None:
+        check_has_trainable(trainer.get_model())
+        if any(isinstance(callback, GradualUnfreezingCallback) for callback in trainer.callback_handler):
+            raise ValueError(
+                "SaveBestModelCallback(trainable_only=True) leaves out frozen weights, but GradualUnfreezingCallback "
+                "trains them later, so the best model could not be restored. Save it with trainable_only=False."
+            )
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         metric = self._watched.new_value(trainer)

@@ -11,7 +11,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
 from pytorch_accel_lite.layer_groups import GivenGroup, find_groups
 from pytorch_accel_lite.optimizers import is_made
-from pytorch_accel_lite.utils import check_positive_int, check_positive_number
+from pytorch_accel_lite.utils import check_positive_int, check_positive_number, wrapped
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -71,6 +71,14 @@ class GradualUnfreezingCallback(TrainerCallback):
                 f"({trainer.accelerator.distributed_type.value}) or was compiled by Accelerate with its wrapper. "
                 "Freeze before the run with ModelFreezer, or compile the model yourself with torch.compile."
             )
+        epochs = None if trainer.run_config is None else trainer.run_config.num_epochs
+        total = len(parameters_by_group(trainer.get_model(keep_torch_compile=False), self.groups))
+        if epochs is not None and self._num_trained(epochs) < total:
+            said = (
+                f"GradualUnfreezingCallback unfreezes {self._num_trained(epochs)} of {total} layer groups in {epochs} "
+                "epochs, and the others stay frozen. To train all of them, pass larger groups=[...], or train longer."
+            )
+            trainer.print(wrapped(said))
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._is_running = False
@@ -80,9 +88,13 @@ class GradualUnfreezingCallback(TrainerCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         # Depends on the epoch alone, so a resumed run needs no state.
-        wanted = 1 + (trainer.progress.epoch - 1) // self.every_n_epochs
+        wanted = self._num_trained(trainer.progress.epoch)
         if self._unfreeze(trainer.get_model(keep_torch_compile=False), wanted):
             trainer.rewrap_model()
+
+    def _num_trained(self, epoch: int) -> int:
+        """Return how many groups are meant to be trained in an epoch, if there are as many."""
+        return 1 + (epoch - 1) // self.every_n_epochs
 
     def _unfreeze(self, model: nn.Module, wanted: int) -> bool:
         """Freeze all but the last groups with parameters; return whether the set of trained parameters changed."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.checkpoint.files import load_plain
+from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain
 from pytorch_accel_lite.checkpoint.training_state import (
     TRAINER,
     DamagedStateError,
@@ -33,6 +33,8 @@ def inspect(directory: Path) -> None:
     weights = read_weights(TrainingState(directory, manifest, shared, None))
     count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
     print(f"weights: {len(weights)} tensors, {count:,} numbers")
+    if left_out := shared.get(FROZEN):
+        print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
     held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]
     print(f"also: {', '.join(held)}")
     for title in ("attributes", "callbacks", "objects", "extra"):

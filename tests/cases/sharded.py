@@ -142,6 +142,32 @@ def by_the_user_is_used_again(folder: Path) -> Any:
     return _used_again(make_trainer)
 
 
+def without_what_is_frozen(folder: Path) -> Any:
+    """The weights of a run, of one resumed from a state without frozen weights, and of a model that loads its files."""
+
+    def train(name: str, head_seed: int = 0, resume_from: Path | None = None) -> Trainer:
+        model = make_model()
+        torch.manual_seed(head_seed)
+        model[3].reset_parameters()
+        model[0].requires_grad_(False)
+        for layer in (model[0], model[3], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model[3].parameters(), lr=0.01)
+        saving = SaveTrainingStateCallback(folder / name, save_every_n_steps=1, trainable_only=True)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [saving], accelerator=Accelerator(cpu=True), seed=3)
+        trainer.train(regression_data(12), 1, per_device_batch_size=3, resume_from=resume_from)
+        return trainer
+
+    found = [trainer := train("whole")]
+    trainer.save_model(folder / "model.safetensors", trainable_only=True)
+    trainer.save_checkpoint(folder / "model.pt", trainable_only=True)
+    found.append(train("again", 5, folder / "whole" / "update-000000001"))
+    for file in ("model.safetensors", "model.pt"):
+        found.append(train(file.replace(".", "-"), 5))
+        found[-1].load_checkpoint(folder / file)
+    return [whole(trainer.get_model().state_dict()) for trainer in found]
+
+
 def _trained(accelerator: Accelerator, callbacks: list[Any], **kwargs: Any) -> Trainer:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
