@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def module_of(device: torch.device) -> Any:
@@ -47,18 +44,6 @@ def to_float(scalar: torch.Tensor) -> float:
         return float(scalar)
     number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()
     return float(number)
-
-
-def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the sum over each tensor's elements, interpreted as integers: flipping any bit changes it."""
-    sums: list[torch.Tensor] = []
-    for tensor in tensors:
-        data = tensor.detach()
-        if data.is_complex():
-            data = torch.view_as_real(data)
-        total = data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64)
-        sums.append(total.to(sums[0].device) if sums else total)
-    return torch.stack(sums).tolist() if sums else []  # a single read from the device
 
 
 class AsyncCopy:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pytorch_accel_lite.distributed.prepared import unwrap
-from pytorch_accel_lite.layer_groups import GivenGroup, Group, find_groups
-from pytorch_accel_lite.utils import check_positive_number, has_adapters
+from pytorch_accel_lite.layer_groups import GivenGroup, Group, find_groups, has_adapters
+from pytorch_accel_lite.utils import check_positive_number
 
 #: The modules affected by ``freeze_batch_norms``.
 BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

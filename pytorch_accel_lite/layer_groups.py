@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +14,13 @@ GivenGroup = nn.Module | Sequence[nn.Module]
 
 # Lists with less than this share of the layers of the largest one are not blocks of the model, but its heads, perhaps.
 _LEAST_SHARE = 0.25
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model is PEFT's, or one of transformers with adapters of its own (``model.add_adapter``)."""
+    peft = sys.modules.get("peft")
+    of_peft = peft is not None and isinstance(model, peft.PeftModel)
+    return of_peft or getattr(model, "_hf_peft_config_loaded", False) is True
 
 
 @dataclass
@@ -52,18 +61,21 @@ def find_groups(model: nn.Module, given: Sequence[GivenGroup] | None = None) -> 
 
 def _with_parameters(model: nn.Module, divided: list[list[nn.Module]]) -> list[Group]:
     groups = [Group(modules) for modules in divided]
-    owners = {
-        p: index for index, modules in reversed(list(enumerate(divided))) for m in modules for p in m.parameters()
-    }
-    for parameter in model.parameters():
-        if groups:
-            groups[owners.get(parameter, 0)].parameters.append(parameter)
+    owners: dict[nn.Parameter, Group] = {}
+    for group in groups:
+        for module in group.modules:
+            for parameter in module.parameters():
+                owners.setdefault(parameter, group)
+    for parameter in model.parameters() if groups else ():
+        owners.get(parameter, groups[0]).parameters.append(parameter)
     return groups
 
 
 def _check_given(model: nn.Module, given: Sequence[GivenGroup]) -> list[list[nn.Module]]:
-    divided = [[group] if isinstance(group, nn.Module) else list(group) for group in given]
     parts = set(model.modules())
+    divided = [_modules_of(group, parts) for group in given]
+    if not any(divided):
+        raise ValueError(f"groups={given!r} has no modules. Pass those of the model, from the input to the head.")
     seen: dict[nn.Module, int] = {}
     for index, modules in enumerate(divided):
         for module in modules:
@@ -78,6 +90,13 @@ def _check_given(model: nn.Module, given: Sequence[GivenGroup]) -> list[list[nn.
                         "in one group."
                     )
     return divided
+
+
+def _modules_of(group: Any, parts: set[nn.Module]) -> list[Any]:
+    """Return the modules of a group. A slice of a list of blocks is a new list, which is no part of the model."""
+    is_slice = isinstance(group, nn.Module) and _is_list(group) and group not in parts
+    is_sequence = isinstance(group, Sequence) and not isinstance(group, str)
+    return list(group) if is_slice or is_sequence else [group]
 
 
 def _skip_wrappers(model: nn.Module) -> nn.Module:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from pytorch_accel_lite import attributes
-from pytorch_accel_lite.devices import sums_of_bits
 from pytorch_accel_lite.distributed.prepared import unwrap
 from pytorch_accel_lite.gradients import updated_parameters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.distributed.ranks import Ranks
     from pytorch_accel_lite.trainer import Trainer
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_replicas(self: Trainer) -> None:
@@ -83,6 +86,18 @@ def _trained_parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
     trained = [*updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
     return {names.get(key, f"parameter {place}"): value for place, (key, value) in enumerate(by_id.items())}
+
+
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the sum over each tensor's elements, interpreted as integers: flipping any bit changes it."""
+    sums: list[torch.Tensor] = []
+    for tensor in tensors:
+        data = tensor.detach()
+        if data.is_complex():
+            data = torch.view_as_real(data)
+        total = data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64)
+        sums.append(total.to(sums[0].device) if sums else total)
+    return torch.stack(sums).tolist() if sums else []  # a single read from the device
 
 
 def _first_difference(ranks: Ranks, names: list[str], sums: list[int]) -> str | None:

@@ -187,13 +187,6 @@ def install_command(extra: str, package: str) -> str:
     return f"pip install {shlex.join(brought or [package])}"
 
 
-def has_adapters(model: object) -> bool:
-    """Whether a model is PEFT's, or one of transformers with adapters of its own (``model.add_adapter``)."""
-    peft = sys.modules.get("peft")
-    of_peft = peft is not None and isinstance(model, peft.PeftModel)
-    return of_peft or getattr(model, "_hf_peft_config_loaded", False) is True
-
-
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest of the known words, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

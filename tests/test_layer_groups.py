@@ -156,6 +156,7 @@ def test_groups_may_be_given():
     model = bert()
     assert modules(model, groups=list(model.children())) == ["bert", "dropout", "classifier"]
     layers = model.bert.encoder.layer
+    assert modules(model, groups=[layers[:2], model.classifier])[0] == "bert.encoder.layer.0, bert.encoder.layer.1"
     given = [layers[0], [layers[1], model.bert.pooler], model.classifier]
     groups = layer_group_parameters(model, lr=1.0, decay=0.1, groups=given)
     assert [group["lr"] for group in groups] == pytest.approx([0.01, 0.1, 1.0])
@@ -167,7 +168,8 @@ def test_groups_may_be_given():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (lambda model: ["bert"], TypeError, r"groups\[0\] has 'b', which must be a torch.nn.Module"),
+        (lambda model: ["bert"], TypeError, r"groups\[0\] has 'bert', which must be a torch.nn.Module"),
+        (lambda model: [[]], ValueError, r"groups=\[\[\]\] has no modules. Pass those of the model"),
         (lambda model: [model.bert, nn.Tanh()], ValueError, r"groups\[1\] has Tanh, which is no part of the model"),
         (
             lambda model: [[model.classifier, model.bert], model.bert.pooler],

@@ -35,7 +35,7 @@ from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_pos
 from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.events import NonFiniteLossError
-from pytorch_accel_lite.utils import has_adapters
+from pytorch_accel_lite.layer_groups import has_adapters
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
