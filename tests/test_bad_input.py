@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -428,6 +429,17 @@ def test_an_fsdp_plugin_that_would_be_ignored_is_refused(monkeypatch, value):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
     with pytest.raises(RuntimeError, match=r"FSDP plugin.*would ignore it.*leave the plugin out"):
         make_trainer(accelerator=accelerator)
+
+
+def test_parallelism_that_the_data_do_not_follow_is_an_error():
+    parallelism_config = pytest.importorskip("accelerate.parallelism_config")
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.parallelism_config = parallelism_config.ParallelismConfig(tp_size=2)
+    try:
+        with pytest.raises(ValueError, match=r"has tp_size=2: several processes would share a batch.*not supported"):
+            make_trainer(accelerator=accelerator)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_no_fsdp_plugin_is_no_error(monkeypatch):

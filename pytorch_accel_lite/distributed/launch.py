@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raise an error if the accelerator does not see all launched processes, or would ignore an FSDP plugin."""
+    """Raise an error if the accelerator does not see all launched processes, or is set up for what is not supported."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise RuntimeError(
@@ -40,6 +40,14 @@ def check_launch(accelerator: Accelerator) -> None:
             f"An FSDP plugin was configured, but Accelerate runs {accelerator.distributed_type.value} on "
             f"{accelerator.num_processes} {accelerator.device.type} process(es) and would ignore it. Start several "
             "processes with accelerate launch on a machine with GPUs, or leave the plugin out."
+        )
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    sizes = {name: getattr(parallelism, name, 1) or 1 for name in ("tp_size", "cp_size", "sp_size")}
+    shared = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    if shared:
+        raise ValueError(
+            f"The accelerator's parallelism_config has {shared}: several processes would share a batch, but the "
+            "trainer gives each process samples of its own. Tensor, context and sequence parallelism are not supported."
         )
 
 
