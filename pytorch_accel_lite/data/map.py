@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, starmap
@@ -28,7 +27,6 @@ from pytorch_accel_lite.data.plan import (
     ends_in_one,
     global_batches,
     grouped,
-    skip_samples,
     split,
     with_last,
 )
@@ -105,6 +103,8 @@ class _EpochShares:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
         order = draw_order(self._sampler, self._ranks, self._seed, epoch)
         if self._own_batches:
+            from pytorch_accel_lite.data.skipping import skip_samples  # not loaded in a plain run
+
             batches: Iterator[Any] = filter(len, order)
             rest = skip_samples(batches, start, len, "batch_sampler")
             if rest is not None:
@@ -117,7 +117,9 @@ class _EpochShares:
         if size is None:
             return grouped(islice(order, start, None), self._per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
-            raise _wrong_length(self._sampler, size, len(order))
+            from pytorch_accel_lite.data.samplers import wrong_length
+
+            raise wrong_length(self._sampler, size, len(order))
         at_least = 1 if self._fill else self._ranks.world_size
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
         if isinstance(order, (list, range)):
@@ -126,24 +128,9 @@ class _EpochShares:
         if isinstance(order, torch.Tensor):
             parts = order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
             return map(torch.Tensor.tolist, parts) if self._rows is None else iter(parts)
-        return self._in_turn(order, start, sizes, size)
+        from pytorch_accel_lite.data.samplers import in_turn  # not loaded in a plain run
 
-    def _in_turn(self, order: Any, start: int, sizes: list[int], size: int) -> Iterator[Any]:
-        """Yield the indices of each step in turn, checking the length reported by the sampler."""
-        rest = islice(order, start, None)
-        position = start
-        for count in sizes:
-            indices = list(islice(rest, count))
-            position += len(indices)
-            if len(indices) < count:
-                raise _wrong_length(self._sampler, size, position)
-            yield indices
-        if position == size and list(islice(rest, 1)):  # the sampler may be endless
-            warnings.warn(
-                f"The sampler {type(self._sampler).__name__} gives more indices than its length of {size}, at which "
-                "the epoch ends.",
-                stacklevel=2,
-            )
+        return in_turn(self._sampler, order, start, sizes)
 
     def __len__(self) -> int:
         return count_global_batches(len(self._sampler), self._per_step, self._drop_last)
@@ -286,13 +273,6 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
             indices = _from_front(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
             return tensors, indices if chosen is None else chosen[indices]
     return None
-
-
-def _wrong_length(sampler: Any, size: int, given: int) -> WrongLengthError:
-    return WrongLengthError(
-        f"The sampler {type(sampler).__name__} gives {given} indices, but its length is {size}. Make its __len__ "
-        "return the number of indices that it gives."
-    )
 
 
 def _from_front(indices: Any, rows: int) -> torch.Tensor:

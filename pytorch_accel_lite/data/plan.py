@@ -1,8 +1,8 @@
-"""Dividing an epoch into steps and shares, and finding a position in it, independent of what a batch is."""
+"""Dividing an epoch into steps and shares, independent of what a batch is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
@@ -58,14 +58,6 @@ class WrongLengthError(ValueError):
     """A sampler gives fewer or more indices than its length. Never skipped, unlike a batch that cannot be read."""
 
 
-def ended(source: str, given: str, done: int) -> WrongLengthError:
-    """Return the error for data that end before the position at which a run resumes."""
-    return WrongLengthError(
-        f"The {source} ended after {given} of this epoch, but the resumed run had already seen {done}. Resume it with "
-        "the data it was saved with."
-    )
-
-
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yield each item with whether it is the last one, reading one ahead."""
     iterator = iter(items)
@@ -80,18 +72,3 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
     """Yield lists of ``size`` items; the last may be shorter."""
     return iter(lambda: list(islice(items, size)), [])
-
-
-def skip_samples(
-    batches: Iterator[T], start: int, size_of: Callable[[T], int], source: str = "data"
-) -> tuple[T, int] | None:
-    """Skip ``start`` samples; if they end in the middle of a batch, return it and the number of its samples left."""
-    position = 0
-    while position < start:
-        batch = next(batches, None)
-        if batch is None:
-            raise ended(source, f"{position} samples", start)
-        position += size_of(batch)
-        if position > start:
-            return batch, position - start
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import (
     capture_generators,
@@ -67,6 +69,33 @@ def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Itera
     with preserving_generators():
         seed_generators(seed)
         return list(sampler)
+
+
+def wrong_length(sampler: object, size: int, given: int) -> WrongLengthError:
+    """Return the error for a sampler that does not give as many indices as its length."""
+    return WrongLengthError(
+        f"The sampler {type(sampler).__name__} gives {given} indices, but its length is {size}. Make its __len__ "
+        "return the number of indices that it gives."
+    )
+
+
+def in_turn(sampler: Any, order: Iterable[Any], start: int, sizes: list[int]) -> Iterator[Any]:
+    """Yield the indices of each step in turn, checking the length reported by the sampler."""
+    size = len(sampler)
+    rest = islice(order, start, None)
+    position = start
+    for count in sizes:
+        indices = list(islice(rest, count))
+        position += len(indices)
+        if len(indices) < count:
+            raise wrong_length(sampler, size, position)
+        yield indices
+    if position == size and list(islice(rest, 1)):  # the sampler may be endless
+        warnings.warn(
+            f"The sampler {type(sampler).__name__} gives more indices than its length of {size}, at which the epoch "
+            "ends.",
+            stacklevel=2,
+        )
 
 
 def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
