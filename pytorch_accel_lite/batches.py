@@ -20,6 +20,8 @@ from torch import nn
 from pytorch_accel_lite.checks.losses import check_loss, shapes_are_known
 
 BatchOutput = dict[str, Any]
+#: The keys of a step's output that have a meaning; others are for callbacks.
+KNOWN_OUTPUTS = ("loss", "losses", "model_outputs", "batch_size", "num_items_in_batch")
 _IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -292,6 +294,13 @@ def _as_scalars(losses: Any) -> Any:
     if isinstance(losses, Mapping):
         return {name: _as_scalars(loss) for name, loss in losses.items()}
     return losses.reshape(()) if losses.numel() == 1 else losses
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor without dimensions."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def total_loss(losses: Any) -> torch.Tensor:

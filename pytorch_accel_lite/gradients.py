@@ -167,6 +167,12 @@ def skip_update(self: Trainer) -> None:
         scaler.update(scaler.get_scale())
 
 
+def update_was_skipped(self: Trainer) -> bool:
+    """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
+    is_plain = self.prepared_model is None or self.prepared_model.is_plain
+    return self.current_run.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
+
+
 def total_norm(trainer: Trainer) -> torch.Tensor:
     """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
 

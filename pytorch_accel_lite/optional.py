@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pytorch_accel_lite.optimizers import SchedulerFactory, is_made
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from pytorch_accel_lite import replicas as replicas
     from pytorch_accel_lite.checkpoint import saving as saving
     from pytorch_accel_lite.distributed import collectives as collectives
@@ -42,6 +44,15 @@ def as_one(optimizer: Any) -> Any:
     from pytorch_accel_lite.schemes.factories import combine_or_defer
 
     return combine_or_defer(optimizer)
+
+
+def method_adapters(model: nn.Module, loss_func: Any, methods: Any) -> dict[str, Any]:
+    """Return what feeds batches to methods of the model, by the phases in which they are called, if it brings any."""
+    if methods is None:
+        return {}
+    from pytorch_accel_lite.schemes.model_methods import adapters_of
+
+    return adapters_of(model, loss_func, methods)
 
 
 def create_scheduler(trainer: Trainer, create: SchedulerFactory) -> Any:

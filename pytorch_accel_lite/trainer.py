@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,6 +91,10 @@ class Trainer:
         memory format, which is faster for convolutions on many devices; shapes do not change
     :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
         same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
+    :param model_methods: methods of the model to call instead of it and the ``loss_func``, by the step in which they
+        are called: ``{"train": "train_step", "eval": "evaluate_step", "predict": "sample"}``, or some of these. They
+        take the keys of a dict by name, the elements of a tuple by position, or a ``batch``; the first two return what
+        :meth:`calculate_train_batch_loss` returns. Without ``"eval"``, evaluations call the first.
     :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
@@ -150,6 +154,7 @@ class Trainer:
         compile_model: bool | dict[str, Any] = False,
         channels_last: bool = False,
         check_replicas: bool = True,
+        model_methods: Mapping[str, str] | None = None,
     ) -> None:
         launch.heed_launcher()
         arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
@@ -174,7 +179,8 @@ class Trainer:
         self.open_runs: list[Run] = []
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data_seed = self.seed
-        self.__adapter = BatchAdapter(model)  # name-mangled, so that subclasses may use the name
+        self.__adapters = dict.fromkeys(("train", "eval", "predict"), BatchAdapter(model))  # a name only we can have
+        self.__adapters |= optional.method_adapters(model, loss_func, model_methods)
         self._latest_eval_dataset: Any = None
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
@@ -390,7 +396,7 @@ class Trainer:
             ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
             anything else that callbacks need
         """
-        return self.__calculate_loss(batch)
+        return self.__calculate_loss(batch, "train")
 
     def train_step(self, batch: Any) -> BatchOutput | None:
         """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
@@ -457,7 +463,7 @@ class Trainer:
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
         with torch.no_grad():
-            return self.__calculate_loss(batch)
+            return self.__calculate_loss(batch, "eval")
 
     def eval_epoch_end(self) -> None:
         """Called when an evaluation ends, before its losses are recorded."""
@@ -480,12 +486,12 @@ class Trainer:
         By default, the model is called with the first element of a tuple or list, or with the keys of a dict that
         ``forward`` takes and that are not targets.
         """
-        return self.__adapter.predict(self.model, batch)
+        return self.__adapters["predict"].predict(self.model, batch)
 
-    def __calculate_loss(self, batch: Any) -> BatchOutput:
+    def __calculate_loss(self, batch: Any, phase: str) -> BatchOutput:
         read = self.current_run.batch
         known = read.num_samples if read is not None and batch is read.data else None
-        return self.__adapter.outputs_and_loss(self.model, self.loss_func, batch, known or None)
+        return self.__adapters[phase].outputs_and_loss(self.model, self.loss_func, batch, known or None)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
@@ -502,6 +508,8 @@ class Trainer:
     rewrap_model = prepared.rewrap_model
     skip_update = gradients.skip_update
     compare_replicas = optional.replicas.compare_replicas
+    can_rewrap_model = property(prepared.can_rewrap_model)
+    update_was_skipped = property(gradients.update_was_skipped)
 
     def call_event(self, event: str, **kwargs: Any) -> None:
         """Fire an event, which may be your own. Call it on every process.
@@ -533,12 +541,6 @@ class Trainer:
     def running_loss(self) -> float:
         """The mean loss of the epoch so far, on this process. Reads from the device, so avoid it in every step."""
         return self._loss_tracker.average
-
-    @property
-    def update_was_skipped(self) -> bool:
-        """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
-        is_plain = self.prepared_model is None or self.prepared_model.is_plain
-        return self.current_run.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 
     @property
     def is_running(self) -> bool:
@@ -584,11 +586,6 @@ class Trainer:
 
     __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_trainer")
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_trainer")
-
-    @property
-    def can_rewrap_model(self) -> bool:
-        """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
-        return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
 
 
 _OF_PLACEHOLDERS = ("PlaceholderError", "TrainerPlaceholderValues", "replace_trainer_placeholder_values")

@@ -10,7 +10,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, MetricsFileCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import (
+    EarlyStoppingCallback,
+    LogOutputsCallback,
+    MetricsFileCallback,
+    SaveTrainingStateCallback,
+)
 from tests import cases
 from tests.tasks import listener, make_data, make_trainer, train
 
@@ -21,6 +26,10 @@ def test_logged_numbers_are_means_over_samples(two_ranks):
     assert alone["eval_index_epoch"] == [sum(range(11)) / 11] * 2
     assert alone["evaluation_index"] == [5.0]
     assert alone["train_weighted_epoch"] == [2.0, 2.0]
+    assert [alone[name] for name in ("train_given_epoch", "eval_given_epoch")] == [[5.0, 5.0]] * 2
+    assert alone["train_one_epoch"] == [1.0, 1.0]
+    assert alone["evaluation_given"] == [5.0]
+    assert not [name for name in alone if "text" in name or "batch_size" in name]
     assert alone["train_from_callback_epoch"] == pytest.approx(alone["train_loss_epoch"])
     for found in two_ranks(cases.training.logged_numbers):
         assert found.keys() == alone.keys()
@@ -90,6 +99,60 @@ def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
     train(make_trainer([logs, files]))
     rows = [json.loads(line) for line in (tmp_path / "metrics_updates.jsonl").read_text().splitlines()]
     assert [row["noise"] for row in rows] == [0.0, 1.0, 2.0]
+
+
+# --------------------------------------------------------------------------------------- what steps return
+
+
+class Returns(Trainer):
+    """Returns more than the loss."""
+
+    def calculate_train_batch_loss(self, batch):
+        outputs = super().calculate_train_batch_loss(batch)
+        return outputs | {"first": batch[0][0, 0], "all": batch[0][:, 0], "some": 2.0, "flag": True, "text": "some"}
+
+
+def test_the_numbers_that_are_named_are_logged_of_whole_batches(tmp_path):
+    files = MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
+    logs = LogOutputsCallback(["all", "some"])
+    watch = EarlyStoppingCallback(watch_metric="train_all_epoch", greater_is_better=True)
+    trainer = make_trainer([logs, files, watch], trainer_class=Returns)
+    train(trainer, eval_dataset=True, auto_microbatch=True)
+    mean = make_data().tensors[0][:, 0].mean().item()
+    assert trainer.run_history.get_latest_metric("train_all_epoch") == pytest.approx(mean)
+    assert set(trainer.run_history) == {"train_loss_epoch", "train_all_epoch", "train_some_epoch", "eval_loss_epoch"}
+    rows = [json.loads(line) for line in (tmp_path / "metrics_updates.jsonl").read_text().splitlines()]
+    assert [row["some"] for row in rows] == [2.0] * 3
+
+
+def test_numbers_of_a_batch_that_was_split_are_averaged():
+    class Splits(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            if len(batch[0]) > 2:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().calculate_train_batch_loss(batch) | {"index": batch[0].mean(), "size": len(batch[0])}
+
+    x = torch.arange(5.0)[:, None]
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    trainer = Splits(model, nn.MSELoss(), optimizer, callbacks=[LogOutputsCallback])
+    trainer.train(TensorDataset(x, x), 1, per_device_batch_size=5, auto_microbatch=True)
+    assert trainer.run_history.get_latest_metric("train_index_epoch") == 2.0
+    assert trainer.run_history.get_latest_metric("train_size_epoch") == pytest.approx((1 + 1 + 1 + 2 * 2) / 5)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("kl", TypeError, "names='kl' must be a list of keys"),
+        (["som"], ValueError, "the training step returned no 'som'. Did you mean 'some'.* It returned 'loss', 'mod"),
+        (["text"], TypeError, "'text' is of type str, not a number"),
+        (["loss"], ValueError, "'loss' is already a loss of the step"),
+    ],
+)
+def test_names_of_no_numbers_are_refused(names, error, message):
+    with pytest.raises(error, match=message):
+        train(make_trainer([LogOutputsCallback(names)], trainer_class=Returns))
 
 
 # --------------------------------------------------------------------------------------- evaluations without a loss

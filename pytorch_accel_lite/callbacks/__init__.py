@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         ThroughputCallback,
     )
     from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback
+    from pytorch_accel_lite.callbacks.outputs import LogOutputsCallback
     from pytorch_accel_lite.callbacks.plots import PlotMetricsCallback, SnapshotCallback
     from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback, read_predictions
     from pytorch_accel_lite.callbacks.replicas import ReplicaCheckCallback
@@ -71,6 +72,7 @@ __all__ = [
     "LimitBatchesCallback",
     "LimitEvalStepsCallback",
     "LogMetricsCallback",
+    "LogOutputsCallback",
     "LossScaleCallback",
     "MetricsCallback",
     "MetricsFileCallback",
@@ -128,6 +130,7 @@ _LOADED_WHEN_NAMED = {
         "ThroughputCallback",
     ),
     "nan_report": ("NaNReportCallback",),
+    "outputs": ("LogOutputsCallback",),
     "plots": ("PlotMetricsCallback", "SnapshotCallback"),
     "prediction_writer": ("PredictionWriterCallback", "read_predictions"),
     "replicas": ("ReplicaCheckCallback",),

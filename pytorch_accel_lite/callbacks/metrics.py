@@ -177,7 +177,7 @@ def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torc
 
     :raises ValueError: if they cannot be determined
     """
-    outputs = batch_output["model_outputs"]
+    outputs = batch_output.get("model_outputs", batch_output)  # a method of the model may return logits themselves
     predictions = outputs if isinstance(outputs, torch.Tensor) else _find(outputs, ("logits", "predictions"))
     if isinstance(batch, Mapping):
         targets = _find(batch, TARGET_KEYS)

@@ -243,3 +243,8 @@ def rewrap_model(self: Trainer) -> None:
     if prepared.model is old:
         prepared.model = new
     self.model = new
+
+
+def can_rewrap_model(self: Trainer) -> bool:
+    """Whether :meth:`rewrap_model` works: not if weights are sharded or Accelerate has compiled the wrapper."""
+    return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)

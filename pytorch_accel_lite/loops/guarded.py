@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from pytorch_accel_lite.batches import BatchOutput, concatenate_if_possible, find_batch_size, split_batch
+from pytorch_accel_lite.batches import BatchOutput, concatenate_if_possible, find_batch_size, is_number, split_batch
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
@@ -165,9 +165,7 @@ def _merge(outputs: list[BatchOutput]) -> BatchOutput:
     """Merge the outputs of the parts into the output of a step on the full batch."""
     if len(outputs) == 1:
         return outputs[0]
-    counted = "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size"
-    total = sum(output[counted] for output in outputs)
-    shares = [output[counted] / total for output in outputs]
+    shares = _shares(outputs, "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size")
     merged: BatchOutput = {}
     for key in outputs[0]:
         values = [output[key] for output in outputs]
@@ -178,9 +176,16 @@ def _merge(outputs: list[BatchOutput]) -> BatchOutput:
         elif key == "losses":
             names = dict.fromkeys(chain.from_iterable(values))
             merged[key] = {name: _mean([losses.get(name, 0) for losses in values], shares) for name in names}
+        elif all(map(is_number, values)):
+            merged[key] = _mean(values, _shares(outputs, "batch_size"))
         else:
             merged[key] = concatenate_if_possible(values)
     return merged
+
+
+def _shares(outputs: list[BatchOutput], counted: str) -> list[Any]:
+    total = sum(output[counted] for output in outputs)
+    return [output[counted] / total for output in outputs]
 
 
 def _mean(values: list[Any], shares: list[Any]) -> Any:

@@ -12,7 +12,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, GradualUnfreezingCallback, LimitBatchesCallback
+from pytorch_accel_lite.callbacks import (
+    ConvertSyncBatchNormCallback,
+    GradualUnfreezingCallback,
+    LimitBatchesCallback,
+    LogOutputsCallback,
+)
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.finetuning import ModelFreezer
@@ -400,11 +405,11 @@ class LogsNumbers(Trainer):
     def calculate_train_batch_loss(self, batch: Any) -> Any:
         self.log("index", batch[0])
         self.log("weighted", torch.tensor(2.0), weight=3)
-        return super().calculate_train_batch_loss(batch)
+        return super().calculate_train_batch_loss(batch) | {"given": batch[0].mean(), "one": 1, "text": "is no number"}
 
     def calculate_eval_batch_loss(self, batch: Any) -> Any:
         self.log("index", batch[0])
-        return super().calculate_eval_batch_loss(batch)
+        return super().calculate_eval_batch_loss(batch) | {"given": batch[0].mean()}
 
 
 class LogsTheLoss(TrainerCallback):
@@ -420,7 +425,7 @@ def logged_numbers() -> dict[str, Any]:
     data = TensorDataset(x, x)
     model = small_model(features=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss])
+    trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss, LogOutputsCallback])
     trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
     trainer.evaluate(data)
     return {name: list(values) for name, values in trainer.run_history.to_dict().items()}

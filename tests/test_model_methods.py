@@ -1,0 +1,165 @@
+"""Methods of the model that compute losses and predictions, matched to the batch by the names of their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanSquaredError
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback
+from tests import cases
+from tests.cases.model_methods import METHODS, Named, Net, make_trainer, train
+from tests.tasks import equal, largest_difference, listener
+
+
+def pairs() -> TensorDataset:
+    return TensorDataset(Named().x, Named().y)
+
+
+def by_loss_function(**kwargs: Any) -> Trainer:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[], seed=0)
+    trainer.train(pairs(), 2, per_device_batch_size=6, train_dataloader_kwargs={"shuffle": False}, **kwargs)
+    return trainer
+
+
+def test_the_names_of_the_batch_are_those_of_the_parameters():
+    trainer = train(make_trainer())
+    expected = by_loss_function()
+    assert equal(trainer.model.state_dict(), expected.model.state_dict())
+    assert trainer.run_history["train_loss_epoch"] == expected.run_history["train_loss_epoch"]
+    error = (trainer.model(Named().x) - Named().y).abs().mean().item()
+    assert trainer.run_history.get_latest_metric("eval_loss_epoch") == pytest.approx(error)
+    assert trainer.evaluate(Named(), per_device_batch_size=5) == {"evaluation_loss": pytest.approx(error)}
+    assert torch.equal(trainer.predict(Named()), 2 * trainer.model(Named().x).detach())
+
+
+@pytest.mark.parametrize(
+    ("method", "data"), [("train_step", pairs), ("whole", pairs), ("whole", Named), ("few", Named)]
+)
+def test_what_a_method_may_take(method, data):
+    trainer = make_trainer(methods={"train": method})
+    trainer.train(data(), 2, data(), per_device_batch_size=6, train_dataloader_kwargs={"shuffle": False})
+    assert equal(trainer.model.state_dict(), by_loss_function().model.state_dict())
+    assert trainer.run_history["eval_loss_epoch"]
+    assert trainer.predict(pairs()).shape == (26, 1)  # of the forward pass
+
+
+def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
+    alone = cases.model_methods.trained_and_resumed()
+    for found in (alone, *two_ranks(cases.model_methods.trained_and_resumed)):
+        assert found["weights"].keys() == Net().state_dict().keys()
+        assert largest_difference(found["weights"], alone["weights"]) < 1e-12
+        assert equal(found["resumed"], found["weights"])
+        assert (found["predicted"] - alone["predicted"]).abs().max() < 1e-12
+        for name, values in alone["history"].items():
+            assert found["history"][name] == pytest.approx(values), name
+
+
+def test_sharded_weights_are_gathered_for_them(two_ranks):
+    expected = train(make_trainer()).run_history["train_loss_epoch"]
+    for found in two_ranks(cases.model_methods.sharded):
+        assert found == pytest.approx(expected)
+
+
+def test_metrics_and_averages_use_them():
+    metrics = MetricsCallback({"mse": MeanSquaredError()}, lambda batch, out: (out.get("logits"), batch["y"]))
+    found = MetricsCallback({"found": MeanSquaredError()}, train=True)
+    data = [{"x": x, "labels": y} for x, y in pairs()]
+
+    class Labelled(Net):
+        def train_step(self, x, labels):
+            return super().train_step(x, labels)
+
+        def evaluate_step(self, x, labels):
+            return super().evaluate_step(labels, x)
+
+    trainer = make_trainer(callbacks=[metrics, ModelEmaCallback(decay=0.5)])
+    history = train(trainer).run_history
+    mse = (trainer.model(Named().x) - Named().y).square().mean().item()
+    assert history.get_latest_metric("mse") == pytest.approx(mse)
+    assert history.get_latest_metric("ema_model_eval_loss_epoch") != history.get_latest_metric("eval_loss_epoch")
+    other = make_trainer(Labelled(), callbacks=[found])
+    other.train(data, 1, data)
+    assert {"found", "train_found"} <= set(other.run_history)
+
+
+def test_they_go_with_splitting_compiling_and_mixed_precision():
+    compiled = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module
+
+    train(make_trainer(compile_model={"backend": backend}), auto_microbatch=True)
+    assert compiled
+    torch.compiler.reset()
+    types = set()
+    note = listener(on_eval_step_end=lambda t, batch_output, **_: types.add(batch_output["logits"].dtype))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        trainer = make_trainer(
+            Net().float(), callbacks=[note], accelerator=Accelerator(cpu=True, mixed_precision="bf16")
+        )
+        inner = trainer.model.body.register_forward_hook(lambda module, inputs, output: types.add(output.dtype))
+        data = [{"x": torch.randn(3), "y": torch.randn(1)}] * 4
+        trainer.train(data, 1, data)
+        inner.remove()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert types == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("methods", "error", "message"),
+    [
+        ("train_step", TypeError, "model_methods='train_step' must be a dict with names of methods, such as"),
+        ({"train": Net.train_step}, TypeError, "must be a dict with names of methods"),
+        ({"fit": "train_step"}, ValueError, "must have keys out of 'train', 'eval', 'predict'"),
+        ({}, ValueError, r"model_methods=\{\} must have keys"),
+        ({"train": "trainstep"}, ValueError, r"model_methods\['train'\]='trainstep': Net has no.*mean 'train_step'"),
+        ({"eval": "body"}, ValueError, "Net has no such method"),
+    ],
+)
+def test_wrong_names_are_refused_at_once(methods, error, message):
+    with pytest.raises(error, match=message):
+        make_trainer(methods=methods)
+
+
+def test_a_loss_function_that_would_not_be_called_is_refused():
+    with pytest.raises(ValueError, match="train_step returns the loss, so loss_func would never be called"):
+        Trainer(Net(), nn.MSELoss(), None, model_methods=METHODS)
+
+
+def test_a_wrapper_that_would_be_left_out_is_refused():
+    with pytest.raises(TypeError, match="train_step would be called without the wrapper of the model, OptimizedModule"):
+        Trainer(torch.compile(Net()), None, None, model_methods=METHODS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "method", "message"),
+    [
+        (
+            {"inputs": torch.ones(3).double(), "y": torch.ones(1).double()},
+            "train_step",
+            r"Net.train_step\(x: .* keys of the batch, 'inputs', 'y': 'x' is missing, and it does not take 'inputs'",
+        ),
+        ({"x": torch.ones(3).double()}, "evaluate_step", "'y' is missing. Rename the keys or the parameters"),
+        ({"x": torch.ones(3), "y": torch.ones(1), "w": 1}, "train_step", r"does not take 'w'. .* \*\*kwargs takes all"),
+        ((torch.ones(3).double(),), "train_step", "of which there are 1: missing a required argument: 'y'"),
+        ((torch.ones(3).double(), torch.ones(1)), "bare", "must return a dict with 'loss', not Tensor"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_told_before_the_first_update(batch, method, message):
+    trainer = make_trainer(methods={"train": method})
+    with pytest.raises((ValueError, TypeError), match=message):
+        trainer.train([batch] * 4, 1)
+    assert trainer.progress.update == 0
