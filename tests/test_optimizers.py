@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import re
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,15 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, Reduce
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import LearningRateMonitorCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import (
+    LearningRateMonitorCallback,
+    ProgressBarCallback,
+    ProgressTableCallback,
+    RunLogCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+)
+from pytorch_accel_lite.callbacks.bars import _fitting
 from tests import cases
 from tests.cases.optimizers import DATA, train_with_two, two_optimizers
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, small_model, weights
@@ -127,6 +137,29 @@ def test_gradients_are_cleared_by_each():
     assert all(not parameter.grad.any() for parameter in model.parameters())
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_bar_the_table_and_the_report_show_the_rate_of_each(capsys, tmp_path):
+    model = small_model()
+    bar = ProgressBarCallback(line_every_seconds=1e-9)
+    callbacks = [bar, ProgressTableCallback(show_always=True), RunLogCallback(tmp_path)]
+    trainer = quiet_trainer(model, optimizer=two_optimizers(model), callbacks=callbacks)
+    shrinking = {"matrix": partial(ExponentialLR, gamma=0.2)}
+    trainer.train(DATA, 2, per_device_batch_size=13, create_scheduler_fn=shrinking)
+    out = capsys.readouterr().out
+    assert re.findall("lr_matrix ([^,]*), lr_rest ([^,]*)", out)[-1] == ("8e-05", "0.02")
+    head = next(line for line in out.splitlines() if line.startswith("epoch"))
+    assert re.split(" {2,}", head) == ["epoch", "train loss", "lr_matrix", "lr_rest", "time"]
+    assert next(line for line in out.splitlines() if line.startswith("2/2")).split()[2:4] == ["8.00e-05", "2.00e-02"]
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert report["optimizer"].startswith("matrix: SGD(lr=0.05, momentum=0.9); rest: AdamW(lr=0.01 to 0.02")
+    assert report["schedule"] == "matrix: ExponentialLR"
+
+
+def test_rates_are_left_out_of_a_bar_before_losses():
+    numbers = {"loss": "1.2", "lr_matrix": "0.05", "lr_rest": "0.02", "left": "00:10"}
+    assert list(_fitting(numbers, 24)) == ["loss", "left"]
+    assert list(_fitting(numbers, 40)) == ["loss", "lr_matrix", "left"]
 
 
 # ------------------------------------------------------------------------------------------- schedulers

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from pytorch_accel_lite.callbacks.epochs import is_rate
 from pytorch_accel_lite.utils import import_extra, is_terminal
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.notebook import Page
 
 #: The order in which numbers are fitted into a narrow terminal.
-_PRIORITY = ("loss", "left", "samples/s", "eval_loss", "lr")
+_PRIORITY = ("loss", "left", "samples/s", "eval_loss")  # and then learning rates
 _LEAST_CELLS = 6
 _MARGIN = 3  # columns for the ^C that a terminal echoes
 
@@ -70,7 +71,9 @@ class _TerminalBar(tqdm):  # type: ignore[misc]
 
 def _fitting(numbers: Mapping[str, Any], room: int) -> dict[str, Any]:
     """Return the numbers that fit into ``room`` columns as ``, name=value``; those added by subclasses come first."""
-    ranks = {name: rank for rank, name in enumerate(_PRIORITY)}
+    ranks = {name: rank for rank, name in enumerate(_PRIORITY)} | dict.fromkeys(
+        filter(is_rate, numbers), len(_PRIORITY)
+    )
     chosen = set()
     for name in sorted(numbers, key=lambda name: ranks.get(name, -1)):
         length = len(f", {name}={numbers[name]}")

@@ -25,6 +25,11 @@ class Row:
 Layout = tuple[int, dict[str, int], list[str]]  # width of the first column, widths of the others, columns left out
 
 
+def is_rate(name: str) -> bool:
+    """Whether a number is a learning rate: ``lr``, or ``lr_<name>`` with several optimizers."""
+    return name == "lr" or name.startswith("lr_")
+
+
 class EpochTable:
     """The rows so far, and the columns in order of importance.
 
@@ -59,7 +64,7 @@ class EpochTable:
                 chosen[column] = needed
                 room -= needed + len(_GAP)
         hidden = [column for column in self._columns if column not in chosen]
-        shown = sorted(chosen, key=lambda column: column == "lr")
+        shown = sorted(chosen, key=is_rate)
         return first, {column: chosen[column] for column in shown}, hidden
 
     @property

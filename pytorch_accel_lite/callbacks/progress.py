@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TqdmBars
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.optimizers import parts_of
 from pytorch_accel_lite.utils import (
     check_choice,
     check_positive_number,
@@ -55,11 +56,11 @@ class PrintProgressCallback(TrainerCallback):
 class ProgressBarCallback(TrainerCallback):
     """Show a progress bar for each training epoch and each evaluation, in a terminal or a notebook.
 
-    The bar shows the running mean of the loss, the latest evaluation loss, the learning rate, the samples per second
-    over all processes and, if the length of the run is known, the time left. The loss is read from the device only when
-    it is shown, a few times per second. A narrow terminal shows as much of this as fits; printed text appears above the
-    bar. Only the first process of each machine shows bars, and only if its output is a terminal or a notebook;
-    otherwise, as in a cluster job's log, it prints a line at intervals.
+    The bar shows the running mean of the loss, the latest evaluation loss, the learning rate of each optimizer, the
+    samples per second over all processes and, if the length of the run is known, the time left. The loss is read from
+    the device only when it is shown, a few times per second. A narrow terminal shows as much of this as fits; printed
+    text appears above the bar. Only the first process of each machine shows bars, and only if its output is a terminal
+    or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
 
     :param show_always: show bars even if the output is a file or a pipe
     :param refresh_seconds: seconds between refreshes of the bar
@@ -154,8 +155,7 @@ class ProgressBarCallback(TrainerCallback):
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
         if evaluated:
             parts["eval_loss"] = f"{float(evaluated[-1]):.4g}"
-        if trainer.optimizer.param_groups:
-            parts["lr"] = f"{float(trainer.optimizer.param_groups[0]['lr']):.3g}"
+        parts |= {name: f"{rate:.3g}" for name, rate in shown_rates(trainer).items()}
         seconds = now - self._since
         if seconds > 0:
             parts["samples/s"] = f"{(progress.samples_in_epoch - self._samples_before) / seconds:,.0f}"
@@ -218,6 +218,13 @@ def epoch_of(trainer: Trainer) -> str:
     epoch = trainer.progress.epoch
     planned = None if config is None else config.num_epochs
     return f"{epoch}" if planned is None or epoch > planned else f"{epoch}/{planned}"
+
+
+def shown_rates(trainer: Trainer) -> dict[str, float]:
+    """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
+    parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
+    first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
+    return {name: float(group["lr"]) for name, group in first.items() if "lr" in group}
 
 
 def _is_watched() -> bool:

@@ -24,6 +24,7 @@ from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.callbacks.run_page import pages
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.optimizers import parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
 from pytorch_accel_lite.tracking import InMemoryRunHistory
@@ -239,13 +240,19 @@ def describe(trainer: Trainer) -> dict[str, str]:
     total = sum(size for size, _ in sizes)
     count = f"{total:,} parameters" + (f", {trained:,} of them trainable" if trained != total else "")
     loss = trainer.loss_func
-    scheduler = getattr(trainer.scheduler, "scheduler", trainer.scheduler)
+    optimizers = parts_of(trainer.optimizer) or {"": getattr(trainer.optimizer, "optimizer", trainer.optimizer)}
+    schedulers = {name: getattr(part, "scheduler", part) for name, part in schedulers_in(trainer.scheduler).items()}
+    kinds = {name: type(part).__name__ for name, part in schedulers.items() if part is not None}
     return {
         "model": f"{type(model).__name__}, {count}",
         "loss": getattr(loss, "__name__", type(loss).__name__) if loss is not None else "computed by the training step",
-        "optimizer": describe_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer)),
-        "schedule": "none: the learning rate is constant" if scheduler is None else type(scheduler).__name__,
+        "optimizer": _by_name({name: describe_optimizer(part) for name, part in optimizers.items()}),
+        "schedule": _by_name(kinds) or "none: the learning rate is constant",
     }
+
+
+def _by_name(described: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {text}" if name else text for name, text in described.items())
 
 
 def describe_optimizer(optimizer: Any) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.epochs import EpochTable, Row, format_duration, format_value
-from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, epoch_of
+from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, epoch_of, shown_rates
 from pytorch_accel_lite.events import RunInterruptedError
 from pytorch_accel_lite.utils import in_notebook, is_terminal, wrapped
 
@@ -151,6 +151,7 @@ class _View:
         self._expected = trainer.current_run.request.metrics
         self._key, self._greater = self._choose_key()
         self._best: tuple[float, str] | None = None
+        self._rates = shown_rates(trainer)
         self._table = EpochTable(_label(self._key) if self._key else None)
         self._table.order(self._ranked(self._expected.directions))
         self._layout: object = None
@@ -158,7 +159,6 @@ class _View:
         self._first_update = trainer.progress.update
         self._first_epoch = trainer.progress.epochs_completed + 1
         self._trained: int | None = None
-        self._rate: float | None = None
         self._before = {path: _changed(path) for path in trainer.current_run.request.paths}
         self._page: Page | None = None
         if in_notebook() and trainer.accelerator.is_local_main_process:
@@ -199,7 +199,7 @@ class _View:
     def _ranked(self, names: Iterable[str]) -> list[str]:
         """Return the columns of metrics in order of importance."""
         if self._chosen is not None:
-            return list(dict.fromkeys([*map(_label, self._chosen), "lr"]))
+            return list(dict.fromkeys([*map(_label, self._chosen), *self._rates]))
         evaluated = {_label(name) for name in self._expected.evaluated}
         declared = {_label(name) for name in self._expected.directions}
 
@@ -208,18 +208,18 @@ class _View:
                 return 0
             if label.endswith("eval loss"):
                 return 1
-            if label == "lr":
+            if label in self._rates:
                 return 2
             return 3 if label in evaluated else 4 if label not in declared else 5
 
-        return sorted(dict.fromkeys(["lr", *map(_label, names)]), key=rank)
+        return sorted(dict.fromkeys([*self._rates, *map(_label, names)]), key=rank)
 
     def start_epoch(self) -> None:
         self._epoch_start = time.monotonic()
 
     def finish_training(self, trainer: Trainer) -> None:
         self._trained = trainer.progress.epoch
-        self._rate = _learning_rate(trainer)
+        self._rates = shown_rates(trainer)
 
     def add_row(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Show new metrics of an epoch or of an evaluation within one."""
@@ -228,9 +228,8 @@ class _View:
         epoch = epoch_of(trainer) if is_whole else f"step {progress.step}"
         where = f"epoch {progress.epoch}" + ("" if is_whole else f", step {progress.step}")
         cells = {_label(name): format_value(value) for name, value in metrics.items()}
-        rate = self._rate if is_whole else _learning_rate(trainer)
-        rate = metrics.get("lr", rate)  # a callback may have recorded the last update's rate
-        cells |= {} if rate is None else {"lr": f"{rate:.2e}"}
+        for name, rate in (self._rates if is_whole else shown_rates(trainer)).items():
+            cells[name] = f"{metrics.get(name, rate):.2e}"  # a callback may have recorded the last update's rate
         is_best = self._key in metrics and self._note(metrics[self._key], where)
         row = Row(epoch, cells, format_duration(time.monotonic() - self._epoch_start), is_best)
         self._table.add(row, self._ranked([*self._expected.directions, *metrics]))
@@ -306,9 +305,3 @@ def _label(name: str) -> str:
     if loss and (loss[4] or loss[2] == "eval"):
         return " ".join([*filter(None, [(loss[1] or "").rstrip("_")]), loss[2], loss[3]])
     return name.removesuffix("_epoch")
-
-
-def _learning_rate(trainer: Trainer) -> float | None:
-    for group in trainer.optimizer.param_groups:
-        return float(group["lr"]) if "lr" in group else None
-    return None
