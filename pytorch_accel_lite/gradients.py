@@ -176,13 +176,16 @@ def update_was_skipped(self: Trainer) -> bool:
 def total_norm(trainer: Trainer) -> torch.Tensor:
     """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
 
-    For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed.
+    For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
+    overridden ``train_step``, it is that of the optimizer being updated.
     """
     run = trainer.current_run
     if run.gradient_norm is None:
-        if trainer.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
+        own = run.own_step  # updates one optimizer at a time, and has unscaled its gradients
+        if own is None and trainer.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
-        gradients = (parameter.grad for parameter in optimized_parameters(trainer.optimizer))
+        updated = trainer.optimizer if own is None else own.updating
+        gradients = (parameter.grad for parameter in optimized_parameters(updated))
         run.gradient_norm = torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     return run.gradient_norm
 

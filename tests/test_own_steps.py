@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,12 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SkipFailedBatchesCallback
+from pytorch_accel_lite.callbacks import (
+    GradientNormCallback,
+    LossScaleCallback,
+    ModelEmaCallback,
+    SkipFailedBatchesCallback,
+)
 from tests import cases
 from tests.cases.own_steps import FULL, GAN, by_hand, train_gan
 from tests.tasks import equal, largest_difference, listener, make_data, make_trainer, quiet_trainer, small_model, train
@@ -86,6 +92,16 @@ def test_a_schedule_of_all_is_stepped_once_a_step():
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.02 / 4, 0.05 / 4]
 
 
+@pytest.mark.parametrize("name", ["critic", None])
+def test_schedules_may_be_stepped_once_an_epoch(name):
+    halves = partial(ExponentialLR, gamma=0.5)
+    trainer = GAN()
+    schedules = halves if name is None else {name: halves}
+    trainer.train(FULL, 2, per_device_batch_size=13, create_scheduler_fn=schedules, scheduler_interval="epoch")
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    assert rates == [0.02 / 4 if name is None else 0.02, 0.05 / 4]
+
+
 def test_an_optimizer_may_be_updated_several_times_in_a_step():
     class Twice(GAN):
         def train_step(self, batch):
@@ -151,6 +167,57 @@ def test_it_trains_in_bfloat16():
     assert types == {torch.bfloat16}
 
 
+# -------------------------------------------------------------------------------------------- gradient scalers
+
+
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.1)])
+def test_scaled_gradients_are_those_of_the_loop_by_hand(scaled_accelerator, accumulation, clip):
+    scaled_accelerator.scaler.set_growth_interval(1)  # the scale is another one in each step
+    norms = GradientNormCallback()
+    trainer = GAN(callbacks=[norms], accelerator=scaled_accelerator, seed=0)
+    arguments = {"gradient_accumulation_steps": accumulation, "gradient_clip_norm": clip}
+    trainer.train(FULL, 2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False}, **arguments)
+    expected = by_hand(accumulation, clip)
+    difference = largest_difference(trainer.networks(), expected)
+    assert difference < 1e-12 if accumulation > 1 else equal(trainer.networks(), expected)
+    assert scaled_accelerator.scaler.get_scale() > 2.0**13
+    assert trainer.run_history.get_latest_metric("gradient_norm_max") < 10
+
+
+def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
+    class Overflowing(GAN):
+        def update(self, loss, optimizer):
+            if optimizer == "critic" and self.progress.step == 1:
+                loss = loss * 1e200 * 1e200
+            return super().update(loss, optimizer)
+
+    skipped: list[bool] = []
+    see = listener(on_optimizer_step_end=lambda t: skipped.append(t.update_was_skipped))
+    trainer = Overflowing(callbacks=[LossScaleCallback, see], accelerator=scaled_accelerator)
+    schedules = {name: partial(ExponentialLR, gamma=0.5) for name in ("generator", "critic")}
+    trainer.train(FULL, 1, per_device_batch_size=9, create_scheduler_fn=schedules)
+    assert skipped == [False, True, False]
+    assert trainer.optimizer["critic"].param_groups[0]["lr"] == 0.05 / 4
+    assert trainer.optimizer["generator"].param_groups[0]["lr"] == 0.02 / 8
+    assert trainer.run_history.get_latest_metric("skipped_updates") == 1
+    assert trainer.run_history.get_latest_metric("loss_scale") == 2.0**9
+    assert all(value.isfinite().all() for value in trainer.networks().values())
+
+
+def test_callbacks_skip_updates_of_scaled_gradients(scaled_accelerator):
+    def skip(trainer: Trainer) -> None:
+        if trainer.current_run.own_step.updating is trainer.optimizer["critic"]:
+            trainer.skip_update()
+
+    trainer = GAN(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)
+    before = trainer.networks()
+    trainer.train(FULL, 1, per_device_batch_size=4, gradient_accumulation_steps=2)
+    changed = {
+        name.partition(".")[0] for name, value in trainer.networks().items() if not torch.equal(value, before[name])
+    }
+    assert changed == {"generator"}
+
+
 # -------------------------------------------------------------------------------------------- bad input
 
 
@@ -203,6 +270,43 @@ def test_update_is_refused_in_the_trainers_own_step():
 
 
 def test_tools_that_make_steps_of_their_own_refuse():
-    for method in ("find_lr", "find_batch_size", "diagnose"):
+    for method in ("find_batch_size", "diagnose"):
         with pytest.raises(TypeError, match=f"{method}.. makes steps with one loss .* GAN.train_step"):
             getattr(GAN(), method)(FULL)
+
+
+def test_the_rate_of_one_optimizer_is_found_by_its_own_loss_and_leaves_no_trace():
+    class Averaging(GAN):
+        """Keeps an average of the generator, and notes the rates of the updates."""
+
+        def __init__(self) -> None:
+            super().__init__(seed=0)
+            self.average = copy.deepcopy(self.model)
+            self.rates: dict[str, list[float]] = {"generator": [], "critic": []}
+
+        def train_step(self, batch):
+            super().train_step(batch)
+            for name, rates in self.rates.items():
+                rates.append(self.optimizer[name].param_groups[0]["lr"])
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 0.5)
+
+    trainer = Averaging()
+    before = trainer.networks(), copy.deepcopy(trainer.average.state_dict())
+    found = trainer.find_lr(FULL, per_device_batch_size=13, min_lr=1e-3, max_lr=1.0, num_steps=12, optimizer="critic")
+    assert trainer.rates["critic"][: len(found.lrs)] == found.lrs
+    assert set(trainer.rates["generator"]) == {0.02}
+    assert min(found.losses) < 0  # those of the critic, not of both
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.02, 0.05]
+    assert equal(trainer.networks(), before[0])
+    assert equal(trainer.average.state_dict(), before[1])
+    with pytest.raises(
+        ValueError, match=r"find_lr\(\) needs optimizer=, one of 'generator', 'critic': Averaging updates"
+    ):
+        trainer.find_lr(FULL)
+    with pytest.raises(
+        ValueError, match=r"optimizer='critics': there is no such optimizer, only 'generator', 'critic'"
+    ):
+        trainer.find_lr(FULL, optimizer="critics")
+    with pytest.raises(ValueError, match=r"optimizer='sgd': there is no such optimizer, only one without a name"):
+        make_trainer().find_lr(make_data(), optimizer="sgd")

@@ -81,10 +81,6 @@ class CombinedOptimizer(OfParts, Optimizer):
             part.step()
         return loss
 
-    def note_step(self) -> None:
-        """Note that a part was stepped on its own, or torch would warn that the scheduler is stepped too early."""
-        self._opt_called = True
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parts."""
         for part in self._parts.values():

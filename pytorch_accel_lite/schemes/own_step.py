@@ -13,8 +13,8 @@ from pytorch_accel_lite.batches import BatchOutput, complete_output, find_batch_
 from pytorch_accel_lite.distributed.prepared import mixed_precision
 from pytorch_accel_lite.gradients import GradientWindow, average_gradients
 from pytorch_accel_lite.optimizers import optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.restoring import replaced
 from pytorch_accel_lite.run import Run
-from pytorch_accel_lite.schemes.combined import CombinedOptimizer
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data import Batch
@@ -25,12 +25,15 @@ class OwnStep:
     """The state of user-defined steps in a run: an accumulation window for each optimizer, and what was updated.
 
     :ivar losses: losses of the current step, by optimizer name
+    :ivar updating: the optimizer that is being updated, or was last
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         _check(trainer, run)
         self._run = run
-        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": trainer.optimizer}
+        alone = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
+        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": alone}
+        self.updating = alone
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
         self.windows = {
@@ -39,6 +42,9 @@ class OwnStep:
         self.losses: dict[str, torch.Tensor] = {}
         self.ends_window = True
         self._has_gradients: set[str] = set()
+        self._scaler = trainer.accelerator.scaler
+        self._must_update_scaler = False
+        self._made: list[bool] = []  # for each update of the step whether it was made, rather than skipped
         if trainer.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
             trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
@@ -48,6 +54,7 @@ class OwnStep:
     def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
         """Run the user's step on a batch and track its losses."""
         self.losses = {}
+        self._made = []
         self.ends_window = batch.is_last or (run.progress.step + 1) % run.window.steps == 0
         with mixed_precision(trainer.accelerator):
             output = trainer.train_step(batch.data)
@@ -89,10 +96,13 @@ class OwnStep:
     def _backward(self, trainer: Trainer, name: str, loss: torch.Tensor, retain_graph: bool) -> None:
         run = self._run
         parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
+        if not parameters:
+            raise ValueError(f"update(optimizer={name!r}): all parameters of that optimizer are frozen.")
         event = {"batch": run.batch and run.batch.data, "batch_output": {"loss": loss}, "step": run.progress.step}
         trainer.call_event("on_backward_start", **event)
         with torch.autocast(loss.device.type, enabled=False) if trainer.accelerator.native_amp else nullcontext():
-            loss.backward(inputs=parameters, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            scaled.backward(inputs=parameters, retain_graph=retain_graph)
         trainer.call_event("on_backward_end", **event)
         if name not in self._has_gradients:
             if all(parameter.grad is None for parameter in parameters):
@@ -104,24 +114,39 @@ class OwnStep:
 
     def _step(self, trainer: Trainer, name: str) -> None:
         run = self._run
-        optimizer = self.optimizers[name]
+        self.updating = optimizer = self.optimizers[name]
         if trainer.ranks.world_size > 1:
             average_gradients(optimized_parameters(optimizer), trainer.ranks)
         self.windows[name].finish(optimizer)
         run.gradient_norm = None
         run.skips_update = False
-        with _alone(trainer, optimizer):
+        stepped = optimizer
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+            stepped = _ScaledOptimizer(optimizer, self._scaler)
+        with _alone(trainer, stepped):
             trainer.clip_gradients()
         trainer.call_event("on_optimizer_step_start")
-        scheduler = schedulers_in(trainer.scheduler).get(name)
-        with _alone(trainer, optimizer):
-            if run.skips_update:
-                run.skipped_updates += 1
-            else:
+        with _alone(trainer, stepped):
+            if not run.skips_update:
                 trainer.optimizer_step()
-                if scheduler is not None and run.request.scheduler_interval == "update":
-                    scheduler.step()
             trainer.optimizer_zero_grad()
+        # Not before the end of a window: the other optimizers accumulate gradients with the same scale.
+        self._must_update_scaler = self._scaler is not None and not run.skips_update
+        if self.windows[name].steps == 1:
+            self._update_scaler()
+        is_made = not run.skips_update and not getattr(stepped, "was_skipped", False)
+        self._made.append(is_made)
+        run.skipped_updates += not is_made
+        scheduler = schedulers_in(trainer.scheduler).get(name)
+        if is_made and scheduler is not None and run.request.scheduler_interval == "update":
+            with _alone(trainer, stepped):
+                scheduler.step()
+
+    def _update_scaler(self) -> None:
+        if self._must_update_scaler:
+            self._scaler.update()
+        self._must_update_scaler = False
 
     def finish(self, trainer: Trainer, run: Run) -> None:
         """Count the update of a step, and step a scheduler shared by all optimizers."""
@@ -132,26 +157,53 @@ class OwnStep:
                     f"update(optimizer={name!r}) was called in an accumulation window, but not in its last step, which "
                     "would have used the gradients. Call it in every step of a window, or train without accumulation."
                 )
+        self._update_scaler()
+        run.skips_update = not all(self._made)
         if run.synced_buffers:
             trainer.ranks.copy_from_first(run.synced_buffers)
         run.progress.update += 1
-        is_of_all = trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler)
-        if is_of_all and run.request.scheduler_interval == "update":
-            if isinstance(trainer.optimizer, CombinedOptimizer):
-                trainer.optimizer.note_step()
-            trainer.scheduler_step()
+        if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
+            vars(trainer.optimizer)["_opt_called"] = True  # or torch would warn of a schedule that is stepped too early
+            is_skipped = bool(self._made) and not any(self._made)
+            if run.request.scheduler_interval == "update" and not is_skipped:
+                trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
+
+
+class _ScaledOptimizer:
+    """An optimizer that is stepped by a gradient scaler, which leaves out steps with infinite gradients.
+
+    :ivar was_skipped: whether the step was left out
+    """
+
+    def __init__(self, optimizer: Any, scaler: Any) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self.was_skipped = True
+
+    def step(self, closure: Any = None) -> None:
+        """Step the optimizer if its gradients are finite."""
+        noted = self._optimizer.register_step_post_hook(self._note)
+        try:
+            self._scaler.step(self._optimizer)
+        finally:
+            noted.remove()
+
+    def _note(self, *_: Any) -> None:
+        self.was_skipped = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
 
 
 @contextmanager
 def _alone(trainer: Trainer, optimizer: Any) -> Iterator[None]:
-    """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone."""
-    whole = trainer.optimizer
-    trainer.optimizer = optimizer
-    try:
+    """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone.
+
+    Its gradients are unscaled already, so Accelerate must not unscale those of all optimizers to clip them.
+    """
+    with replaced(trainer, optimizer=optimizer), replaced(trainer.accelerator, _optimizers=[]):
         yield
-    finally:
-        trainer.optimizer = whole
 
 
 def update(
@@ -200,11 +252,9 @@ def begin_own_step(trainer: Trainer, run: Run) -> None:
 def _check(trainer: Trainer, run: Run) -> None:
     """Raise an error for options that are incompatible with an overridden step."""
     request = run.request
-    has_scaler = trainer.accelerator.scaler is not None
     reasons = {
         "auto_microbatch=True": request.auto_microbatch,
         "SkipFailedBatchesCallback": request.skips_failed_batches,
-        "mixed_precision='fp16', whose scaler supports one update per step (bf16 works)": has_scaler,
         "a sharded model": trainer.is_sharded,
     }
     for what, applies in reasons.items():

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 def restoring_state(trainer: Trainer) -> Iterator[None]:
     """Restore weights, buffers, gradients, modes, the optimizer, the scaler and the generators after a block.
 
-    This includes those of the loss function and of trained attributes, and registered objects. Weights are kept in host
-    memory, to leave the device's memory to the trial.
+    This includes those of the loss function, of registered objects, and of other modules of the trainer, such as
+    averaged copies, which its steps may change. Weights are kept in host memory, to leave the device's to the trial.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
-    owners += attributes.trained(trainer).values()
-    roots = [owner for owner in owners if isinstance(owner, nn.Module)]
+    owners += [*attributes.modules(trainer).values(), *attributes.trained(trainer).values()]
+    roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
     stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
     stateful += trainer.registered_objects.values()
     of_modules = chain.from_iterable(root.parameters() for root in roots)
@@ -66,7 +66,7 @@ def trial(
     """
     if trainer.is_running:
         raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
-    if is_overridden(trainer, "train_step"):
+    if is_overridden(trainer, "train_step") and name != "find_lr":
         raise TypeError(
             f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
             "trainer without that method."

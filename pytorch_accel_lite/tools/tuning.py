@@ -19,6 +19,7 @@ from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.guarded import is_out_of_memory
 from pytorch_accel_lite.loops.setup import create_train_loader
 from pytorch_accel_lite.loops.training import loss_of, train_step
+from pytorch_accel_lite.optimizers import parts_of
 from pytorch_accel_lite.plotting import plot_range_test
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.run_config import RunRequest
@@ -78,6 +79,7 @@ def find_lr(
     *,
     gradient_clip_norm: float | None = None,
     diverged: float = 4.0,
+    optimizer: str | None = None,
 ) -> LearningRates:
     """Run a learning rate range test: increase the learning rate with every update, and suggest one.
 
@@ -88,7 +90,10 @@ def find_lr(
     :param min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
     :param max_lr: last learning rate
     :param num_steps: number of updates, at least 10
-    :param diverged: stop once the smoothed loss exceeds its minimum by this factor
+    :param diverged: stop once the smoothed loss exceeds its minimum by this factor; a loss that is negative, once it
+        has risen by this factor times its fall
+    :param optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
+        default all increase together, except in an overridden ``train_step``, where each has its own loss.
     :return: the rates, the losses, a ``suggestion`` and ``plot()``; also printed, unless a console or a notebook shows
         the return value
     """
@@ -103,7 +108,7 @@ def find_lr(
     batch_size = per_device_batch_size
     loader_kwargs = train_dataloader_kwargs
     with trial(self, "find_lr", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
-        found = _range_test(self, run, min_lr, max_lr, num_steps, diverged)
+        found = _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
     report(self, found)
     return found
 
@@ -118,11 +123,26 @@ def _check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:
         raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer do not make a curve.")
 
 
+def _groups_to_test(trainer: Trainer, run: Run, name: str | None) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, or of all."""
+    parts = parts_of(trainer.optimizer)
+    known = ", ".join(map(repr, parts))
+    if name is None and run.own_step is not None and len(parts) > 1:
+        raise ValueError(
+            f"find_lr() needs optimizer=, one of {known}: {type(trainer).__name__} updates each on its own."
+        )
+    if name is not None and name not in parts:
+        raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {known or 'one without a name'}.")
+    groups: list[dict[str, Any]] = (trainer.optimizer if name is None else parts[name]).param_groups
+    return groups
+
+
 def _range_test(
-    trainer: Trainer, run: Run, min_lr: float, max_lr: float, num_steps: int, diverged: float
+    trainer: Trainer, run: Run, name: str | None, min_lr: float, max_lr: float, num_steps: int, diverged: float
 ) -> LearningRates:
     """Train with a learning rate that increases with every update, until the loss diverges."""
-    groups = trainer.optimizer.param_groups
+    groups = _groups_to_test(trainer, run, name)
+    watched = "loss" if run.own_step is None or name is None else name
     largest = max(float(group["lr"]) for group in groups)
     shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
     lrs = list[float]()
@@ -135,7 +155,7 @@ def _range_test(
         lr = min_lr * (max_lr / min_lr) ** (number / (num_steps - 1))
         for group, share in zip(groups, shares, strict=True):
             group["lr"] = lr * share
-        loss = _update(trainer, run, batches)
+        loss = _update(trainer, run, batches, watched)
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
         if not math.isfinite(mean):
             break
@@ -143,7 +163,7 @@ def _range_test(
         losses.append(loss)
         corrected = mean / (1 - _SMOOTHING ** (number + 1))
         lowest = min(lowest, corrected) if number >= 10 else math.inf
-        if corrected > diverged * lowest:
+        if corrected - lowest > (diverged - 1) * (lowest if lowest > 0 else losses[0] - lowest):
             break
     if len(lrs) < 3:
         raise ValueError(f"The loss is not finite with learning rates as small as min_lr={min_lr!r}. Try smaller ones.")
@@ -183,13 +203,17 @@ def _batches(trainer: Trainer, run: Run) -> Iterator[Batch]:
             raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
 
 
-def _update(trainer: Trainer, run: Run, batches: Iterator[Batch]) -> float:
-    """Make an update, and return its mean loss over all processes."""
+def _update(trainer: Trainer, run: Run, batches: Iterator[Batch], name: str) -> float:
+    """Make an update, and return its mean loss over all processes.
+
+    :param name: name of the loss, if a user-defined step records several
+    """
     done = run.progress.update
     run.loss_trackers = LossTrackers()
     while run.progress.update == done:
         train_step(trainer, run, next(batches))
-    return run.loss_trackers.means(trainer.ranks, "{}")["loss"]
+    means = run.loss_trackers.means(trainer.ranks, "{}")
+    return means.get(name, means["loss"])
 
 
 def find_batch_size(
