@@ -134,8 +134,10 @@ def latest_metric(where: object, name: str, trainer: Trainer) -> Any:
 
 def _missing(where: object, name: str, trainer: Trainer) -> ValueError:
     recorded = [known for known in trainer.run_history.get_metric_names() if known != name]
+    is_loss = name in trainer.current_run.request.metrics.losses
+    reason = ": the evaluation returned no loss." if is_loss else f".{did_you_mean(name, recorded)}"
     return ValueError(
-        f"{where}: the run has not recorded it.{did_you_mean(name, recorded)}"
+        f"{where}: the run has not recorded it{reason}"
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "
         f"Recorded: {', '.join(recorded) or 'nothing yet'}."
     )

@@ -174,9 +174,15 @@ def test_what_watches_the_loss_of_an_evaluation_that_has_none_is_told():
             return {"loss": None}
 
     trainer = make_trainer([EarlyStoppingCallback()], trainer_class=Without)
-    with pytest.raises(ValueError, match=r"EarlyStoppingCallback.*eval_loss_epoch"):
+    with pytest.raises(ValueError, match=r"EarlyStoppingCallback.*eval_loss_epoch.*: the evaluation returned no loss"):
         train(trainer, epochs=3, eval_dataset=True)
     assert trainer.progress.epoch == 1
+    for data in (make_data(), {"clean": make_data()}):
+        name = "eval_loss_epoch" if data.__class__ is not dict else "clean_eval_loss_epoch"
+        trainer = make_trainer([EarlyStoppingCallback(watch_metric=name)], trainer_class=Without)
+        with pytest.raises(ValueError, match=rf"EarlyStopping.*'{name}'\): the evaluation before training returned no"):
+            train(trainer, epochs=3, eval_dataset=data, sanity_eval_batches=1)
+        assert trainer.progress.update == 0
 
 
 def test_a_forgotten_loss_is_an_error_that_says_how_to_have_none():

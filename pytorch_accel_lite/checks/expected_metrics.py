@@ -30,6 +30,7 @@ class ExpectedMetrics:
     :ivar evaluated: the same for the metrics recorded in evaluations
     :ivar evaluators: the callbacks that record metrics in evaluations
     :ivar watched: the metrics that callbacks watch, in the order of the callbacks
+    :ivar losses: the losses of the evaluations, if they have any
     :ivar within_epochs: whether a callback evaluates within epochs, too
     """
 
@@ -38,6 +39,7 @@ class ExpectedMetrics:
     evaluators: list[object] = field(default_factory=list)
     watched: list[WatchedMetric] = field(default_factory=list)
     within_epochs: bool = False
+    losses: set[str] = field(default_factory=set)
     # By the parts of a name: metrics of evaluations have two, with the name of the dataset in between.
     _known: dict[tuple[str, ...], bool | None] = field(default_factory=dict)
     _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
@@ -101,6 +103,7 @@ class ExpectedMetrics:
         datasets = _dataset_prefixes(trainer.eval_dataset)
         prefix = trainer.run_history.metric_name_prefix
         possible = {f"{prefix}{of.join(parts)}": known[parts] for parts in known for of in datasets or [""]}
+        self.losses = {f"{prefix}{of}eval_loss_epoch" for of in datasets}
         in_epochs = {f"{prefix}{parts[0]}" for parts in known if len(parts) == 1}
         self.directions = {name: possible[name] for name in possible if datasets or name in in_epochs}
         self.evaluated = {name: better for name, better in self.directions.items() if name not in in_epochs}
@@ -118,6 +121,11 @@ class ExpectedMetrics:
         """
         recorded = list(recorded)
         for where, name in self._required:
+            if name in self.losses and name not in recorded:
+                raise ValueError(
+                    f"{where}: the evaluation before training returned no loss. Watch what it records "
+                    f"({', '.join(recorded) or 'nothing yet'}), or return a loss in calculate_eval_batch_loss()."
+                )
             is_elsewhere = name in self.directions or "intermediate_" in name or name.startswith(f"{prefix}train_")
             if name not in recorded and not is_elsewhere:
                 raise ValueError(
