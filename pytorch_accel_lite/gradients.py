@@ -184,7 +184,7 @@ def total_norm(trainer: Trainer) -> torch.Tensor:
         own = run.own_step  # updates one optimizer at a time, and has unscaled its gradients
         if own is None and trainer.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
-        updated = trainer.optimizer if own is None else own.updating
+        updated = trainer.optimizer if own is None else own.optimizers[own.updating]
         gradients = (parameter.grad for parameter in optimized_parameters(updated))
         run.gradient_norm = torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
     return run.gradient_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
+    AdviceCallback,
     GradientNormCallback,
+    GradientSpikeCallback,
     LossScaleCallback,
     ModelEmaCallback,
     SkipFailedBatchesCallback,
@@ -56,6 +59,8 @@ def test_ranks_accumulate_as_one(two_ranks):
     alone = cases.own_steps.train_gan(gradient_accumulation_steps=3)
     for found in two_ranks(cases.own_steps.accumulated):
         assert largest_difference(found, alone.networks()) < 1e-12
+    for found in two_ranks(cases.own_steps.with_an_idle_rank):
+        assert largest_difference(found, cases.own_steps.with_an_idle_rank()) < 1e-12
 
 
 def test_the_default_step_can_be_extended():
@@ -167,6 +172,70 @@ def test_it_trains_in_bfloat16():
     assert types == {torch.bfloat16}
 
 
+def test_spikes_are_those_of_each_optimizer(capsys):
+    class Spikes(GAN):
+        """The generator's gradients are always larger than the critic's, one of which spikes."""
+
+        def update(self, loss, optimizer):
+            factor = 100.0 if optimizer == "generator" else 50.0 if self.progress.step == 4 else 1.0
+            super().update(loss * factor, optimizer)
+
+    trainer = Spikes(callbacks=[GradientSpikeCallback(factor=5.0, warm_up_updates=2)])
+    trainer.train(FULL, 1, per_device_batch_size=4)
+    assert re.findall("Update .* skipped", capsys.readouterr().out) == ["Update 5 of 'critic' skipped"]
+
+
+def test_an_optimizer_that_is_never_updated_is_named_in_advice(capsys):
+    class Forgets(GAN):
+        def update(self, loss, optimizer):
+            if optimizer == "critic":
+                super().update(loss, optimizer)
+
+    Forgets(callbacks=[AdviceCallback]).train(FULL, 2)
+    assert capsys.readouterr().out.count("train_step has not called update(loss, optimizer='generator')") == 1
+
+
+def test_networks_may_be_frozen_within_a_step():
+    class Freezes(GAN):
+        def update(self, loss, optimizer):
+            super().update(loss, optimizer)
+            self.critic.requires_grad_(optimizer == "generator")
+
+    trainer = Freezes(seed=0)
+    trainer.train(FULL, 2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
+    assert equal(trainer.networks(), by_hand())
+
+
+class Reuses(GAN):
+    """Computes both losses from the same outputs."""
+
+    retain_graph = False
+
+    def train_step(self, batch):
+        loss = self.critic(self.model(batch[1])).mean()
+        self.update(loss, "critic", retain_graph=self.retain_graph)
+        self.update(-loss, "generator")
+
+
+def test_losses_over_the_same_outputs_are_explained():
+    with pytest.raises(RuntimeError, match="backward through the graph a second time") as freed:
+        Reuses().train(FULL, 1)
+    assert "pass retain_graph=True to update()" in freed.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as changed:
+        type("Retains", (Reuses,), {"retain_graph": True})().train(FULL, 1)
+    assert "change the order of the updates" in changed.value.__notes__[0]
+
+
+def test_gradients_of_a_backward_pass_of_its_own_are_refused():
+    class Goes(GAN):
+        def train_step(self, batch):
+            super().train_step(batch)
+            self.critic(batch[0]).mean().backward()
+
+    with pytest.raises(RuntimeError, match=r"update\(optimizer='critic'\): its parameters already have gradients"):
+        Goes().train(FULL, 1)
+
+
 # -------------------------------------------------------------------------------------------- gradient scalers
 
 
@@ -206,7 +275,7 @@ def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
 
 def test_callbacks_skip_updates_of_scaled_gradients(scaled_accelerator):
     def skip(trainer: Trainer) -> None:
-        if trainer.current_run.own_step.updating is trainer.optimizer["critic"]:
+        if trainer.current_run.own_step.updating == "critic":
             trainer.skip_update()
 
     trainer = GAN(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)
@@ -240,6 +309,7 @@ def both(model: nn.Module) -> dict[str, Any]:
         (lambda t, b: t.update(t.model(b[0]).mean(), "c"), None, ValueError, "no such optimizer, only one without"),
         (lambda t, b: t.update(t.model[0](b[0]).mean(), "b"), both, ValueError, "does not depend on any parameter of"),
         (lambda t, b: t.update(t.model(b[0])), None, ValueError, r"must be a scalar tensor that req.* not \(6, 1\)"),
+        (lambda t, b: t.update(t.model(b[0]).mean().detach()), None, ValueError, "the loss does not require gradients"),
         (lambda t, b: t.update(3.0), None, ValueError, "must be a scalar tensor that requires gradients, not float"),
         (lambda t, b: None, None, ValueError, "train_step made no update: call self.update"),
         (lambda t, b: 1, None, TypeError, "train_step must return a dict or None, not int"),

@@ -32,6 +32,7 @@ class AdviceCallback(TrainerCallback):
     - the model waited for data for at least a fifth of the epoch and at least ``min_seconds``;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
+    - an overridden ``train_step`` has never updated one of the optimizers;
     - the learning rate was 0 throughout the epoch, so no weight has changed;
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
       or has not yet raised it to a hundredth of the optimizer's own.
@@ -63,6 +64,7 @@ class AdviceCallback(TrainerCallback):
         self._skipped = -trainer.current_run.skipped_updates
         self._clipped: Any = 0
         self._norms: Any = 0.0
+        self._clippings = 0  # several in an update, where train_step updates several optimizers
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         looks = self._limit is not None or trainer.scheduler is not None or trainer.accelerator.scaler is not None
@@ -74,6 +76,7 @@ class AdviceCallback(TrainerCallback):
             norm = to_float(norm) if norm.is_cpu else norm
             self._clipped = (norm > self._limit) + self._clipped
             self._norms = norm + self._norms
+            self._clippings += 1
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
@@ -108,15 +111,18 @@ class AdviceCallback(TrainerCallback):
                 f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
                 f"{faster_data(trainer)}"
             )
-        clipped = float(self._clipped) / self._updates
+        clipped = float(self._clipped) / max(self._clippings, 1)
         if clipped >= 0.5:
             yield (
                 f"{clipped:.0%} of the updates were clipped: gradient_clip_norm={self._limit} is below the average "
-                f"gradient norm of {float(self._norms) / self._updates:.3g}. Raise it, or lower the learning rate, "
+                f"gradient norm of {float(self._norms) / self._clippings:.3g}. Raise it, or lower the learning rate, "
                 "unless you intend to clip nearly every update."
             )
         if self._skipped > 0.05 * self._updates:
             yield f"{self._skipped} of {self._updates} updates were skipped{_why_skipped(trainer)}"
+        own = trainer.current_run.own_step
+        for name in [] if own is None else [name for name in own.optimizers if name not in own.updated]:
+            yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._look_at_schedule(trainer)

@@ -73,7 +73,8 @@ class GradientNormCallback(TrainerCallback):
     """Record the total norm of the gradients, before they are clipped by norm.
 
     Recorded per epoch: the mean over all updates as ``gradient_norm_mean``, the maximum as ``gradient_norm_max`` and,
-    if the run clips by norm, the fraction of clipped updates as ``clipped_updates``.
+    if the run clips by norm, the fraction of clipped updates as ``clipped_updates``. In an overridden ``train_step``,
+    these are over the updates of all optimizers.
     """
 
     def __init__(self) -> None:

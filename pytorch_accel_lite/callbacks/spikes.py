@@ -21,7 +21,7 @@ class GradientSpikeCallback(TrainerCallback):
     """Skip updates whose gradients are unusually large, or scale their gradients down.
 
     The usual norm is an exponential moving average of the total gradient norm (before any clipping by norm) over the
-    updates that were not spikes.
+    updates that were not spikes. In an overridden ``train_step``, each optimizer has its own.
 
     :param factor: a norm larger than ``factor`` times the usual norm is a spike
     :param action: ``"skip"`` leaves the weights, the optimizer and the scheduler unchanged, and also skips infinite and
@@ -54,14 +54,18 @@ class GradientSpikeCallback(TrainerCallback):
     def _clear(self) -> None:
         self.skipped: list[int] = []
         self._in_a_row = 0
-        self._count = 0
-        self._average: Any = 0.0  # a tensor on the device when action="clip"
+        self._counts: dict[str, int] = {}  # by optimizer name, which is "" for the only one
+        self._averages: dict[str, Any] = {}  # tensors on the device when action="clip"
+        self._name = ""
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._clear()
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        gradients = [p.grad for p in optimized_parameters(trainer.optimizer) if p.grad is not None]
+        own = trainer.current_run.own_step
+        self._name = "" if own is None else own.updating
+        updated = trainer.optimizer if own is None else own.optimizers[own.updating]
+        gradients = [p.grad for p in optimized_parameters(updated) if p.grad is not None]
         norm = total_norm(trainer).detach()
         if self.action == "clip":
             self._clip(trainer, gradients, norm)
@@ -70,7 +74,7 @@ class GradientSpikeCallback(TrainerCallback):
 
     def _skip(self, trainer: Trainer, norm: float) -> None:
         usual = self._usual()
-        is_known = trainer.progress.update >= self.warm_up_updates and self._count
+        is_known = trainer.progress.update >= self.warm_up_updates and self._name in self._counts
         if math.isfinite(norm) and not (is_known and norm > self.factor * usual):
             self._in_a_row = 0
             self._add(norm)
@@ -78,7 +82,8 @@ class GradientSpikeCallback(TrainerCallback):
         trainer.skip_update()
         self._in_a_row += 1
         self.skipped.append(trainer.progress.update + 1)
-        trainer.print(f"Update {self.skipped[-1]} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}.")
+        of = f" of {self._name!r}" if self._name else ""
+        trainer.print(f"Update {self.skipped[-1]}{of} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}.")
         if self._in_a_row >= self.max_skips_in_a_row:
             raise StopTrainingError(
                 f"Stopping: the gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as "
@@ -97,24 +102,26 @@ class GradientSpikeCallback(TrainerCallback):
 
     def _usual(self) -> Any:
         """Return the average, bias-corrected as in Adam."""
-        return self._average / (1 - self.decay**self._count) if self._count else self._average
+        count = self._counts.get(self._name, 0)
+        return self._averages[self._name] / (1 - self.decay**count) if count else 0.0
 
     def _add(self, norm: Any) -> None:
-        self._count += 1
-        self._average = self._average + (norm - self._average) * (1 - self.decay)
+        average = self._averages.get(self._name, 0.0)
+        self._counts[self._name] = self._counts.get(self._name, 0) + 1
+        self._averages[self._name] = average + (norm - average) * (1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average and the skipped updates."""
         return {
-            "count": self._count,
-            "average": float(self._average),
+            "count": dict(self._counts),
+            "average": {name: float(average) for name, average in self._averages.items()},
             "in_a_row": self._in_a_row,
             "skipped": list(self.skipped),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`."""
-        self._count = state["count"]
-        self._average = state["average"]
+        self._counts = dict(state["count"])
+        self._averages = dict(state["average"])
         self._in_a_row = state["in_a_row"]
         self.skipped = list(state["skipped"])

@@ -44,6 +44,14 @@ _BY_TEXT = {
         "batch norm cannot be trained on a single sample. Pass train_dataloader_kwargs={'drop_last': True}, which "
         "drops a smaller last batch, or choose another per_device_batch_size."
     ),
+    "needed for gradient computation has been modified by an inplace operation": (
+        "replace operations such as x += y. In an overridden train_step, an update() changes weights that the graphs "
+        "of earlier outputs need: call the networks again after it, or change the order of the updates."
+    ),
+    "backward through the graph a second time": (
+        "the graph of a loss is freed by its backward pass: detach() what you keep from one step to the next. In an "
+        "overridden train_step, pass retain_graph=True to update() if a later loss uses the same outputs."
+    ),
 }
 
 

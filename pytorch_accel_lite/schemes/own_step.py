@@ -25,7 +25,8 @@ class OwnStep:
     """The state of user-defined steps in a run: an accumulation window for each optimizer, and what was updated.
 
     :ivar losses: losses of the current step, by optimizer name
-    :ivar updating: the optimizer that is being updated, or was last
+    :ivar updating: name of the optimizer that is being updated, or was last
+    :ivar updated: names of the optimizers that have been updated in the run
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
@@ -33,7 +34,8 @@ class OwnStep:
         self._run = run
         alone = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
         self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": alone}
-        self.updating = alone
+        self.updating = next(iter(self.optimizers))
+        self.updated: set[str] = set()
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
         self.windows = {
@@ -41,7 +43,6 @@ class OwnStep:
         }
         self.losses: dict[str, torch.Tensor] = {}
         self.ends_window = True
-        self._has_gradients: set[str] = set()
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
         self._made: list[bool] = []  # for each update of the step whether it was made, rather than skipped
@@ -85,6 +86,8 @@ class OwnStep:
                 f"{run.window.steps}: it is ambiguous which of the two updates the gradients accumulate for. Add the "
                 "losses, or train without accumulation."
             )
+        if self.windows[name].sizes is None:
+            _refuse_gradients(name, self.optimizers[name])
         samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
         total = samples if batch.total_samples is None else batch.total_samples
         weighed = self.windows[name].scale(loss, samples, total, items)
@@ -104,17 +107,18 @@ class OwnStep:
             scaled = loss if self._scaler is None else self._scaler.scale(loss)
             scaled.backward(inputs=parameters, retain_graph=retain_graph)
         trainer.call_event("on_backward_end", **event)
-        if name not in self._has_gradients:
+        if name not in self.updated:
             if all(parameter.grad is None for parameter in parameters):
                 raise ValueError(
                     f"update(loss, optimizer={name!r}): the loss does not depend on any parameter of that optimizer. "
                     "Was it computed from a detached output, or is it the loss of another optimizer?"
                 )
-            self._has_gradients.add(name)
+            self.updated.add(name)
 
     def _step(self, trainer: Trainer, name: str) -> None:
         run = self._run
-        self.updating = optimizer = self.optimizers[name]
+        self.updating = name
+        optimizer = self.optimizers[name]
         if trainer.ranks.world_size > 1:
             average_gradients(optimized_parameters(optimizer), trainer.ranks)
         self.windows[name].finish(optimizer)
@@ -168,6 +172,17 @@ class OwnStep:
             if run.request.scheduler_interval == "update" and not is_skipped:
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
+
+
+def _refuse_gradients(name: str, optimizer: Any) -> None:
+    """Raise an error if there are gradients before the first backward pass of an update, which would use them, too."""
+    left = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
+    if any(bool(gradient.any()) for gradient in left):  # an overridden optimizer_zero_grad may leave zeros
+        raise RuntimeError(
+            f"update(optimizer={name!r}): its parameters already have gradients, which the update would use as well. "
+            "Does train_step call backward() itself? Pass the sum of the losses to update() instead, or clear the "
+            "gradients before it."
+        )
 
 
 class _ScaledOptimizer:
@@ -237,7 +252,12 @@ def update(
     if name not in own.optimizers:
         known = ", ".join(map(repr, own.optimizers)) if parts_of(self.optimizer) else "one without a name"
         raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {known}.")
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.requires_grad:
+        raise ValueError(
+            "update(loss): the loss does not require gradients. Was it detached, or computed under torch.no_grad() or "
+            "with frozen networks?"
+        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
     own.update(self, name, loss.reshape(()), num_items, retain_graph)
