@@ -54,8 +54,12 @@ def pictures_in(page: Path) -> list[str]:
     return re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", SCHEMES, ids=lambda page: page.stem)
 def test_a_scheme_gives_the_results_that_its_page_shows(page, tmp_path, monkeypatch, capsys):
+    if page.stem == "detection":
+        pytest.importorskip("torchvision")
+        pytest.importorskip("pycocotools")
     monkeypatch.chdir(tmp_path)
     run_the_code(page)
     pyplot.close("all")

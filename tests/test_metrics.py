@@ -107,6 +107,30 @@ def test_intermediate_averaged_and_named_evaluations_have_prefixes():
     }
 
 
+class Quantiles(MeanAbsoluteError):
+    """A metric of several values, the greater the better."""
+
+    higher_is_better = True
+
+    def compute(self):
+        error = super().compute()
+        return {"low": error / 2, "middle": error, "high": 2 * error}
+
+
+def test_only_the_values_asked_for_are_recorded_and_their_direction_is_that_of_the_metric():
+    stop = EarlyStoppingCallback(watch_metric="middle", early_stopping_patience=50)
+    metrics = MetricsCallback({"quantiles": Quantiles()}, only=["low", "middle"])
+    trainer = quiet_trainer(small_model(), callbacks=[metrics, stop])
+    trainer.train(regression_data(20), 2, regression_data(9))
+    history = trainer.run_history.to_dict()
+    assert set(history) == {"train_loss_epoch", "eval_loss_epoch", "low", "middle"}
+    assert stop.best_metric == max(history["middle"])
+    with pytest.raises(ValueError, match=r"no value named 'median', only low, middle, high"):
+        quiet_trainer(small_model(), callbacks=[MetricsCallback(Quantiles(), only=["median"])]).evaluate(
+            regression_data(9)
+        )
+
+
 def test_a_metric_with_many_values_is_kept_as_lists():
     data = classification()
     trainer = class_trainer(MetricsCallback({"confusion": MulticlassConfusionMatrix(3)}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,8 @@ class MetricsCallback(TrainerCallback):
         predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element (or
         its ``labels``).
     :param train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
+    :param only: names of the values to record; by default all, which may be many for metrics that compute several, such
+        as ``MeanAveragePrecision``
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class MetricsCallback(TrainerCallback):
         transform: Callable[[Any, Any], tuple[Any, ...]] | None = None,
         *,
         train: bool = False,
+        only: Iterable[str] | None = None,
     ) -> None:
         from torchmetrics import Metric, MetricCollection
 
@@ -57,12 +60,17 @@ class MetricsCallback(TrainerCallback):
         self.metrics = MetricCollection(dict(metrics.items()), compute_groups=False)
         self.train_metrics = self.metrics.clone() if train else None
         self.transform = transform or default_transform
+        self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         named = list(self.metrics.items())
         better = {name: getattr(metric, "higher_is_better", None) for name, metric in named}
         of_several = not all(_is_single(metric) for _, metric in named)
+        if self.only is not None:
+            default = next(iter(better.values())) if len(better) == 1 else None
+            better = {name: better.get(name, default) for name in self.only}
+            of_several = False
         request.metrics.record(self, better, in_evaluation=True, and_others=of_several)
         if self.train_metrics is not None:
             request.metrics.record(self, {f"train_{name}": is_so for name, is_so in better.items()})
@@ -103,8 +111,12 @@ class MetricsCallback(TrainerCallback):
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
             _merge_over_ranks(metrics, trainer.ranks)
             values = metrics.compute()
-        for name, value in values.items():
-            trainer.run_history.update_metric(f"{prefix}{name}", _plain(value))
+        for name in values if self.only is None else self.only:
+            if name not in values:
+                raise ValueError(
+                    f"MetricsCallback(only={self.only}): there is no value named {name!r}, only {', '.join(values)}."
+                )
+            trainer.run_history.update_metric(f"{prefix}{name}", _plain(values[name]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training metrics so far. Must be called on every process."""
