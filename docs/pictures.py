@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,15 @@ def draw_schemes() -> None:
             shutil.copy(name, DOCS / "schemes")
 
 
+def draw_the_gan() -> None:
+    example = DOCS.parent / "examples" / "gan.py"
+    subprocess.run([sys.executable, example, "--output", "gan"], check=True)
+    for epoch in ("010", "060"):
+        shutil.copy(
+            f"gan/epoch_{epoch}.png", DOCS / "examples" / f"gan_epoch_{epoch}.png"
+        )
+
+
 def run_page(page: Path) -> None:
     """Run the code of a page, which saves its pictures in the current folder."""
     namespace = {"__name__": "docs"}
@@ -142,3 +152,4 @@ if __name__ == "__main__":
     draw_a_range_test()
     draw_the_resumed_schedule()
     draw_schemes()
+    draw_the_gan()

@@ -442,6 +442,7 @@ def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
 def test_workers_only_where_they_pay():
     data = regression_data(4)
     assert default_num_workers(data, 1) == default_num_workers(Subset(data, [1]), 1) == 0
+    assert default_num_workers(StackDataset(x=data.tensors[0], y=data.tensors[1]), 1) == 0
     assert default_num_workers(Batched(data), 1) == default_num_workers(cases.data.Stream(4), 1) == 0
     cores = len(os.sched_getaffinity(0))
     assert default_num_workers(Rows(data), 1) == (min(cores, 8) if cores > 1 else 0)

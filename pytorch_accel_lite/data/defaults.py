@@ -35,7 +35,7 @@ def _is_mixture(dataset: Any) -> bool:
 
 def _is_in_memory(dataset: Any) -> bool:
     inner = inner_datasets(dataset)
-    return type(dataset) is TensorDataset or (bool(inner) and all(map(_is_in_memory, inner)))
+    return type(dataset) in (TensorDataset, torch.Tensor) or (bool(inner) and all(map(_is_in_memory, inner)))
 
 
 def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelerator: Accelerator) -> dict[str, Any]:

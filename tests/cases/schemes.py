@@ -1,0 +1,62 @@
+"""Training schemes with the code of their pages, on several processes and interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite.callbacks import MetricsCallback
+from tests.cases.common import IN_ORDER, global_batch
+from tests.launching import ROOT
+from tests.tasks import weights
+
+
+def names_on(page: str, blocks: list[int], until: str = "the end of the page") -> dict[str, Any]:
+    """Run blocks of code of a page, the last one only up to some code of it, and return what they define."""
+    text = (ROOT / "docs" / "schemes" / f"{page}.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    code = "".join(found[number] for number in blocks).partition(until)[0]
+    code = re.sub(r"in range\(\d+00\)", "in range(7)", code)  # less data
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    exec(compile(code, page, "exec"), namespace)
+    return namespace
+
+
+def simclr() -> Any:
+    """Weights and losses after two epochs, with views that are the images themselves and their mirror images."""
+    namespace = names_on("simclr", [0, 1, 3])
+    views = itertools.cycle([lambda images: images, lambda images: images.flip(1)])
+    namespace["distort"] = lambda images: next(views)(images)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    data = TensorDataset(torch.randn(16, 6, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = namespace["GatheringTrainer"](model, None, optimizer, callbacks=[])
+    trainer.train(data, 2, per_device_batch_size=global_batch(8), train_dataloader_kwargs=IN_ORDER)
+    return {"weights": weights(model), "losses": trainer.run_history["train_loss_epoch"]}
+
+
+def detection(*callbacks: Any, num_epochs: int = 2, **kwargs: Any) -> Any:
+    """Weights and metrics of the page's detector after a short run on seven images."""
+    page = names_on("detection", [0, 1, 2], until="precision = MetricsCallback(")
+    images = page["train_set"]
+    precision = MetricsCallback(
+        page["MeanAveragePrecision"](),
+        lambda batch, output: (output["model_outputs"], batch[1]),
+        only=["map", "mar_10"],
+    )
+    model = page["model"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.004)
+    trainer = page["DetectionTrainer"](model, None, optimizer, callbacks=[precision, *callbacks], seed=0)
+    in_memory = {"num_workers": 0}
+    options = {"collate_fn": page["collate"], "train_dataloader_kwargs": in_memory, "eval_dataloader_kwargs": in_memory}
+    if num_epochs:
+        trainer.train(images, num_epochs, images, global_batch(2), **options, **kwargs)
+    else:
+        trainer.evaluate(images, global_batch(2), in_memory, page["collate"])
+    return {"weights": weights(model), "history": trainer.run_history.to_dict()}
