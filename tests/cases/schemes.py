@@ -21,7 +21,7 @@ def names_on(page: str, blocks: list[int], until: str = "the end of the page") -
     text = (ROOT / "docs" / "schemes" / f"{page}.md").read_text()
     found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     code = "".join(found[number] for number in blocks).partition(until)[0]
-    code = re.sub(r"in range\(\d+00\)", "in range(7)", code)  # less data
+    code = re.sub(r"in range\(\d+00\)", "in range(8)", code)  # less data
     namespace: dict[str, Any] = {"__name__": "docs"}
     exec(compile(code, page, "exec"), namespace)
     return namespace
@@ -42,7 +42,7 @@ def simclr() -> Any:
 
 
 def detection(*callbacks: Any, num_epochs: int = 2, **kwargs: Any) -> Any:
-    """Weights and metrics of the page's detector after a short run on seven images."""
+    """Weights and metrics of the page's detector after a short run on eight images."""
     page = names_on("detection", [0, 1, 2], until="precision = MetricsCallback(")
     images = page["train_set"]
     precision = MetricsCallback(
