@@ -83,6 +83,13 @@ SEARCHED = {
     "monitoring": ["profiler", "profiling", "slow", "what is slow", "gradient norm"],
     "performance": ["performance", "overhead", "speed"],
     "looking": ["plot", "confusion matrix", "worst samples"],
+    "schemes": ["recipes", "training schemes"],
+    "schemes/vae": ["vae", "variational autoencoder"],
+    "schemes/detection": ["detection", "object detection", "faster r-cnn", "map"],
+    "schemes/simclr": ["simclr", "self-supervised", "contrastive"],
+    "schemes/metric_learning": ["metric learning", "embeddings", "recall@1"],
+    "schemes/distillation": ["distillation", "teacher", "student"],
+    "schemes/multi_task": ["multi-task", "several losses"],
     "failures": ["out of memory", "oom", "nan", "fault tolerance"],
     "loop": ["mixed precision", "gradient accumulation", "bf16", "fp16"],
 }
