@@ -21,9 +21,13 @@ def test_simclr_on_two_processes_compares_all_images_and_learns_the_same(two_ran
 def test_a_detector_resumes_to_the_same_bits(tmp_path):
     pytest.importorskip("torchvision")
     pytest.importorskip("pycocotools")
-    states = SaveTrainingStateCallback(tmp_path, save_every_n_steps=3, max_checkpoints=None)
-    whole = cases.schemes.detection(states)
-    resumed = cases.schemes.detection(resume_from=tmp_path / "update-000000003")
+
+    def run(folder, **kwargs):
+        states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=3, max_checkpoints=None)
+        return cases.schemes.detection(states, **kwargs)
+
+    whole = run("whole")
+    resumed = run("resumed", resume_from=tmp_path / "whole" / "update-000000003")
     assert resumed["history"] == whole["history"]
     assert equal(resumed["weights"], whole["weights"])
 
