@@ -10,7 +10,7 @@ import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import recursively_apply
@@ -18,6 +18,9 @@ from accelerate.utils.operations import honor_type
 from torch import nn
 
 from pytorch_accel_lite.checks.losses import check_loss, shapes_are_known
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
 
 BatchOutput = dict[str, Any]
 #: The keys of a step's output that have a meaning; others are for callbacks.
@@ -152,10 +155,10 @@ class BatchAdapter:
         self._is_new = True
         self._first_label = _first_label(model)
 
-    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, num_samples: int | None) -> BatchOutput:
+    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Batch | None) -> BatchOutput:
         """Return the model's outputs for a batch, their loss, and the number of items that the loss is a mean over.
 
-        :param num_samples: number of samples collated into the batch, or ``None`` if unknown
+        :param read: the batch as it was read; a step may have passed other data
         """
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
@@ -164,7 +167,8 @@ class BatchAdapter:
             output = {"loss": loss_func(outputs, batch[1]), "model_outputs": outputs}
         else:
             output = self._other_outputs_and_loss(model, loss_func, batch)
-        output["batch_size"] = find_batch_size(batch, num_samples)
+        known = read.num_samples if read is not None and batch is read.data else None
+        output["batch_size"] = find_batch_size(batch, known or None)
         return output
 
     def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:

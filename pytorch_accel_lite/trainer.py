@@ -396,7 +396,7 @@ class Trainer:
             ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
             anything else that callbacks need
         """
-        return self.__calculate_loss(batch, "train")
+        return self.__adapters["train"].outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def train_step(self, batch: Any) -> BatchOutput | None:
         """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
@@ -419,8 +419,8 @@ class Trainer:
 
     def clip_gradients(self) -> None:
         """Clip the gradients according to the run config. Called once per update, on unscaled gradients."""
-        config = self.current_run.required_config
-        if config.gradient_clip_value is None and config.gradient_clip_norm is None:
+        config = self.current_run.config
+        if config is None or (config.gradient_clip_value is None and config.gradient_clip_norm is None):
             return
         clipped = list(self.model.parameters()) if self.is_sharded else gradients.updated_parameters(self)
         if config.gradient_clip_value is not None:
@@ -463,7 +463,7 @@ class Trainer:
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
         with torch.no_grad():
-            return self.__calculate_loss(batch, "eval")
+            return self.__adapters["eval"].outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def eval_epoch_end(self) -> None:
         """Called when an evaluation ends, before its losses are recorded."""
@@ -487,11 +487,6 @@ class Trainer:
         ``forward`` takes and that are not targets.
         """
         return self.__adapters["predict"].predict(self.model, batch)
-
-    def __calculate_loss(self, batch: Any, phase: str) -> BatchOutput:
-        read = self.current_run.batch
-        known = read.num_samples if read is not None and batch is read.data else None
-        return self.__adapters[phase].outputs_and_loss(self.model, self.loss_func, batch, known or None)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 

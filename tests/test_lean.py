@@ -91,10 +91,10 @@ QUIET = get_default_callbacks(progress_bar=False)
 @pytest.mark.parametrize(
     ("trainer_class", "data", "callbacks", "kwargs", "budget"),
     [
-        (Ready, batches, (), {}, 24),
-        (Ready, batches, QUIET, {}, 28),
-        (Trainer, lambda steps: Whole(8 * steps), (), {}, 27),
-        (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 32),
+        (Ready, batches, (), {}, 22),
+        (Ready, batches, QUIET, {}, 26),
+        (Trainer, lambda steps: Whole(8 * steps), (), {}, 25),
+        (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 30),
     ],
     ids=["list", "list and default callbacks", "dataset", "dataset with a seed"],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, starmap
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import BatchReader, draw_order
@@ -188,7 +189,8 @@ class MapLoader(ShardedLoader):
         seed = self.options.seed
         place = None if seed is None else mix(seed, epoch, self._ranks.rank)
         counts = self._shares.begin(epoch, start, self._left, self._min_share)
-        for batch in self._read() if self._memory is None else self._read_memory():
+        read = self._read_here if self._memory is None else self._read_memory
+        for batch in self._read_in_workers() if self.source.num_workers else read():
             own, total, is_last, indices, name = counts.popleft()
             if place is not None:
                 # Reading in this process advances python's and numpy's generators, reading in workers does not. So
@@ -197,15 +199,40 @@ class MapLoader(ShardedLoader):
                 start += total
             yield Batch(batch, own, total, is_last, indices, name)
 
-    def _read(self) -> Iterator[Any]:
+    def _read_here(self) -> Iterator[Any]:
+        """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
+        collate = self.source.collate_fn
+        is_seeded = self.options.seed is not None
+        read = _reader_of(BatchReader(self.source.dataset) if is_seeded else self.source.dataset)
+        if not is_seeded:
+            self._draw_seed_of_workers()
+        pins = self.source.pin_memory and torch.accelerator.is_available()
+        generator = torch.default_generator
+        for indices in self._shares:
+            state = generator.get_state() if is_seeded else None
+            try:
+                batch = collate(read(indices))
+                batch = pin_memory(batch) if pins else batch  # type: ignore[no-untyped-call]
+            except Exception as error:
+                if not self.options.yields_failures:
+                    raise
+                batch = FailedRead(error)
+            finally:
+                if state is not None:
+                    generator.set_state(state)
+            yield batch
+
+    def _draw_seed_of_workers(self) -> None:
+        """Draw the number that a ``DataLoader`` draws, so that the generators match those of a hand-written loop."""
+        torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
+
+    def _read_in_workers(self) -> Iterator[Any]:
         """Read with a loader that is not in use: with persistent workers, torch's has a single iterator."""
         loader = self._create_inner() if self._idle is None else self._idle
         self._idle = None
         batches = self._start_reading(loader)
-        is_seeded_here = self.options.seed is not None and not loader.num_workers
         try:
             while True:
-                state = torch.default_generator.get_state() if is_seeded_here else None
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -214,12 +241,9 @@ class MapLoader(ShardedLoader):
                     if isinstance(error, WrongLengthError) or not self.options.yields_failures:
                         raise
                     batch = FailedRead(error)
-                finally:
-                    if state is not None:
-                        torch.default_generator.set_state(state)
                 yield batch
         finally:
-            if not loader.num_workers or batches in self._with_workers:  # not stopped meanwhile
+            if batches in self._with_workers:  # not stopped meanwhile
                 self._idle = loader
 
     def _read_memory(self) -> Iterator[list[torch.Tensor]]:
@@ -228,8 +252,8 @@ class MapLoader(ShardedLoader):
         rows = len(self.source.dataset)
         on_host = all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
-        if self.options.seed is None:  # a DataLoader draws this number too, so the generators match a hand-written loop
-            torch.empty((), dtype=torch.int64).random_(generator=self.source.generator)
+        if self.options.seed is None:
+            self._draw_seed_of_workers()
         for indices in self._shares:
             chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
             if subset is not None:
@@ -273,6 +297,11 @@ def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tenso
             indices = _from_front(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
             return tensors, indices if chosen is None else chosen[indices]
     return None
+
+
+def _reader_of(dataset: Any) -> Callable[[Any], Any]:
+    """Return the function that reads the samples of a batch, as a ``DataLoader`` would."""
+    return getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
 
 
 def _from_front(indices: Any, rows: int) -> torch.Tensor:

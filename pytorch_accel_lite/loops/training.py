@@ -12,7 +12,7 @@ from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_buffers
-from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
+from pytorch_accel_lite.gradients import average_gradients, gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.run import Run, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import LossTrackers
@@ -99,8 +99,12 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     try:
-        with gradient_sync(trainer.accelerator, trainer.model, ends_window) if window.steps > 1 else NOTHING:
-            output = (run.special_step or forward_and_backward)(trainer, run, batch)
+        compute = run.special_step or forward_and_backward
+        if window.steps == 1:
+            output = compute(trainer, run, batch)
+        else:
+            with gradient_sync(trainer.accelerator, trainer.model, ends_window):
+                output = compute(trainer, run, batch)
         updates = ends_window and window.sizes is not None  # None: all its batches were skipped
         if updates:
             (update if run.own_step is None else run.own_step.finish)(trainer, run)
@@ -128,8 +132,10 @@ def forward_and_backward(trainer: Trainer, run: Run, batch: Batch) -> BatchOutpu
 
 def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
     """Return the output of a training batch, including its loss."""
-    accelerator = trainer.accelerator
-    with mixed_precision(accelerator) if accelerator.native_amp else NOTHING:
+    if trainer.accelerator.native_amp:
+        with mixed_precision(trainer.accelerator):
+            output = trainer.calculate_train_batch_loss(batch.data)
+    else:  # entering a context that does nothing costs time, too
         output = trainer.calculate_train_batch_loss(batch.data)
     complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
     return output
