@@ -1,10 +1,9 @@
-"""Batches: finding their size, splitting them, feeding them to a model, and concatenating outputs."""
+"""Batches: finding their size, feeding them to a model, and completing the output of a step."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import numbers
 import operator
 import warnings
@@ -13,8 +12,6 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import recursively_apply
-from accelerate.utils.operations import honor_type
 from torch import nn
 
 from pytorch_accel_lite.checks.losses import check_loss, shapes_are_known
@@ -40,9 +37,9 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
     first = batch[0] if type(batch) in (tuple, list) and batch else None
     if isinstance(first, torch.Tensor) and first.ndim and expected in (None, first.shape[0]):
         return first.shape[0]  # the usual case, without slow checks of abstract types
-    if expected is not None and any(_is_as_long(part, expected) for part in _parts(batch)):
+    if expected is not None and any(is_as_long(part, expected) for part in parts_in(batch)):
         return expected
-    length = next((len(tensor) for tensor in _tensors(batch)), expected)
+    length = next((len(tensor) for tensor in tensors_in(batch)), expected)
     if length is None:
         raise ValueError(
             f"The batch size cannot be determined from a batch of type {type(batch).__name__} without tensors. Return "
@@ -51,12 +48,12 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
     return length
 
 
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors with dimensions in nested data."""
-    return (part for part in _parts([data]) if isinstance(part, torch.Tensor) and part.ndim)
+    return (part for part in parts_in([data]) if isinstance(part, torch.Tensor) and part.ndim)
 
 
-def _parts(data: Any) -> Iterator[Any]:
+def parts_in(data: Any) -> Iterator[Any]:
     """Yield all parts of nested data, at every level."""
     values: Iterable[Any] = ()
     if isinstance(data, Mapping):
@@ -67,62 +64,16 @@ def _parts(data: Any) -> Iterator[Any]:
         values = [getattr(data, field.name) for field in dataclasses.fields(data)]
     for value in values:
         yield value
-        yield from _parts(value)
+        yield from parts_in(value)
 
 
-def _is_as_long(data: Any, size: int) -> bool:
+def is_as_long(data: Any, size: int) -> bool:
     """Whether data have an element for each of ``size`` samples."""
     if isinstance(data, torch.Tensor):
         return data.ndim > 0 and len(data) == size
     if isinstance(data, Mapping):
-        return bool(data) and all(_is_as_long(value, size) for value in data.values())
+        return bool(data) and all(is_as_long(value, size) for value in data.values())
     return isinstance(data, (list, tuple)) and len(data) == size
-
-
-def is_list_of_samples(data: Any, size: int) -> bool:
-    """Whether a list has one element per sample, rather than a column over all samples in each element.
-
-    If both are possible, because it has as many columns as samples, elements of a list of samples all have the same
-    type and, except for the length, the same shape.
-    """
-    if not isinstance(data, (list, tuple)) or len(data) != size:
-        return False
-    as_long = [_is_as_long(element, size) for element in data]
-    kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
-    return not any(as_long) or (not all(as_long) and len(kinds) == 1)
-
-
-def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
-    """Split a batch as evenly as possible, and return each part with its size.
-
-    Tensors whose first dimension is that of the samples are split, and so are lists with an element for each sample.
-    Anything else is repeated in every part.
-
-    :param parts: number of parts, capped at the number of samples
-    :param size: number of samples in the batch
-    :raises ValueError: if nothing in the batch has an element for each sample
-    """
-    if not any(_is_as_long(part, size) for part in _parts([batch])):
-        raise ValueError(
-            f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
-            f"for each of its {size} samples. Let collate_fn return tensors, or lists or dicts of tensors."
-        )
-    parts = min(parts, size)
-    bounds = [size * part // parts for part in range(parts + 1)]
-    return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
-
-
-def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
-    """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
-    if isinstance(data, torch.Tensor):
-        return data[begin:end] if data.ndim and len(data) == size else data
-    if isinstance(data, Mapping):
-        return {key: slice_batch(value, begin, end, size) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        if is_list_of_samples(data, size):
-            return data[begin:end]
-        return honor_type(data, [slice_batch(value, begin, end, size) for value in data])
-    return data
 
 
 def _signature(model: nn.Module) -> inspect.Signature:
@@ -311,66 +262,3 @@ def total_loss(losses: Any) -> torch.Tensor:
     """Return the loss to minimise: the sum, if there are several by name."""
     total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses
     return total
-
-
-class ListOfSamples(list[Any]):
-    """Outputs with an arbitrary element for each sample, as returned by detection models."""
-
-
-def to_cpu(outputs: Any, size: int | None = None) -> Any:
-    """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
-
-    Entries without a sample dimension, such as a mean loss, and entries that are not tensors are dropped from dicts;
-    elsewhere they raise an error.
-
-    :param size: number of samples, so that a list with an element for each is kept as such
-    """
-    if size is not None and type(outputs) is list and is_list_of_samples(outputs, size):
-        return ListOfSamples(recursively_apply(lambda tensor: tensor.detach().cpu(), outputs))
-    if isinstance(outputs, torch.Tensor):
-        if not outputs.ndim:
-            raise ValueError("predict: the model returned a tensor without a sample dimension.")
-        return outputs.detach().cpu()
-    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
-        outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-    if isinstance(outputs, Mapping):
-        return {k: to_cpu(v) for k, v in outputs.items() if next(_tensors(v), None) is not None}
-    if isinstance(outputs, (list, tuple)):
-        return honor_type(outputs, map(to_cpu, outputs))
-    raise TypeError(
-        f"predict: the model returned {type(outputs).__name__}, but must return tensors, or tuples, lists or dicts of "
-        "tensors. Override calculate_predict_batch_output to convert its outputs."
-    )
-
-
-def concatenate_if_possible(parts: Sequence[Any]) -> Any:
-    """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
-    if next(_tensors(parts), None) is None:
-        return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
-    try:
-        return concatenate(parts)
-    except (ValueError, TypeError, KeyError):
-        return list(parts)
-
-
-def concatenate(parts: Sequence[Any]) -> Any:
-    """Concatenate nested outputs of the same structure along their first dimension."""
-    first = parts[0]
-    if any(isinstance(part, ListOfSamples) for part in parts):
-        return ListOfSamples(itertools.chain(*parts))
-    if isinstance(first, torch.Tensor):
-        try:
-            return torch.cat(list(parts))
-        except RuntimeError as error:
-            raise ValueError(
-                f"predict: outputs of shapes {sorted({tuple(p.shape[1:]) for p in parts})} per sample cannot be "
-                "concatenated. Pad them to one shape in calculate_predict_batch_output."
-            ) from error
-    if isinstance(first, Mapping):
-        return {key: concatenate([part[key] for part in parts]) for key in first}
-    if len({len(part) for part in parts}) > 1:
-        raise ValueError(
-            f"predict: the model returned lists of {sorted({len(part) for part in parts})} elements, which cannot be "
-            "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list with one per sample."
-        )
-    return honor_type(first, map(concatenate, zip(*parts, strict=True)))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite import replicas as replicas
     from pytorch_accel_lite.checkpoint import saving as saving
     from pytorch_accel_lite.distributed import collectives as collectives
+    from pytorch_accel_lite.distributed import rewrapping as rewrapping
     from pytorch_accel_lite.loops import inference as inference
     from pytorch_accel_lite.loops import prediction as prediction
     from pytorch_accel_lite.loops import resuming as resuming
@@ -28,6 +29,7 @@ else:
     replicas = MethodsOf("pytorch_accel_lite.replicas")
     saving = MethodsOf("pytorch_accel_lite.checkpoint.saving")
     collectives = MethodsOf("pytorch_accel_lite.distributed.collectives")
+    rewrapping = MethodsOf("pytorch_accel_lite.distributed.rewrapping")
     inference = MethodsOf("pytorch_accel_lite.loops.inference", answering_method)
     prediction = MethodsOf("pytorch_accel_lite.loops.prediction", answering_method)
     resuming = MethodsOf("pytorch_accel_lite.loops.resuming")
@@ -57,8 +59,10 @@ def method_adapters(model: nn.Module, loss_func: Any, methods: Any) -> dict[str,
 
 def create_scheduler(trainer: Trainer, create: SchedulerFactory) -> Any:
     """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
+    from pytorch_accel_lite.checks.schedules import check_scheduler_factory
     from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values
 
+    check_scheduler_factory(create, trainer.optimizer)
     create = replace_trainer_placeholder_values(trainer, create)
     if not isinstance(create, Mapping):
         return create(trainer.optimizer)

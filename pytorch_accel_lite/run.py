@@ -313,19 +313,6 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
             loader.stop_workers()
 
 
-@contextmanager
-def suspended(trainer: Trainer, run: Run) -> Iterator[None]:
-    """Make the run around a prediction the current one while a part of the prediction is being used."""
-    if run.before is not None:
-        trainer.current_run = run.before
-    try:
-        yield
-    finally:
-        if run in trainer.open_runs:
-            run.before = trainer.current_run
-            trainer.current_run = run
-
-
 def prepare_model(trainer: Trainer, training: bool) -> None:
     """Prepare the model and the optimizer with Accelerate, unless they are prepared already."""
     prepared = trainer.prepared_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.checks.arguments import accepts
+from pytorch_accel_lite.checks.schedules import accepts
 from pytorch_accel_lite.run_attributes import Offered
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.trainer import Trainer

@@ -359,13 +359,15 @@ class Trainer:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
-        arguments.check_scheduler_factory(self.create_scheduler_fn, self.optimizer)
         return optional.create_scheduler(self, self.create_scheduler_fn)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
         given = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
-        arguments.check_scheduler(self.scheduler, request, given, steps_itself)
+        if not (self.scheduler is None and given is None and request.scheduler_interval == "update"):
+            from pytorch_accel_lite.checks.schedules import check_scheduler
+
+            check_scheduler(self.scheduler, request, given, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         phase = "train" if name == "train_dataset" else "eval"
@@ -500,7 +502,7 @@ class Trainer:
     tensor_to_numeric = optional.collectives.tensor_to_numeric
     sync_buffers = optional.collectives.sync_buffers
     get_model = prepared.get_model
-    rewrap_model = prepared.rewrap_model
+    rewrap_model = optional.rewrapping.rewrap_model
     skip_update = gradients.skip_update
     compare_replicas = optional.replicas.compare_replicas
     can_rewrap_model = property(prepared.can_rewrap_model)

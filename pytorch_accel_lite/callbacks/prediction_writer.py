@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.batches import concatenate, to_cpu
 from pytorch_accel_lite.checkpoint.files import load_plain, write_checkpoint
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.pieces import concatenate, to_cpu
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:

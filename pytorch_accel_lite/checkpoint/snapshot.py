@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, send_to_device
+from accelerate.utils import send_to_device
 
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
@@ -24,18 +24,17 @@ from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, storable, untie
 from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_state, read_weights
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
+from pytorch_accel_lite.distributed.prepared import PLAIN
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-_PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
-
 
 def check_states_are_possible(accelerator: Accelerator) -> None:
     """Raise an error for engines whose weights and optimizer states cannot be gathered and verified."""
     kind = accelerator.distributed_type
-    if kind not in _PLAIN and not accelerator.is_fsdp2:
+    if kind not in PLAIN and not accelerator.is_fsdp2:
         raise ValueError(
             f"Training states are not supported with {kind.value}: its weights and optimizer state cannot be gathered "
             "here. Use FSDP with fsdp_version=2, or call accelerator.save_state() in your own callback."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.checks.arguments import accepts
+from pytorch_accel_lite.checks.schedules import accepts
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run

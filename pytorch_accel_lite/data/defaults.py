@@ -10,7 +10,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.order import WithOwnSampler, inner_datasets, reads_batches
-from pytorch_accel_lite.data.workers import start_method
 from pytorch_accel_lite.utils import cores_per_process
 
 
@@ -22,7 +21,11 @@ def default_num_workers(dataset: Any, processes: int) -> int:
     process, up to eight.
     """
     is_fast = _is_in_memory(dataset) or reads_batches(dataset)
-    if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
+    if is_fast or isinstance(dataset, IterableDataset):
+        return 0
+    from pytorch_accel_lite.data.workers import start_method
+
+    if start_method() != "fork":
         return 0
     per_process = cores_per_process(processes)
     return min(per_process, 8) if per_process > 1 else 0

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.batches import find_batch_size, slice_batch
+from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped, with_last
 from pytorch_accel_lite.data.self_sharding import find_own_share
 from pytorch_accel_lite.data.skipping import ended, skip_samples
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.pieces import slice_batch
 from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.utils import find_length
 

@@ -13,7 +13,6 @@ from weakref import WeakSet
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
 
@@ -173,6 +172,8 @@ class ShardedLoader(ABC):
         return (step.data for step in self.steps(self._epoch))
 
     def _start_reading(self, batches: Iterable[Any]) -> Iterator[Any]:
+        from pytorch_accel_lite.data.workers import start_reading
+
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)

@@ -19,8 +19,8 @@ from pytorch_accel_lite.optimizers import is_made, parts_of
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-# Here Accelerate adds only bookkeeping to an optimizer, so the user's own is stepped directly.
-_PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+#: Here Accelerate adds only bookkeeping to an optimizer, so the user's own is stepped directly.
+PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
 
 
@@ -43,7 +43,7 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
 
 def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
     """Whether the weights of a model are or will be sharded over the processes, by Accelerate or by the user."""
-    return accelerator.distributed_type not in _PLAIN or are_sharded(model.parameters())
+    return accelerator.distributed_type not in PLAIN or are_sharded(model.parameters())
 
 
 def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
@@ -73,7 +73,7 @@ class PreparedModel:
         # garbage, which takes longer than many a run.
         self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
         self.is_sharded = is_sharded(accelerator, model)
-        self.outlives_runs = accelerator.distributed_type not in _PLAIN
+        self.outlives_runs = accelerator.distributed_type not in PLAIN
         self.is_plain = not self.outlives_runs and accelerator.scaler is None
         self.model = model
         self.optimizer = optimizer
@@ -209,40 +209,6 @@ def get_model(self: Trainer, keep_torch_compile: bool = True) -> nn.Module:
         unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
         return unwrapped
     return unwrap(model, keep_torch_compile)
-
-
-def rewrap_model(self: Trainer) -> None:
-    """Tell ``DistributedDataParallel`` that the set of trained parameters has changed. Call it on every process.
-
-    Call it after freezing or unfreezing parameters in the middle of a run, between updates, for example in
-    ``on_train_epoch_start``: the wrapper averages the gradients only of parameters that were trained when it was
-    created. With one process, it does nothing.
-
-    :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
-    """
-    if not self.can_rewrap_model:
-        raise RuntimeError(
-            "The set of trained parameters cannot change in the middle of this run: the model is sharded "
-            f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
-            "Freeze before the run, or compile the model yourself with torch.compile."
-        )
-    old = self.model
-    prepared = self.prepared_model
-    if prepared is None or not isinstance(old, DistributedDataParallel):
-        return
-    for name in ("reducer", "logger"):  # removes the old wrapper's hooks from the parameters
-        delattr(old, name)
-    handler = self.accelerator.ddp_handler
-    kwargs = {} if handler is None else handler.to_kwargs()
-    new = DistributedDataParallel(old.module, device_ids=old.device_ids, output_device=old.output_device, **kwargs)
-    if handler is not None:
-        handler.register_comm_hook(new)
-    vars(new)["_is_accelerate_prepared"] = True
-    models = self.accelerator._models
-    models[:] = [new if held is old else held for held in models]
-    if prepared.model is old:
-        prepared.model = new
-    self.model = new
 
 
 def can_rewrap_model(self: Trainer) -> bool:

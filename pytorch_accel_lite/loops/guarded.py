@@ -11,12 +11,13 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from pytorch_accel_lite.batches import BatchOutput, concatenate_if_possible, find_batch_size, is_number, split_batch
+from pytorch_accel_lite.batches import BatchOutput, find_batch_size, is_number
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.prepared import sync_ddp_buffers
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.training import backward, forward
+from pytorch_accel_lite.pieces import concatenate_if_possible, split_batch
 from pytorch_accel_lite.restoring import snapshot_of_step
 from pytorch_accel_lite.run import Run
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytorch_accel_lite.attributes import evaluating_optimizers
-from pytorch_accel_lite.batches import concatenate, find_batch_size, to_cpu
+from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, mixed_precision, sync_ddp_buffers
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.inference import inference_run, preserving_randomness
-from pytorch_accel_lite.run import Run, add_note, close_failed, suspended
+from pytorch_accel_lite.pieces import concatenate, to_cpu
+from pytorch_accel_lite.run import Run, add_note, close_failed
 from pytorch_accel_lite.run_config import RunRequest
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def predict_iter(
             sync_ddp_buffers(self.model, self.ranks)
             with evaluation_mode(self.model) if run.outer is None else nullcontext():
                 while parts := _next_parts(self, run, outputs):
-                    with suspended(self, run):
+                    with _suspended(self, run):
                         yield concatenate(parts)
             self.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
@@ -99,3 +100,16 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
         if batch.num_samples != 0:
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             yield to_cpu(output, size)
+
+
+@contextmanager
+def _suspended(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Make the run around a prediction the current one while a part of the prediction is being used."""
+    if run.before is not None:
+        trainer.current_run = run.before
+    try:
+        yield
+    finally:
+        if run in trainer.open_runs:
+            run.before = trainer.current_run
+            trainer.current_run = run

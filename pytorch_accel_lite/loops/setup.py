@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite import attributes
 from pytorch_accel_lite.checks.arguments import (
     check_all_are_optimized,
-    check_length,
     check_resume,
     check_same_on_all_ranks,
     check_training,
@@ -160,7 +159,10 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         run.recreates_schedule = schedule_was_for_others(trainer, run, state)
         trainer.load_training_state(state.directory)
         align_windows(run, state)
-    check_length(trainer, run)
+    if trainer.scheduler is not None:
+        from pytorch_accel_lite.checks.schedules import check_length
+
+        check_length(trainer, run)
     if state is not None and run.recreates_schedule:
         resume_schedule(trainer, run, state)
     run.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1

@@ -1,0 +1,123 @@
+"""Splitting batches into parts, and concatenating the outputs of several batches or parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from accelerate.utils.operations import honor_type
+
+from pytorch_accel_lite.batches import is_as_long, parts_in, tensors_in
+
+
+def is_list_of_samples(data: Any, size: int) -> bool:
+    """Whether a list has one element per sample, rather than a column over all samples in each element.
+
+    If both are possible, because it has as many columns as samples, elements of a list of samples all have the same
+    type and, except for the length, the same shape.
+    """
+    if not isinstance(data, (list, tuple)) or len(data) != size:
+        return False
+    as_long = [is_as_long(element, size) for element in data]
+    kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
+    return not any(as_long) or (not all(as_long) and len(kinds) == 1)
+
+
+def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
+    """Split a batch as evenly as possible, and return each part with its size.
+
+    Tensors whose first dimension is that of the samples are split, and so are lists with an element for each sample.
+    Anything else is repeated in every part.
+
+    :param parts: number of parts, capped at the number of samples
+    :param size: number of samples in the batch
+    :raises ValueError: if nothing in the batch has an element for each sample
+    """
+    if not any(is_as_long(part, size) for part in parts_in([batch])):
+        raise ValueError(
+            f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
+            f"for each of its {size} samples. Let collate_fn return tensors, or lists or dicts of tensors."
+        )
+    parts = min(parts, size)
+    bounds = [size * part // parts for part in range(parts + 1)]
+    return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
+
+
+def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
+    """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
+    if isinstance(data, torch.Tensor):
+        return data[begin:end] if data.ndim and len(data) == size else data
+    if isinstance(data, Mapping):
+        return {key: slice_batch(value, begin, end, size) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        if is_list_of_samples(data, size):
+            return data[begin:end]
+        return honor_type(data, [slice_batch(value, begin, end, size) for value in data])
+    return data
+
+
+class ListOfSamples(list[Any]):
+    """Outputs with an arbitrary element for each sample, as returned by detection models."""
+
+
+def to_cpu(outputs: Any, size: int | None = None) -> Any:
+    """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
+
+    Entries without a sample dimension, such as a mean loss, and entries that are not tensors are dropped from dicts;
+    elsewhere they raise an error.
+
+    :param size: number of samples, so that a list with an element for each is kept as such
+    """
+    if size is not None and type(outputs) is list and is_list_of_samples(outputs, size):
+        return ListOfSamples(recursively_apply(lambda tensor: tensor.detach().cpu(), outputs))
+    if isinstance(outputs, torch.Tensor):
+        if not outputs.ndim:
+            raise ValueError("predict: the model returned a tensor without a sample dimension.")
+        return outputs.detach().cpu()
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
+        outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    if isinstance(outputs, Mapping):
+        return {k: to_cpu(v) for k, v in outputs.items() if next(tensors_in(v), None) is not None}
+    if isinstance(outputs, (list, tuple)):
+        return honor_type(outputs, map(to_cpu, outputs))
+    raise TypeError(
+        f"predict: the model returned {type(outputs).__name__}, but must return tensors, or tuples, lists or dicts of "
+        "tensors. Override calculate_predict_batch_output to convert its outputs."
+    )
+
+
+def concatenate_if_possible(parts: Sequence[Any]) -> Any:
+    """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
+    if next(tensors_in(parts), None) is None:
+        return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
+    try:
+        return concatenate(parts)
+    except (ValueError, TypeError, KeyError):
+        return list(parts)
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Concatenate nested outputs of the same structure along their first dimension."""
+    first = parts[0]
+    if any(isinstance(part, ListOfSamples) for part in parts):
+        return ListOfSamples(itertools.chain(*parts))
+    if isinstance(first, torch.Tensor):
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            raise ValueError(
+                f"predict: outputs of shapes {sorted({tuple(p.shape[1:]) for p in parts})} per sample cannot be "
+                "concatenated. Pad them to one shape in calculate_predict_batch_output."
+            ) from error
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(
+            f"predict: the model returned lists of {sorted({len(part) for part in parts})} elements, which cannot be "
+            "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list with one per sample."
+        )
+    return honor_type(first, map(concatenate, zip(*parts, strict=True)))
