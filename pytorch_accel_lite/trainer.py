@@ -421,8 +421,8 @@ class Trainer:
 
     def clip_gradients(self) -> None:
         """Clip the gradients according to the run config. Called once per update, on unscaled gradients."""
-        config = self.current_run.config
-        if config is None or (config.gradient_clip_value is None and config.gradient_clip_norm is None):
+        config = self.current_run.config or self.current_run.required_config
+        if config.gradient_clip_value is None and config.gradient_clip_norm is None:
             return
         clipped = list(self.model.parameters()) if self.is_sharded else gradients.updated_parameters(self)
         if config.gradient_clip_value is not None:
