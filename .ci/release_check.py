@@ -88,10 +88,11 @@ TRIALS = {
     "mlflow": f"{TRAIN}{MLFLOW}",
     "timm": f"{TRAIN}{TIMM}",
     "notebook": "from tqdm.notebook import tqdm\ntqdm(total=1, display=False).update()",
+    "cli": 'import pytorch_accel_lite.experiment as e\ne.Experiment.from_file(None, {"model": "torch.nn.ReLU"})',
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.
-WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow"]
+WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow", "cli"]
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -155,7 +156,9 @@ def check_contents(sdist: Path, wheel: Path) -> None:
     info = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/"
     of_package = {name for name in tracked() if name.startswith("pytorch_accel_lite/")}
     generated = {name for name in in_sdist if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
-    described = {info + name for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")}
+    described = {
+        info + name for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
+    }
     for file, found, expected in ((sdist, in_sdist - generated, tracked()), (wheel, in_wheel, of_package | described)):
         if found != expected:
             raise SystemExit(

@@ -31,12 +31,21 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for found, code in BLOCK.findall(page.read_text()) if found == language]
 
 
+def write_files(page: Path, folder: Path) -> None:
+    """Write the blocks of a page that begin with the name of a file, in a comment."""
+    for _, code in BLOCK.findall(page.read_text()):
+        if named := re.match(r"# (\w+\.(?:py|yaml))\n", code):
+            (folder / named[1]).write_text(code)
+
+
 WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "schemes"]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_files(page, tmp_path)
     run_the_code(page)
 
 

@@ -190,7 +190,8 @@ def test_importing_costs_no_package_beyond_accelerate_torch_and_tqdm(fresh):
 
 
 @pytest.mark.parametrize(
-    "package", ["matplotlib", "pandas", "timm", "sklearn", "torchvision", "torchmetrics", "IPython"]
+    "package",
+    ["matplotlib", "pandas", "timm", "sklearn", "torchvision", "torchmetrics", "IPython", "jsonargparse", "optuna"],
 )
 @pytest.mark.parametrize("when", ["modules", "all modules"])
 def test_extras_are_imported_only_when_they_are_used(fresh, package, when):

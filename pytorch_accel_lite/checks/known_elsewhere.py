@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from pytorch_accel_lite.utils import did_you_mean
@@ -88,6 +88,12 @@ _ADVICE: dict[str, str] = {
     }.items()
     for word in words.split()
 }
+
+
+def suggest(word: str, known: Collection[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for what others call ``word``, or for what is spelt alike, or nothing."""
+    ours = next((ours for ours, theirs in _NAMES.items() if word in theirs and ours in known), None)
+    return f" Did you mean {ours!r}?" if ours else did_you_mean(word, known)
 
 
 def answers(cls: type, method: Callable[..., Any], words: set[str]) -> Iterator[str]:

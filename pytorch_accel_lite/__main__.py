@@ -1,0 +1,16 @@
+"""The command line: ``python -m pytorch_accel_lite --help``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run the command line, and return its exit code."""
+    from pytorch_accel_lite.experiment.command_line import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Experiments: runs that are described in a file and started from the command line, and series of them.
+
+Nothing here is imported by the rest of the package.
+"""
+
+from __future__ import annotations
+
+from pytorch_accel_lite.experiment.experiment import Experiment
+from pytorch_accel_lite.experiment.files import ExperimentError
+
+__all__ = ["Experiment", "ExperimentError"]

@@ -1,0 +1,219 @@
+"""The command line: ``python -m pytorch_accel_lite train experiment.yaml --train.num_epochs 5``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.experiment.files import ExperimentError
+from pytorch_accel_lite.utils import is_terminal
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.experiment.experiment import Experiment
+
+_DESCRIPTION = "Train, evaluate and predict as a file describes it."
+_EPILOG = """\
+Every value of the file can be overridden by an option, such as --optimizer.lr 3e-4
+or --callbacks+ EarlyStoppingCallback; "train FILE --help" lists them with their values.
+To begin, "train --print_config > experiment.yaml" writes a file to fill in."""
+_OF_TRAINER = {
+    "find_lr": "find a learning rate by a range test",
+    "find_batch_size": "find the largest batch that fits into memory",
+    "diagnose": "find out what limits the speed of training",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    :param arguments: by default those of this process
+    :return: the exit code: 0, or 2 for what is wrong in the file or in the arguments, without a traceback
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
+        sys.path.insert(0, os.getcwd())
+    options, rest = _parser().parse_known_args(arguments)
+    try:
+        return int(options.run(options, rest) or 0)
+    except Exception as error:
+        if not _is_for_users(error):
+            raise
+        print(_wrapped(f"error: {error}"), file=sys.stderr)
+        return 2
+
+
+def _wrapped(text: str) -> str:
+    """Wrap a message to the width of the terminal that shows it."""
+    if not is_terminal(sys.stderr):
+        return text
+    columns = shutil.get_terminal_size().columns
+    lines = text.splitlines()
+    return "\n".join(textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in lines)
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Whether the message of an error says all: it is ours, and not from within a step."""
+    if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
+    is_known = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError))
+    return is_ours and is_known and not hasattr(error, "__notes__")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m pytorch_accel_lite",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[..., Any], text: str, file: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, add_help=not file, allow_abbrev=False)
+        command.set_defaults(run=run, command=name, describe=command.format_help)
+        if file:
+            command.add_argument("file", nargs="?", metavar="FILE", help="the experiment, in YAML")
+            command.add_argument("-h", "--help", action="store_true", help="with FILE, also lists what it can contain")
+        return command
+
+    train = add("train", _train, "train as the file says")
+    train.add_argument("--print_config", action="store_true", help="write a complete file with comments, and end")
+    for name, text in (("evaluate", "evaluate weights on a dataset"), ("predict", "write the outputs for a dataset")):
+        command = add(name, _evaluate if name == "evaluate" else _predict, text)
+        command.add_argument(
+            "--weights", metavar="best|last|PATH", help="by default best, or last without a SaveBestModelCallback"
+        )
+        command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, one of those under data")
+    for name, text in _OF_TRAINER.items():
+        add(name, _tool, text)
+    state = add("inspect", _inspect, "show what a training state contains", file=False)
+    state.add_argument("state", type=Path, help="the directory of the state")
+    return parser
+
+
+def _read(options: argparse.Namespace, rest: list[str]) -> Experiment | None:
+    """Read the experiment; ``None`` if only its help or its contents were asked for, and have been printed."""
+    from pytorch_accel_lite.experiment.experiment import Experiment
+
+    if options.help:
+        _print_help(options)
+        return None
+    if getattr(options, "print_config", False):
+        from pytorch_accel_lite.experiment.starting import starting_file
+
+        print(starting_file(options.file, rest), end="")
+        return None
+    if options.file is None:
+        raise ExperimentError(
+            f"{options.command} needs the file of an experiment: {options.command} experiment.yaml. To begin, write "
+            "one with: train --print_config > experiment.yaml"
+        )
+    return Experiment.from_file(options.file, rest, tool=options.command if options.command in _OF_TRAINER else None)
+
+
+def _print_help(options: argparse.Namespace) -> None:
+    """Print the options of a command, and those of the experiment if there is one, with its values."""
+    from pytorch_accel_lite.experiment.experiment import create_parser
+
+    print(options.describe())
+    if options.file is not None:
+        print(create_parser(options.file).help())
+
+
+def _train(options: argparse.Namespace, rest: list[str]) -> None:
+    experiment = _read(options, rest)
+    if experiment is not None:
+        trainer = experiment.train()
+        trainer.print(f"Everything is in {experiment.output_dir}")
+
+
+def _evaluate(options: argparse.Namespace, rest: list[str]) -> None:
+    experiment = _read(options, rest)
+    if experiment is None:
+        return
+    trainer, _, dataset, arguments = _load(experiment, options, "eval")
+    metrics = trainer.evaluate(dataset, **arguments)
+    path = experiment.output_dir / f"evaluation_{_source(experiment, options, 'eval')}.json"
+    trainer.ranks.run_together(lambda: _write_json(path, metrics), only_first=True)
+    trainer.print(f"The metrics are in {path}")
+
+
+def _predict(options: argparse.Namespace, rest: list[str]) -> None:
+    experiment = _read(options, rest)
+    if experiment is None:
+        return
+    from pytorch_accel_lite.experiment.weights import predictions_of
+
+    trainer, weights, dataset, arguments = _load(experiment, options, "test")
+    directory = experiment.output_dir / "predictions" / _source(experiment, options, "test")
+    trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory))
+    for _ in trainer.predict_iter(dataset, **arguments):
+        pass
+    trainer.print(f"The predictions are in {directory}: read_predictions({os.fspath(directory)!r}) returns them")
+
+
+def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:
+    """Return the name of the dataset to evaluate: the one asked for, or else the first that there is."""
+    data = experiment.config["data"]
+    return options.on or next((name for name in (first, "test", "eval") if data.get(name)), first)
+
+
+def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tuple[Any, Path, Any, dict[str, Any]]:
+    """Return the trainer with the weights asked for, their path, the dataset, and the arguments to read it with."""
+    from pytorch_accel_lite.experiment.weights import find_weights, load_weights
+
+    trainer = experiment.trainer
+    dataset = experiment.dataset(_source(experiment, options, first))
+    weights = find_weights(trainer, options.weights or _best_or_last(trainer))
+    load_weights(trainer, weights)
+    trainer.print(f"Loaded the weights in {weights}")
+    return trainer, weights, dataset, experiment.eval_arguments
+
+
+def _best_or_last(trainer: Any) -> str:
+    from pytorch_accel_lite.callbacks import SaveBestModelCallback
+
+    return "best" if any(isinstance(callback, SaveBestModelCallback) for callback in trainer.callbacks) else "last"
+
+
+def _write_json(path: Path, metrics: dict[str, Any]) -> None:
+    from pytorch_accel_lite.callbacks.metrics_file import plain
+    from pytorch_accel_lite.checkpoint.files import replacing
+
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps({name: plain(value) for name, value in metrics.items()}, indent=2) + "\n")
+
+
+def _tool(options: argparse.Namespace, rest: list[str]) -> None:
+    experiment = _read(options, rest)
+    if experiment is None:
+        return
+    found = getattr(experiment.trainer, options.command)(
+        experiment.train_dataset, **experiment.tool_arguments(options.command)
+    )
+    if options.command == "find_lr":
+        path = experiment.output_dir / "find_lr.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            experiment.trainer.ranks.run_together(lambda: found.plot(path), only_first=True)
+        except ImportError:  # without matplotlib
+            return
+        experiment.trainer.print(f"The curve is in {path}")
+
+
+def _inspect(options: argparse.Namespace, rest: list[str]) -> None:
+    from pytorch_accel_lite.checkpoint.__main__ import inspect
+
+    if rest:
+        raise ExperimentError(f"inspect takes only the directory of a training state, not {' '.join(rest)}.")
+    inspect(options.state)

@@ -1,0 +1,96 @@
+"""Placeholders of schedules, written as expressions: ``3 * NUM_UPDATE_STEPS_PER_EPOCH``."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from pytorch_accel_lite.placeholders import Placeholder, TrainerPlaceholderValues
+from pytorch_accel_lite.utils import did_you_mean
+
+_NAMES: dict[str, Placeholder] = {
+    name: value for name, value in vars(TrainerPlaceholderValues).items() if isinstance(value, Placeholder)
+}
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: lambda value: value,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": TrainerPlaceholderValues.min,
+    "max": TrainerPlaceholderValues.max,
+    "round": round,
+    "floor": math.floor,
+    "ceil": math.ceil,
+}
+
+
+class Expression(str):
+    """The text of an expression over the values of a run, as it stands in an experiment file.
+
+    Numbers, the names of :class:`TrainerPlaceholderValues`, ``+ - * / // %``, brackets, ``min``, ``max``, ``round``,
+    ``floor`` and ``ceil`` are allowed; nothing is ever passed to ``eval``.
+
+    :raises ValueError: for anything else; names it
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: Any) -> Expression:  # noqa: D102
+        if not isinstance(text, str):
+            raise ValueError(f"{text!r} is not an expression")
+        parse(text)
+        return super().__new__(cls, text)
+
+
+def parse(text: str) -> Any:
+    """Return a number, or a placeholder that a run resolves.
+
+    :raises ValueError: if the text is anything but an expression; names what is wrong in it
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{text!r} is not an expression") from error
+    try:
+        return _value(tree.body)
+    except ZeroDivisionError as error:
+        raise ValueError(f"{text!r} divides by zero") from error
+
+
+def replace_expressions(value: Any) -> Any:
+    """Return a nested value with placeholders in place of expressions."""
+    if isinstance(value, str):
+        return parse(value) if isinstance(value, Expression) or any(name in value for name in _NAMES) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(replace_expressions, value))
+    if isinstance(value, dict):
+        return {key: replace_expressions(item) for key, item in value.items()}
+    return value
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.Name):
+        if node.id not in _NAMES:
+            hint = did_you_mean(node.id, _NAMES) or f" There are: {', '.join(_NAMES)}"
+            raise ValueError(f"{node.id!r} is not a placeholder.{hint}")
+        return _NAMES[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        function = _FUNCTIONS.get(node.func.id)
+        if function is not None:
+            return function(*map(_value, node.args))
+    raise ValueError(f"{ast.unparse(node)!r} cannot be part of an expression")

@@ -1,0 +1,86 @@
+"""Finding the classes and functions that an experiment names by their paths."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pytorch_accel_lite.experiment.files import Document, ExperimentError
+from pytorch_accel_lite.utils import did_you_mean
+
+#: What the path of a class or a function looks like.
+PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# Where a class is looked for that is named without its module.
+_MODULES = {
+    "loss_func": ("torch.nn", "torch.nn.functional"),
+    "optimizer": ("torch.optim",),
+    "scheduler": ("torch.optim.lr_scheduler", "pytorch_accel_lite.schedulers"),
+    "trainer": ("pytorch_accel_lite",),
+    "callbacks": ("pytorch_accel_lite.callbacks",),
+}
+
+
+def import_path(document: Document, key: str, path: Any) -> Any:
+    """Return the class or function that a key names by its dotted path; those of torch and ours by name alone.
+
+    :raises ExperimentError: if there is none
+    """
+    where = document.place(key)
+    if not isinstance(path, str) or not PATH.fullmatch(path):
+        raise ExperimentError(f"{where}={path!r} must be the path of a class or a function, such as my_module.MyClass.")
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        return _named(where, name, _MODULES.get(key.partition("+")[0].partition(".")[0], ()))
+    found = _module(where, module_name)
+    if not hasattr(found, name):
+        hint = did_you_mean(name, dir(found))
+        raise ExperimentError(f"{where}={path!r}: the module {module_name!r} has no {name!r}.{hint}")
+    thing = getattr(found, name)
+    if not callable(thing):
+        raise ExperimentError(f"{where}={path!r} must be a class or a function, not {type(thing).__name__}.")
+    return thing
+
+
+def _named(where: str, name: str, modules: Sequence[str]) -> Any:
+    found = [importlib.import_module(module) for module in modules]
+    for module in found:
+        if callable(getattr(module, name, None)):
+            return getattr(module, name)
+    known = [word for module in found for word in getattr(module, "__all__", dir(module)) if not word.startswith("_")]
+    looked = f"is not in {' or '.join(modules)}." if modules else "has no module."
+    raise ExperimentError(
+        f"{where}={name!r} {looked}{did_you_mean(name, known)} Write the module of your own classes too: "
+        f"my_module.{name}."
+    )
+
+
+def _module(where: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # by the module itself, of another
+        owner, _, inner = name.rpartition(".")
+        found = getattr(_module(where, owner), inner, None) if owner and error.name == name else None
+        if inspect.isclass(found):  # a class within a class
+            return found
+        raise ExperimentError(
+            f"{where}: there is no module {error.name!r}. Modules of your own are looked for in the folder that you "
+            f"are in, {os.getcwd()}, and in PYTHONPATH."
+        ) from error
+
+
+def full_name(thing: Any) -> str:
+    """Return the shortest path by which a class or a function can be imported."""
+    name: str = thing.__qualname__
+    names = thing.__module__.split(".")
+    for length in range(1, len(names)):
+        shorter = ".".join(names[:length])
+        if getattr(sys.modules.get(shorter), name, None) is thing:
+            return f"{shorter}.{name}"
+    return f"{thing.__module__}.{name}"

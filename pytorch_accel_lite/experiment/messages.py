@@ -1,0 +1,112 @@
+"""What an experiment's users read: errors of the parser in terms of the file, help, and comments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+
+from pytorch_accel_lite.checks.known_elsewhere import suggest
+from pytorch_accel_lite.experiment.files import Document, short
+from pytorch_accel_lite.experiment.importing import import_path
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "NoneType": "null",
+    "list": "a list",
+    "dict": "keys and values",
+}
+_UNWANTED_HELP = {
+    r"  --print_config .*?(?=\n  -)\n": "",
+    r"  --[\w.]+ CONFIG\s+Path to a configuration file\.\n": "",
+    r"  --[\w.]+\.help .*?exit\.\n": "",
+    r",\s+known\s+subclasses:[^)]*\)": ")",
+    r"<function (\w+) at 0x\w+>": r"\1",
+    r"\.init_args(?=[. ])": "",
+}
+_UNWANTED_IN_COMMENTS = {
+    r":\w+:`~?(?:[^`]*\.)?([^`.]*)`": r"\1",
+    r"``([^`]*)``": r"\1",
+    r"(, default: [^)]*)?(, known subclasses: [^)]*)?\)$": ")",
+    r"\((required, )?type: ": r"(\1",
+}
+
+
+def explain(message: str, document: Document, unknown: Callable[[str], str]) -> str:
+    """Return an error of the parser's in terms of the file.
+
+    :param unknown: returns why a key is not known
+    """
+    if missing := re.search(r"arguments are required: (.*)", message):
+        keys = missing[1].split(", ")
+        owner = keys[0].partition(".init_args.")[0]
+        return f"{document.place(owner)} needs {' and '.join(map(short, keys))}, without a default."
+    if strange := re.search(r"unrecognized arguments: --([^\s=]*)", message):
+        return f"--{short(strange[1])} {unknown(strange[1])}"
+    if message.startswith("unrecognized arguments"):
+        return f"{message}. Options begin with --, as in --train.num_epochs 5."
+    keys = re.findall(r'Parser key "([^"]+)"', message)
+    if option := re.search(r"Option '([^']+)' is not accepted", message):
+        return _explain_option(message, document, keys, option[1])
+    return _explain_value(message, document, keys)
+
+
+def _explain_option(message: str, document: Document, keys: Sequence[str], option: str) -> str:
+    place = _deepest(document, [*keys, option])
+    found = re.findall(r"given class_path '([^']+)'", message)
+    if not found:
+        return f"{place} is not an argument."
+    names = inspect.signature(import_path(document, keys[0], found[-1])).parameters
+    hint = suggest(option, names) or f" There are: {', '.join(names)}."
+    return f"{place} is not an argument of {found[-1]}.{hint}"
+
+
+def _explain_value(message: str, document: Document, keys: Sequence[str]) -> str:
+    value = re.search(r"(?:Got|Given) value: (.*)", message, re.DOTALL)
+    expected = re.findall(r"Expected an? (.*?)(?:\.|$)", message, re.MULTILINE)
+    lines = [line.strip() for line in message.splitlines()]
+    place = _deepest(document, keys)
+    if not value or not expected:
+        return f"{place}: {' '.join(line for line in lines if 'Parser key' not in line)}"
+    names = [re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", kind) for kind in expected]
+    kinds = " or ".join(dict.fromkeys(_KINDS.get(name, name) for name in names))
+    further = [line[2:] for line in lines if line.startswith("- ") and "Expected a" not in line]
+    reasons = "".join(line.replace("Not of type Expression", ", or an expression", 1) for line in further)
+    return f"{place}={value[1]!r} must be {kinds}{reasons}".rstrip(".") + "."
+
+
+def _deepest(document: Document, keys: Sequence[str]) -> str:
+    """Return the place of the last key, which may belong to an item of the first."""
+    if len(keys) < 2:
+        return document.place(keys[0]) if keys else "The experiment"
+    first, last = keys[0], keys[-1]
+    inner = [key for key in document.places if key.startswith(f"{first}.") and key.endswith(f".{last}")]
+    return f"{document.places[inner[0]]}: {last}" if inner else f"{document.place(first)}: {last}"
+
+
+def tidy_help(text: str) -> str:
+    """Return the help of the parser without what only its authors understand."""
+    for pattern, replacement in _UNWANTED_HELP.items():
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    return text
+
+
+def tidy_comments(text: str) -> Iterable[str]:
+    """Yield the lines of a commented file with comments that fit a terminal, without the markup of docstrings."""
+    comment: list[str] = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            comment.append(line)
+            continue
+        words = " ".join(part.lstrip()[1:].strip() for part in comment)
+        if words not in ("", "options"):
+            for pattern, replacement in _UNWANTED_IN_COMMENTS.items():
+                words = re.sub(pattern, replacement, words)
+            indent = comment[0].partition("#")[0] + "# "
+            yield from textwrap.wrap(words, 80, initial_indent=indent, subsequent_indent=indent)
+        comment = []
+        yield line

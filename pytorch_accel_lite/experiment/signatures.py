@@ -1,0 +1,92 @@
+"""The options of a part: those that the signature of its class or function has."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, Union
+
+import torch
+
+from pytorch_accel_lite.experiment.expressions import Expression
+from pytorch_accel_lite.experiment.importing import full_name
+
+# Arguments of a trainer that are parts of their own.
+_GIVEN_BY_PARTS = {"model", "loss_func", "optimizer", "callbacks", "run_history"}
+
+
+def add_part(parser: Any, key: str, thing: Any) -> None:
+    """Add options for the class of a part, and for the arguments of that class."""
+    parser.add_argument(f"--{key}.class_path", type=str, default=full_name(thing), help="a class or a function")
+    name = f"{key}.init_args"
+    if key in ("optimizer", "scheduler"):
+        parser.add_function_arguments(_with_types(thing, key), name, fail_untyped=False)
+    elif key == "trainer":
+        skip = _GIVEN_BY_PARTS & set(inspect.signature(thing).parameters)
+        _add(parser, thing, name, skip)
+    elif key == "loss_func" and not inspect.isclass(thing):
+        _add(parser, thing, name, {2})  # outputs and targets
+    else:
+        _add(parser, thing, name, set())
+
+
+def _add(parser: Any, thing: Any, name: str, skip: set[Any]) -> None:
+    if inspect.isclass(thing):
+        parser.add_class_arguments(thing, name, skip=skip, fail_untyped=False, instantiate=False)
+    else:
+        parser.add_function_arguments(thing, name, skip=skip, fail_untyped=False)
+
+
+def takes_anything(thing: Any, known: set[str]) -> bool:
+    """Whether a class or function passes on arguments of which nothing is known.
+
+    :param known: names of the arguments that have been found
+    """
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError:  # what is not written in Python has no signature
+        return True
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return False
+    return known <= {parameter.name for parameter in parameters}
+
+
+def _with_types(thing: Any, key: str) -> Callable[..., Any]:
+    """Return a function with the arguments of an optimizer, or those of a scheduler, which may be expressions.
+
+    The first argument, which is given when a run starts, is left out, and so are tensors, which a file cannot hold.
+    """
+    _, *others = inspect.signature(thing).parameters.values()
+    try:
+        hints = typing.get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
+    except (NameError, TypeError, AttributeError):  # of names that are imported for type checkers only
+        hints = {}
+
+    def surrogate(**_: Any) -> None: ...
+
+    kinds = {}
+    parameters = []
+    for parameter in others:
+        if parameter.name in hints:
+            hint = _without_tensors(hints[parameter.name])
+            kinds[parameter.name] = Union[hint, Expression] if key == "scheduler" else hint  # noqa: UP007
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            hint = kinds.get(parameter.name, parameter.empty)
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hint))
+    vars(surrogate)["__signature__"] = inspect.Signature(parameters)
+    surrogate.__annotations__ = kinds
+    surrogate.__doc__ = "\n\n".join(filter(None, map(inspect.getdoc, (thing, getattr(thing, "__init__", None)))))
+    surrogate.__name__ = thing.__name__
+    return surrogate
+
+
+def _without_tensors(hint: Any) -> Any:
+    """Return a type without tensors, nested or not."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if not inner or origin is typing.Literal:
+        return hint
+    kept = tuple(_without_tensors(part) for part in inner if part is not torch.Tensor)
+    if origin is Union or type(hint).__name__ == "UnionType":
+        return Union[kept]  # noqa: UP007
+    return hint if kept == inner else origin[kept]

@@ -1,0 +1,79 @@
+"""What the experiments of the tests name by its path: a model, data, optimizers, callbacks, trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+
+
+class Net(nn.Module):
+    """A small network.
+
+    :param width: its hidden units
+    """
+
+    def __init__(self, width: int = 8, activation: nn.Module | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        parts = [nn.Linear(4, width), activation or nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 1)]
+        self.layers = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def create_model(width, **kwargs):
+    """Without a single type, and with arguments of which the signature tells nothing."""
+    return Net(width, **kwargs)
+
+
+def load_data(size: int = 24, noise: float = 0.1):
+    x = torch.randn(size, 4)
+    return TensorDataset(x, x.sum(1, keepdim=True) + noise * torch.randn(size, 1))
+
+
+def create_optimizer(model, lr: float = 0.1):
+    return torch.optim.SGD([{"params": list(model.parameters())}], lr=lr)
+
+
+def weighted_mse(outputs, targets, weight: float = 1.0):
+    return weight * ((outputs - targets) ** 2).mean()
+
+
+def fails(size: int = 1):
+    raise KeyError("no such split")
+
+
+NOT_A_CLASS = 3
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, update: int, folder: Path | None = Path("stopped")) -> None:
+        self.update = update
+        self.folder = folder
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == self.update:
+            raise StopTrainingError("enough")
+
+
+class CrashAt(TrainerCallback):
+    def __init__(self, update: int) -> None:
+        self.update = update
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == self.update:
+            raise ZeroDivisionError
+
+
+class OwnTrainer(Trainer):
+    """Makes its own model and optimizer, as the trainer of a GAN does."""
+
+    def __init__(self, width: int = 3, **kwargs: Any) -> None:
+        model = Net(width)
+        super().__init__(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)

@@ -1,0 +1,545 @@
+"""Experiments from files: what they make, what overrides what, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.utils import set_seed
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback, read_predictions
+from tests import experiment_parts as parts
+from tests.launching import ROOT, run_code, run_forked, run_module
+from tests.test_docs import blocks, write_files
+
+pytest.importorskip("jsonargparse", reason="needs the extra cli")
+
+from pytorch_accel_lite.experiment import Experiment, ExperimentError
+from pytorch_accel_lite.experiment.command_line import main
+from pytorch_accel_lite.experiment.expressions import parse
+
+FILE = """
+model:
+  class_path: tests.experiment_parts.Net
+  init_args:
+    width: 5
+loss_func: MSELoss
+optimizer:
+  class_path: AdamW
+  init_args:
+    lr: 1e-2
+data:
+  train: tests.experiment_parts.load_data
+  eval:
+    class_path: tests.experiment_parts.load_data
+    init_args: {size: 8}
+trainer: {seed: 3}
+train:
+  num_epochs: 2
+  per_device_batch_size: 8
+"""
+SCHEDULE = """
+scheduler:
+  class_path: OneCycleLR
+  init_args:
+    max_lr: 0.1
+    total_steps: NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH
+"""
+STATES = ["--callbacks+", "SaveTrainingStateCallback", "--callbacks.save_every_n_steps", "1"]
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def read(path: Path, *arguments: str, **environment: str) -> Experiment:
+    return Experiment.from_file(path, arguments, environment=environment)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.get_model().state_dict()
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def run(*arguments: str, capsys: Any) -> tuple[int, str, str]:
+    try:
+        code = main([*map(str, arguments)])
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+# ------------------------------------------------------------------------------------------ what is made
+
+
+def test_a_run_from_a_file_ends_in_the_bits_of_the_script(file):
+    file.write_text(FILE + SCHEDULE)
+    trained = Experiment.from_file(file).train()
+
+    set_seed(3)
+    model = parts.Net(5)
+    set_seed(3)
+    train = parts.load_data()
+    set_seed(3)
+    valid = parts.load_data(8)
+    trainer = Trainer(model, nn.MSELoss(), partial(torch.optim.AdamW, lr=1e-2), seed=3)
+    total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+    schedule = partial(OneCycleLR, max_lr=0.1, total_steps=total)
+    trainer.train(train, 2, valid, per_device_batch_size=8, create_scheduler_fn=schedule)
+    assert trainer.progress.update == trained.progress.update == 6
+    assert_equal(weights(trained), weights(trainer))
+    assert trained.run_history["eval_loss_epoch"] == trainer.run_history["eval_loss_epoch"]
+
+
+def test_nothing_is_made_before_it_is_needed(file):
+    experiment = read(file, "--data.train", "tests.experiment_parts.fails")
+    assert len(experiment.eval_dataset) == 8
+    assert experiment.test_dataset is None
+    with pytest.raises(KeyError) as caught:
+        experiment.train()
+    assert caught.value.__notes__ == ["This happened while command line: data.train was made."]
+
+
+def test_functions_without_types_and_with_further_arguments_make_parts(file):
+    arguments = ["--model", "tests.experiment_parts.create_model", "--model.dropout", "0.5", "--model.width=3"]
+    optimizer = ["--optimizer", "tests.experiment_parts.create_optimizer", "--optimizer.lr", "0.3"]
+    loss = ["--loss_func", "tests.experiment_parts.weighted_mse", "--loss_func.weight", "2"]
+    trainer = read(file, *arguments, *optimizer, *loss).train()
+    model = trainer.get_model()
+    assert (model.layers[0].out_features, model.layers[2].p) == (3, 0.5)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.3
+    assert trainer.loss_func(torch.ones(1), torch.zeros(1)) == 2
+    plain = read(file, "--loss_func", "torch.nn.functional.l1_loss").trainer
+    assert plain.loss_func is nn.functional.l1_loss
+
+
+def test_an_argument_may_be_an_object_of_its_own(file):
+    trainer = read(file, "--model.activation", "torch.nn.LeakyReLU", "--model.activation.negative_slope", "0.3").trainer
+    assert trainer.model.layers[1].negative_slope == 0.3
+    assert trainer.optimizer.name == "partial(AdamW, lr=0.01)"
+
+
+def test_a_trainer_of_ones_own_may_make_its_model_and_optimizer(file):
+    file.write_text("trainer:\n  class_path: tests.experiment_parts.OwnTrainer\n  init_args: {width: 6, seed: 1}\n")
+    data = ["--data.train", "tests.experiment_parts.load_data", "--train.num_epochs", "1"]
+    trainer = read(file, *data).train()
+    assert type(trainer) is parts.OwnTrainer
+    assert (trainer.seed, trainer.model.layers[0].out_features) == (1, 6)
+
+
+def test_callbacks_come_beside_the_default_ones_or_in_their_place(file):
+    file.write_text(FILE + "callbacks:\n  - EarlyStoppingCallback\n")
+    more = ["--callbacks+=ProgressBarCallback", "--callbacks+", "tests.experiment_parts.StopAt", "--callbacks.update=4"]
+    experiment = read(file, *more)
+    kinds = [type(callback).__name__ for callback in experiment.trainer.callbacks]
+    assert kinds[:2] == ["MoveModulesToDeviceCallback", "TerminateOnNaNCallback"]
+    assert [kinds.count(kind.__name__) for kind in (EarlyStoppingCallback, ProgressBarCallback, parts.StopAt)] == [
+        1
+    ] * 3
+    assert experiment.train().progress.update == 4
+
+
+def test_everything_that_a_run_writes_is_in_its_output_dir(file, tmp_path):
+    stop = ["--callbacks+", "tests.experiment_parts.StopAt", "--callbacks.update=99"]
+    best = ["--callbacks+", "SaveBestModelCallback", "--train.num_epochs=1"]
+    experiment = read(file, *best, *stop, "--output_dir", "here")
+    trainer = experiment.train()
+    assert trainer.callbacks[-3].folder == Path("here/stopped")
+    found = {path.name for path in (tmp_path / "here").iterdir()}
+    assert found == {".lock", "experiment.yaml", "metrics.jsonl", "best_model.pt"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "small.yaml"]
+    [row] = map(json.loads, (tmp_path / "here" / "metrics.jsonl").read_text().splitlines())
+    assert row["eval_loss_epoch"] == trainer.run_history.get_latest_metric("eval_loss_epoch")
+    assert read(file).output_dir == Path("runs/small")
+
+
+def test_the_resolved_file_is_the_same_experiment(file):
+    file.write_text(FILE + SCHEDULE)
+    experiment = read(file, "--callbacks+", "EarlyStoppingCallback", "--callbacks.early_stopping_patience", "4")
+    experiment.save("resolved.yaml")
+    again = Experiment.from_file("resolved.yaml", environment={})
+    assert again.config == experiment.config
+    assert again.config["optimizer"]["init_args"]["weight_decay"] == 0.01
+    assert again.config["callbacks"][0]["init_args"]["early_stopping_patience"] == 4
+    assert again.config["scheduler"]["init_args"]["total_steps"] == "NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH"
+
+
+# ----------------------------------------------------------------------------------- what overrides what
+
+
+def test_the_command_line_overrides_variables_which_override_the_file(file):
+    found = read(
+        file,
+        "--train.num_epochs=7",
+        PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS="5",
+        PYTORCH_ACCEL_LITE_TRAIN__PER_DEVICE_BATCH_SIZE="4",
+        PYTORCH_ACCEL_LITE_OPTIMIZER="SGD",
+        PYTORCH_ACCEL_LITE_OPTIMIZER__MOMENTUM="0.5",
+    ).config
+    assert (found["train"]["num_epochs"], found["train"]["per_device_batch_size"]) == (7, 4)
+    assert found["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert (found["optimizer"]["init_args"]["momentum"], found["optimizer"]["init_args"]["lr"]) == (0.5, 0.01)
+
+
+def test_python_overrides_by_a_dict(file):
+    changes = {"optimizer.lr": 3e-4, "train.num_epochs": 1, "trainer.seed": None, "model": "torch.nn.Identity"}
+    found = Experiment.from_file(file, changes, environment={}).config
+    assert found["optimizer"]["init_args"]["lr"] == 3e-4
+    assert (found["train"]["num_epochs"], found["trainer"]["init_args"]["seed"]) == (1, None)
+    assert found["model"]["class_path"] == "torch.nn.Identity"
+
+
+def test_arguments_that_another_class_does_not_take_go_with_the_class(file):
+    file.write_text(FILE.replace("lr: 1e-2", "lr: 1e-2\n    betas: [0.8, 0.9]"))
+    arguments = read(file, "--optimizer", "torch.optim.SGD").config["optimizer"]["init_args"]
+    assert arguments["lr"] == 0.01
+    assert "betas" not in arguments
+    with pytest.raises(ExperimentError, match=r"betas is not an argument of torch.optim.SGD"):
+        read(file, "--optimizer", "torch.optim.SGD", "--optimizer.betas", "[0.1,0.2]")
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "0.001", '"1e-3"'])
+def test_a_number_is_a_number_however_it_is_written(file, number):
+    file.write_text(FILE.replace("1e-2", number))
+    assert read(file).config["optimizer"]["init_args"]["lr"] == 0.001
+    assert read(file, f"--train.train_dataloader_kwargs={{x: {number}}}").config["train"][
+        "train_dataloader_kwargs"
+    ] in ({"x": 0.001}, {"x": "1e-3"} if '"' in number else None)
+
+
+def test_files_build_on_others(file, tmp_path):
+    (tmp_path / "adam.yaml").write_text("class_path: Adam\ninit_args: {lr: 0.5}\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "more.yaml").write_text(
+        "base: ../small.yaml\noptimizer: ../adam.yaml\ntrain: {num_epochs: 9}\ncallbacks+: [EarlyStoppingCallback]\n"
+    )
+    experiment = read(tmp_path / "folder" / "more.yaml")
+    found = experiment.config
+    assert (found["train"]["num_epochs"], found["train"]["per_device_batch_size"]) == (9, 8)
+    assert (found["optimizer"]["class_path"], found["optimizer"]["init_args"]["lr"]) == ("torch.optim.Adam", 0.5)
+    assert [item["class_path"].rpartition(".")[2] for item in found["callbacks"]] == ["EarlyStoppingCallback"]
+    assert found["output_dir"] == "runs/more"
+
+
+# ---------------------------------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("3 * NUM_EPOCHS", "(3 * TrainerPlaceholderValues.NUM_EPOCHS)"),
+        ("min(10, -NUM_EPOCHS)", "min(10, -TrainerPlaceholderValues.NUM_EPOCHS)"),
+        ("round(0.1 * MAX_NUM_TRAIN_STEPS) // 2", "(round((0.1 * TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)) // 2)"),
+        ("2 * (3 + 4)", "14"),
+    ],
+)
+def test_expressions_become_placeholders(text, shown):
+    assert repr(parse(text)) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("NUM_EPOCH + 1", "'NUM_EPOCH' is not a placeholder. Did you mean 'NUM_EPOCHS'?"),
+        ("__import__('os').system('true')", "cannot be part of an expression"),
+        ("NUM_EPOCHS.resolve", "cannot be part"),
+        ("2 ** NUM_EPOCHS", "cannot be part"),
+        ("'a' * 3", "cannot be part"),
+        ("NUM_EPOCHS if 1 else 2", "cannot be part"),
+        ("round(NUM_EPOCHS, ndigits=1)", "cannot be part"),
+        ("3 *", "is not an expression"),
+        ("1 / 0", "divides by zero"),
+    ],
+)
+def test_nothing_else_is_an_expression(text, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
+        parse(text)
+
+
+def test_a_schedule_counts_in_the_units_of_the_run(file):
+    scheduler = [
+        "--scheduler",
+        "StepLR",
+        "--scheduler.step_size",
+        "NUM_UPDATE_STEPS_PER_EPOCH",
+        "--scheduler.gamma=0.5",
+    ]
+    trainer = read(file, *scheduler).train()
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.01 / 4
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+WRONG = [
+    ("modle: a.B", [], "small.yaml, line 1: modle is not an argument of an experiment. Did you mean 'model'?"),
+    ("train:\n  num_epoch: 3", [], "line 2: train.num_epoch is not an argument of train(). Did you mean 'num_epochs'?"),
+    (
+        "train:\n  batch_size: 3",
+        [],
+        "train.batch_size is not an argument of train(). Did you mean 'per_device_batch_size'?",
+    ),
+    ("train:\n  num_epochs: many", [], "line 2: train.num_epochs='many' must be a whole number or null."),
+    ("train: 3", [], "line 1: train=3 must have keys and values."),
+    ("callbacks: EarlyStoppingCallback", [], "line 1: callbacks='EarlyStoppingCallback' must be a list."),
+    (
+        "callbacks: [EarlyStopping]",
+        [],
+        "callbacks.0='EarlyStopping' is not in pytorch_accel_lite.callbacks. Did you mean",
+    ),
+    (
+        "callbacks:\n- class_path: EarlyStoppingCallback\n  init_args:\n    patience: 3",
+        [],
+        "line 4: patience is not an argument of pytorch_accel_lite.callbacks.EarlyStoppingCallback. "
+        "Did you mean 'early_stopping_patience'?",
+    ),
+    (
+        "callbacks:\n- class_path: EarlyStoppingCallback\n  init_args:\n    early_stopping_patience: x",
+        [],
+        "line 4: early_stopping_patience='x' must be a whole number.",
+    ),
+    ("model:\n  init_args: {x: 1}", [], "line 1: model has arguments, but no class_path."),
+    (
+        "model:\n  class_path: torch.nn.Linear\n  width: 3",
+        [],
+        "line 3: model.width is neither class_path nor init_args, under",
+    ),
+    ("model: [1]", [], "line 1: model=[1] must be a class path, or"),
+    ("model: torch.nn.Linear", [], "line 1: model needs model.in_features and model.out_features, without a default."),
+    ("model: torch.nn.Linaer", [], "'torch.nn.Linaer': the module 'torch.nn' has no 'Linaer'. Did you mean 'Linear'?"),
+    ("model: nowhere.Net", [], "there is no module 'nowhere'. Modules of your own are looked for in the folder"),
+    ("model: Net", [], "line 1: model='Net' has no module."),
+    ("model: tests.experiment_parts.NOT_A_CLASS", [], "must be a class or a function, not int"),
+    ("optimizer: AdamV", [], "line 1: optimizer='AdamV' is not in torch.optim. Did you mean 'Adam"),
+    ("model: a\nmodel: b", [], "small.yaml, line 2: model is there twice."),
+    ("model: [", [], "small.yaml, line 1: "),
+    ("- model", [], "must contain keys and values"),
+    ("base: small.yaml", [], "builds on itself: small.yaml -> small.yaml"),
+    ("base: none.yaml", [], "none.yaml cannot be read: No such file or directory"),
+    (FILE, ["--lr", "3"], "--lr is not an argument of an experiment. Did you mean 'optimizer.lr'?"),
+    (FILE, ["--optimizer.lrr", "3"], "--optimizer.lrr is not an argument of torch.optim.AdamW. Did you mean 'lr'?"),
+    (FILE, ["--optimizer.lr", "fast"], "command line: optimizer.lr='fast' must be a number."),
+    (FILE, ["stray"], "unrecognized arguments: stray. Options begin with --"),
+    (FILE, ["--callbacks+=EarlyStoppingCallbak"], "Did you mean 'EarlyStoppingCallback'?"),
+    (
+        FILE,
+        ["--scheduler=StepLR", "--scheduler.step_size", "NUM_EPOCH"],
+        "must be a whole number, or an expression: 'NUM_EPOCH' is not a placeholder. Did you mean 'NUM_EPOCHS'?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments", "error"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_named_with_its_place_and_the_remedy(file, capsys, text, arguments, error):
+    file.write_text(text)
+    code, printed, errors = run("train", "small.yaml", *arguments, capsys=capsys)
+    assert code == 2
+    assert error in errors
+    assert "Traceback" not in errors
+    assert printed == ""
+
+
+def test_a_variable_of_the_wrong_type_is_named(file):
+    with pytest.raises(
+        ExperimentError, match=r"environment variable PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS: train.num_ep"
+    ):
+        read(file, PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS="x")
+
+
+def test_checks_of_the_trainer_come_without_a_traceback_and_errors_of_ones_own_with_one(file, capsys):
+    assert run("train", file, "--train.num_epochs=0", capsys=capsys)[::2] == (
+        2,
+        "error: num_epochs=0 must be at least 1.\n",
+    )
+    missing = run("evaluate", file, "--weights", "none.pt", capsys=capsys)
+    assert missing[::2] == (2, "error: There are no weights at 'none.pt'. Pass best, last, or another path.\n")
+    with pytest.raises(KeyError, match="no such split"):
+        main(["train", str(file), "--data.train", "tests.experiment_parts.fails"])
+
+
+def test_two_runs_cannot_write_into_one_folder(file):
+    experiment = read(file)
+    trainer = experiment.trainer
+
+    def second() -> None:
+        with pytest.raises(RuntimeError, match="Another run is training in output_dir='runs/small'"):
+            Experiment.from_file(file).train()
+
+    record = trainer.callbacks[-1]
+    record._take_folder()
+    folder = Path.cwd()
+    done = run_forked(lambda: (os.chdir(folder), second()))
+    assert done.returncode == 0, done.stdout
+    record._leave_folder()
+    experiment.train()
+
+
+# ---------------------------------------------------------------------------------------- the command line
+
+
+def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differs(file, capsys):
+    whole = read(file, *STATES, "--output_dir=whole").train()
+    crash = ["--callbacks+", "tests.experiment_parts.CrashAt", "--callbacks.update"]
+    with pytest.raises(ZeroDivisionError):
+        main(["train", str(file), *STATES, *crash, "5", "--output_dir=half"])
+    again = ["train", file, *STATES, *crash, "99", "--output_dir=half", "--resume", "latest"]
+    code, printed, _ = run(*again, capsys=capsys)
+    assert code == 0
+    assert "The experiment differs from the one that is resumed:\n  callbacks.1.update: 5 -> 99\n" in printed
+    assert "Everything is in half\n" in printed
+    both = [read(file, *STATES, f"--output_dir={name}") for name in ("whole", "half")]
+    found = []
+    for experiment in both:
+        assert (
+            run("evaluate", file, *STATES, "--weights=last", f"--output_dir={experiment.output_dir}", capsys=capsys)[0]
+            == 0
+        )
+        found.append(json.loads((experiment.output_dir / "evaluation_eval.json").read_text()))
+    assert found[0] == found[1]
+    resumed = both[1].trainer
+    from pytorch_accel_lite.experiment.weights import find_weights, load_weights
+
+    load_weights(resumed, find_weights(resumed, "last"))
+    assert_equal(weights(resumed), weights(whole))
+
+
+def test_predictions_are_those_of_the_weights_asked_for(file, capsys):
+    best = ["--callbacks+", "SaveBestModelCallback"]
+    trainer = read(file, *best).train()
+    trainer.save_model("weights.safetensors")
+    for options, scale in (([], 1), (["--weights=weights.safetensors"], 1), (["--weights=zero.safetensors"], 0)):
+        if scale == 0:
+            for parameter in trainer.model.parameters():
+                parameter.data.zero_()
+            trainer.save_model("zero.safetensors")
+        assert run("predict", file, *best, *options, capsys=capsys)[0] == 0
+        found = read_predictions("runs/small/predictions/eval")
+        assert found.shape == (8, 1)
+        assert bool(found.any()) == bool(scale)
+
+
+def test_weights_of_another_model_are_refused(file, capsys):
+    read(file, "--callbacks+", "SaveBestModelCallback").train()
+    more = ["--callbacks+", "SaveBestModelCallback", "--model.width=7"]
+    code, _, errors = run("evaluate", file, *more, capsys=capsys)
+    assert code == 2
+    assert "best_model.pt" in errors
+
+
+def test_tools_take_the_arguments_of_train_and_their_own(file, capsys):
+    _, printed, _ = run("find_lr", file, "--find_lr.num_steps", "10", capsys=capsys)
+    assert "Tried 10 learning rates" in printed or "learning rates from" in printed
+    assert Path("runs/small/find_lr.png").exists()
+    assert "for 8 samples" in run("diagnose", file, "--diagnose.num_steps=2", capsys=capsys)[1]
+    file.write_text(FILE + "find_batch_size: {max_batch_size: 3}\n")
+    assert "The largest batch size that fits is 3" in run("find_batch_size", file, capsys=capsys)[1]
+    assert run("evaluate", file, "--weights=x", capsys=capsys)[0] == 2  # the section of another command is left alone
+
+
+def test_a_training_state_is_inspected(file, capsys):
+    read(file, *STATES).train()
+    code, printed, _ = run("inspect", "runs/small/training_states/update-000000006", capsys=capsys)
+    assert code == 0
+    assert "callbacks: " in printed
+    assert "ExperimentRecord" in printed
+    assert run("inspect", "nowhere", capsys=capsys)[::2] == (2, "error: There is no training state at 'nowhere'.\n")
+
+
+def test_help_shows_the_values_of_the_experiment_in_a_terminals_width(file, capsys):
+    code, printed, _ = run("train", file, "--help", capsys=capsys)
+    assert code == 0
+    [shown] = re.findall(r"--optimizer\.lr LR\n(.*?)\n  --", printed, re.DOTALL)
+    assert "default: 0.01" in shown
+    assert re.search(r"--train\.num_epochs NUM_EPOCHS\n\s+number of passes over the training data", printed)
+    assert "init_args" not in printed
+    assert "0x" not in printed
+    assert max(map(len, run("train", "--help", capsys=capsys)[1].splitlines())) <= 80
+
+
+def test_the_first_file_is_complete_and_can_be_filled_in(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = run("train", "--print_config", capsys=capsys)
+    assert code == 0
+    content = yaml.safe_load(text)
+    assert content.keys() == {
+        "model",
+        "loss_func",
+        "optimizer",
+        "scheduler",
+        "data",
+        "trainer",
+        "callbacks",
+        "train",
+        "output_dir",
+    }
+    assert "# number of passes over the training data" in text
+    assert max(map(len, text.splitlines())) <= 90
+    filled = text.replace("my_module.MyModel", "tests.experiment_parts.Net").replace("split: train", "size: 9")
+    Path("filled.yaml").write_text(filled.replace("my_module.load_data", "tests.experiment_parts.load_data"))
+    assert len(Experiment.from_file("filled.yaml", environment={}).train_dataset) == 9
+
+
+def test_a_file_is_completed_with_the_defaults_of_its_classes(file, capsys):
+    code, text, _ = run("train", file, "--print_config", "--train.num_epochs=4", capsys=capsys)
+    assert code == 0
+    assert re.search(r"# its hidden units \(int\)\n +width: 5", text)
+    Path("complete.yaml").write_text(text)
+    completed = Experiment.from_file("complete.yaml", environment={})
+    assert completed.config == read(file, "--train.num_epochs=4").config
+
+
+def test_a_command_needs_a_file(capsys):
+    assert "train experiment.yaml" in run("train", capsys=capsys)[2]
+    assert run("dance", capsys=capsys)[0] == 2
+
+
+@pytest.mark.programs
+def test_it_runs_as_a_module(file):
+    done = run_module("pytorch_accel_lite", "train", str(file), "--output_dir", str(file.parent / "out"))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith(f"Everything is in {file.parent / 'out'}\n")
+
+
+@pytest.mark.programs
+def test_without_jsonargparse_the_error_names_the_command_that_installs_it(file):
+    code = f"""
+from tests.launching import forget
+forget("jsonargparse", installed=False)
+from pytorch_accel_lite.experiment.command_line import main
+print(main(["train", {str(file)!r}]))
+"""
+    assert "An experiment file needs jsonargparse. Install it with: pip install" in run_code(code)
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_the_commands_of_the_page_run_as_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    page = ROOT / "docs" / "experiments.md"
+    write_files(page, tmp_path)
+    prefix = "python -m pytorch_accel_lite "
+    commands = [line for code in blocks(page, "console") for line in code.splitlines() if line.startswith(prefix)]
+    assert len(commands) >= 12
+    for command in commands:
+        assert (command, run(*shlex.split(command.removeprefix(prefix)), capsys=capsys)[0]) == (command, 0)
+    assert {"best_model.pt", "experiment.yaml", "metrics.jsonl", "training_states"} < set(os.listdir("runs/wave"))
