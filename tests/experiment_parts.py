@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,34 @@ class OwnTrainer(Trainer):
     def __init__(self, width: int = 3, **kwargs: Any) -> None:
         model = Net(width)
         super().__init__(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)
+
+
+def own_rank(failing: int) -> int:
+    """Return the rank of this process, unless it is the one that fails."""
+    rank = int(os.environ["RANK"])
+    if rank == failing:
+        raise LookupError(f"on purpose, on rank {rank} of {os.environ['WORLD_SIZE']}")
+    return rank
+
+
+class ScaledTrainer(Trainer):
+    """Predicts multiples of what its model does."""
+
+    scale = 1.0
+
+    def calculate_predict_batch_output(self, batch: Any) -> torch.Tensor:
+        return self.scale * super().calculate_predict_batch_output(batch)
+
+
+class KillAt(TrainerCallback):
+    """Kills the process in the n-th step of predictions and evaluations, as a machine that fails does."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def on_predict_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_eval_step_end = on_predict_step_end

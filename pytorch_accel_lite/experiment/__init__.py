@@ -7,5 +7,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.experiment.experiment import Experiment
 from pytorch_accel_lite.experiment.files import ExperimentError
+from pytorch_accel_lite.experiment.launching import LaunchError, launch
+from pytorch_accel_lite.experiment.testing import run_tests
 
-__all__ = ["Experiment", "ExperimentError"]
+__all__ = ["Experiment", "ExperimentError", "LaunchError", "launch", "run_tests"]

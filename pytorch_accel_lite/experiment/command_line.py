@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from pytorch_accel_lite.experiment.files import ExperimentError
-from pytorch_accel_lite.utils import is_terminal
+from pytorch_accel_lite.utils import format_metric, is_terminal
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.experiment.experiment import Experiment
@@ -39,14 +41,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
-    options, rest = _parser().parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, rest = _parser().parse_known_args(given)
     try:
+        if _starts_processes(options):
+            return _launch(options, rest)
         return int(options.run(options, rest) or 0)
     except Exception as error:
         if not _is_for_users(error):
             raise
-        print(_wrapped(f"error: {error}"), file=sys.stderr)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
+            get_error_handler().record_exception(error)
+        else:
+            print(_wrapped(f"error: {error}"), file=sys.stderr)
         return 2
+
+
+def _starts_processes(options: argparse.Namespace) -> bool:
+    asked = [getattr(options, name, None) for name in ("processes", "devices")]
+    return (
+        any(value is not None for value in asked) and not options.help and not getattr(options, "print_config", False)
+    )
+
+
+def _launch(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run the command on several processes, after its file has been checked once."""
+    from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
+
+    _read(options, rest)
+    own = [options.command, options.file]
+    for name in ("weights", "on"):
+        if getattr(options, name, None) is not None:
+            own += [f"--{name}", getattr(options, name)]
+    try:
+        launch_command(["-m", "pytorch_accel_lite", *own, *rest], options.processes, options.devices, options.restarts)
+    except LaunchError as error:
+        print(_wrapped(f"error: {error.reason}") if error.exit_code == 2 and error.reason else error, file=sys.stderr)
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    return 0
 
 
 def _wrapped(text: str) -> str:
@@ -83,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, command=name, describe=command.format_help)
         if file:
             command.add_argument("file", nargs="?", metavar="FILE", help="the experiment, in YAML")
+            command.add_argument("--processes", type=int, metavar="N", help="start so many processes on this machine")
+            command.add_argument("--devices", metavar="idle|0,2", help="on these GPUs, one for each process")
+            command.add_argument(
+                "--restarts", type=int, default=0, metavar="N", help="after failures; add --resume latest"
+            )
             command.add_argument("-h", "--help", action="store_true", help="with FILE, also lists what it can contain")
         return command
 
@@ -94,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
             "--weights", metavar="best|last|PATH", help="by default best, or last without a SaveBestModelCallback"
         )
         command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, one of those under data")
+    add("test", _test, "test every checkpoint by every inference setting by every dataset")
     for name, text in _OF_TRAINER.items():
         add(name, _tool, text)
     state = add("inspect", _inspect, "show what a training state contains", file=False)
@@ -104,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 def _read(options: argparse.Namespace, rest: list[str]) -> Experiment | None:
     """Read the experiment; ``None`` if only its help or its contents were asked for, and have been printed."""
     from pytorch_accel_lite.experiment.experiment import Experiment
+    from pytorch_accel_lite.experiment.parsing import TOOLS
 
     if options.help:
         _print_help(options)
@@ -118,7 +157,7 @@ def _read(options: argparse.Namespace, rest: list[str]) -> Experiment | None:
             f"{options.command} needs the file of an experiment: {options.command} experiment.yaml. To begin, write "
             "one with: train --print_config > experiment.yaml"
         )
-    return Experiment.from_file(options.file, rest, tool=options.command if options.command in _OF_TRAINER else None)
+    return Experiment.from_file(options.file, rest, tool=options.command if options.command in TOOLS else None)
 
 
 def _print_help(options: argparse.Namespace) -> None:
@@ -165,7 +204,7 @@ def _predict(options: argparse.Namespace, rest: list[str]) -> None:
 def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:
     """Return the name of the dataset to evaluate: the one asked for, or else the first that there is."""
     data = experiment.config["data"]
-    return options.on or next((name for name in (first, "test", "eval") if data.get(name)), first)
+    return getattr(options, "on", None) or next((name for name in (first, "test", "eval") if data.get(name)), first)
 
 
 def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tuple[Any, Path, Any, dict[str, Any]]:
@@ -209,6 +248,23 @@ def _tool(options: argparse.Namespace, rest: list[str]) -> None:
         except ImportError:  # without matplotlib
             return
         experiment.trainer.print(f"The curve is in {path}")
+
+
+def _test(options: argparse.Namespace, rest: list[str]) -> None:
+    experiment = _read(options, rest)
+    if experiment is None:
+        return
+    from pytorch_accel_lite.experiment.testing import run_tests
+
+    folder = experiment.output_dir / "tests"
+    name = _source(experiment, options, "test")
+    dataset = experiment.dataset(name)
+    datasets = dataset if isinstance(dataset, dict) else {name: dataset}
+    arguments = experiment.tool_arguments("test")
+    rows = run_tests(experiment.trainer, datasets, save_dir=folder, **arguments)
+    for row in rows:
+        experiment.trainer.print(", ".join(f"{key} {format_metric(value)}" for key, value in row.items()))
+    experiment.trainer.print(f"Everything is in {folder}; results.md and results.csv have a row for each combination")
 
 
 def _inspect(options: argparse.Namespace, rest: list[str]) -> None:

@@ -59,7 +59,7 @@ class Experiment:
             as ``["--optimizer.lr", "3e-4"]``
         :param environment: variables that override the file, such as ``PYTORCH_ACCEL_LITE_OPTIMIZER__LR``; by default
             those of this process
-        :param tool: ``"find_lr"``, ``"find_batch_size"`` or ``"diagnose"`` if its arguments are needed too
+        :param tool: ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"`` or ``"test"`` if its arguments are needed too
         :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
         :raises ImportError: if jsonargparse is not installed (extra ``cli``)
         """
@@ -123,6 +123,8 @@ class Experiment:
 
     def tool_arguments(self, tool: str) -> dict[str, Any]:
         """Return the arguments of ``trainer.find_lr`` and the like besides the data: some of ``train``, and its own."""
+        if tool == "test":
+            return self.eval_arguments | _arguments_in(self._instances[tool])
         given = _arguments_in(self._instances["train"])
         taken = inspect.signature(getattr(self.trainer, tool)).parameters
         return {name: given[name] for name in taken if name in given} | _arguments_in(self._instances[tool])

@@ -19,11 +19,13 @@ from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.messages import explain, tidy_comments, tidy_help
 from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts
 from pytorch_accel_lite.experiment.signatures import add_part, takes_anything
+from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra
 
-#: Methods of the trainer that are commands, with arguments of their own beside some of those of ``train``.
-TOOLS = ("find_lr", "find_batch_size", "diagnose")
+#: Commands with arguments of their own beside some of those of ``train``: methods of the trainer, and ``run_tests``.
+TOOLS = ("find_lr", "find_batch_size", "diagnose", "test")
+_GIVEN_TO_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
 _GIVEN_TO_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
 
 
@@ -113,7 +115,9 @@ class Parser:
         parser.add_method_arguments(trainer, "train", "train", skip={*_GIVEN_TO_TRAIN})
         if self._tool is not None:
             of_train = set(inspect.signature(trainer.train).parameters)
-            parser.add_function_arguments(getattr(trainer, self._tool), self._tool, skip=of_train | {"self"})
+            function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
+            skip = of_train | {"self", *_GIVEN_TO_TESTS}
+            parser.add_function_arguments(function, self._tool, skip=skip & set(inspect.signature(function).parameters))
         parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
         return parser
 
@@ -159,8 +163,10 @@ class Parser:
     def _unknown(self, key: str) -> str:
         """Return why a key is not known, and which may have been meant."""
         part = next((part for part in self.parts if key.startswith(f"{part}.init_args.")), "")
-        prefix = f"{part}.init_args." if part else "train." if key.startswith("train.") else ""
-        owner = full_name(self.parts[part]) if part else "train()" if prefix else "an experiment"
+        section = key.partition(".")[0]
+        is_section = section in ("train", self._tool) and section != key
+        prefix = f"{part}.init_args." if part else f"{section}." if is_section else ""
+        owner = full_name(self.parts[part]) if part else section if is_section else "an experiment"
         known = {name.removeprefix(prefix) for name in self._known if name.startswith(prefix)}
         hint = suggest(key.removeprefix(prefix), known) if prefix else ""
         if not prefix:

@@ -1,47 +1,109 @@
-"""Loading the weights of an experiment: its best, its last, or those in a file or a training state."""
+"""Loading the weights of an experiment: its best, its last, averages of several, or those in a file or a state."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import load_file
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state
+from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint, replacing, write_tensors
 from pytorch_accel_lite.checkpoint.store import StateStore
-from pytorch_accel_lite.checkpoint.training_state import read_state, read_weights
+from pytorch_accel_lite.checkpoint.training_state import TRAINER, TrainingState, read_state, read_weights, verify_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state
+from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
+_AVERAGE = re.compile(r"average_(best|last)_(\d+)")
 
-def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> Path:
-    """Return the path of weights.
+
+def find_weights(trainer: Trainer, name: str | os.PathLike[str], folder: Path | None = None) -> Path:
+    """Return the path of weights. Call it on every process.
 
     :param name: ``"best"`` for those of the ``SaveBestModelCallback``, ``"last"`` for those in the newest training
-        state of the ``SaveTrainingStateCallback``, or the path of a checkpoint, a training state, or safetensors
-    :raises FileNotFoundError: if there are none
+        state of the ``SaveTrainingStateCallback``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the
+        best or last three, or the path of a checkpoint, a training state, or safetensors
+    :param folder: where averages are written
+    :raises FileNotFoundError: if there are none, or not as many
     """
-    if name not in ("best", "last"):
-        if not Path(name).exists():
-            raise FileNotFoundError(f"There are no weights at {os.fspath(name)!r}. Pass best, last, or another path.")
-        return Path(name)
-    kind = SaveBestModelCallback if name == "best" else SaveTrainingStateCallback
+    average = _AVERAGE.fullmatch(os.fspath(name))
+    if average and folder is not None:
+        found = _several(trainer, average[1], check_positive_int(os.fspath(name), int(average[2])))
+        path = folder / f"{name}.safetensors"
+        trainer.ranks.run_together(lambda: _write_average(found, path), only_first=True)
+        return path
+    if name in ("best", "last"):
+        return _several(trainer, os.fspath(name), 1)[0]
+    if not Path(name).exists():
+        raise FileNotFoundError(f"There are no weights at {os.fspath(name)!r}. Pass best, last, or another path.")
+    return Path(name)
+
+
+def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
+    """Return the paths of the best or the last weights, the best or the last first."""
+    found: list[Path] = []
     for callback in trainer.callbacks:
-        if isinstance(callback, SaveBestModelCallback) and name == "best" and Path(callback.save_path).exists():
-            return Path(callback.save_path)
-        if isinstance(callback, SaveTrainingStateCallback) and name == "last" and callback.save_dir.is_dir():
-            found = StateStore(callback.save_dir).find_latest(trainer.print)
-            if found is not None:
-                return found
+        if isinstance(callback, SaveBestModelCallback) and kind == "best":
+            found += _best(Path(callback.save_path), callback.watch_metric, count)
+        if isinstance(callback, SaveTrainingStateCallback) and kind == "last" and callback.save_dir.is_dir():
+            found += _last(trainer, callback.save_dir, count)
+    if len(found) >= count:
+        return found[:count]
+    saver = "SaveBestModelCallback" if kind == "best" else "SaveTrainingStateCallback"
+    keeping = f" with {'keep' if kind == 'best' else 'max_checkpoints'}={count} or more" if count > 1 else ""
+    there_are = f"{len(found)} of the {count} {kind} weights" if count > 1 else f"no {kind} weights yet"
     raise FileNotFoundError(
-        f"There are no {name} weights yet: they are saved by a {kind.__name__} while the experiment trains. Train it "
-        "first, or pass the path of a checkpoint or a training state."
+        f"There are {there_are}: they are saved by a {saver}{keeping} while the experiment trains. Train it first, or "
+        "pass the path of a checkpoint or a training state."
     )
+
+
+def _best(path: Path, metric: str, count: int) -> list[Path]:
+    if not path.exists() or count == 1:
+        return [path] if path.exists() else []
+    best = float(read_checkpoint(path)[metric])
+    kept = path.parent.glob(f"{path.stem}-epoch*{path.suffix}")
+    return sorted(kept, key=lambda other: (abs(float(read_checkpoint(other)[metric]) - best), other.name))
+
+
+def _last(trainer: Trainer, folder: Path, count: int) -> list[Path]:
+    newest = trainer.ranks.broadcast_object(lambda: StateStore(folder).find_latest(trainer.print))
+    if newest is None:
+        return []
+    others = sorted((path for path in folder.glob("update-*") if path.is_dir() and path < newest), reverse=True)
+    return [newest, *others][:count]
+
+
+def _write_average(paths: Sequence[Path], target: Path) -> None:
+    """Write the mean of weights as safetensors; what are no floating-point numbers is that of the first."""
+    first, *others = (_read_weights(path) for path in paths)
+    sums = {name: tensor.double() for name, tensor in first.items() if tensor.is_floating_point()}
+    for other in others:
+        for name, total in sums.items():
+            total += other[name]
+    mean = first | {name: (total / len(paths)).to(first[name].dtype) for name, total in sums.items()}
+    before = load_file(target) if target.exists() else {}
+    if before.keys() == mean.keys() and all(torch.equal(before[name], mean[name]) for name in mean):
+        return  # so that its results are still those of this file
+    with replacing(target) as temporary:
+        write_tensors(mean, temporary)
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    if path.is_dir():
+        weights = read_weights(TrainingState(path, verify_state(path), load_plain(path / TRAINER), None))
+    else:
+        weights = read_checkpoint(path)["model_state_dict"]
+    return {name: tensor for name, tensor in weights.items() if isinstance(tensor, torch.Tensor)}
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:
@@ -61,10 +123,15 @@ def load_weights(trainer: Trainer, path: Path) -> None:
         trainer.load_checkpoint(path, load_optimizer=False, load_scheduler=False)
 
 
+def source_of(weights: Path) -> dict[str, Any]:
+    """Return what identifies the weights from which results come: their path, and when they were written."""
+    changed = max(file.stat().st_mtime_ns for file in [weights, *weights.glob("*")])
+    return {"weights": os.fspath(weights), "changed": changed}
+
+
 def predictions_of(trainer: Trainer, weights: Path, directory: Path) -> PredictionWriterCallback:
     """Return a callback that writes predictions to a directory, and resumes them if they are of the same weights."""
-    changed = max(file.stat().st_mtime_ns for file in [weights, *weights.glob("*")])
-    source = json.dumps({"weights": os.fspath(weights), "changed": changed})
+    source = json.dumps(source_of(weights))
     about = directory / "weights.json"
 
     def replace() -> bool:

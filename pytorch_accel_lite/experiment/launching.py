@@ -1,0 +1,204 @@
+"""Starting the processes of a job on this machine, on the devices that are free, by torch's elastic launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pytorch_accel_lite.utils import check_positive_int
+
+_FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"
+_QUERY = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
+_IDLE = 10  # percent of utilisation, and of memory, up to which a device counts as idle
+
+
+class LaunchError(RuntimeError):
+    """A process of a job failed, and all were ended. The message has its rank and its traceback.
+
+    :ivar rank: the rank that failed first
+    :ivar exit_code: its exit code, or minus the number of the signal that killed it
+    :ivar reason: the message of its error, if it had one
+    """
+
+    def __init__(self, rank: int, exit_code: int, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.reason = reason
+
+
+def launch(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    processes: int | None = None,
+    devices: str | Sequence[int] | None = None,
+    restarts: int = 0,
+) -> list[Any]:
+    """Run a function on several processes of this machine, as torchrun runs a script.
+
+    Call it under ``if __name__ == "__main__":``, as each process imports the program again.
+
+    :param function: creates the model and the trainer; must be importable, not defined in a notebook
+    :param args: its arguments
+    :param processes: number of processes; by default one for each of the devices
+    :param devices: ``"idle"`` for the GPUs with the least load and memory in use, or their numbers, as in ``"0,2"``; by
+        default all that are visible, or the CPU
+    :param restarts: how often all processes are started again after one has failed
+    :return: what the function returned, in rank order
+    :raises LaunchError: if a process fails, with its rank and its traceback; all others are ended
+    :raises ValueError: if there are not as many idle devices
+    """
+    if "<locals>" in getattr(function, "__qualname__", ""):
+        raise ValueError(f"function={function.__qualname__} must be defined at the top of a module, to be found there.")
+    found = _run(function, tuple(args), processes, devices, restarts)
+    return [found[rank] for rank in sorted(found)]
+
+
+def launch_command(
+    command: Sequence[str], processes: int | None = None, devices: str | None = None, restarts: int = 0
+) -> None:
+    """Run this interpreter with arguments on several processes; see :func:`launch`."""
+    _run(sys.executable, tuple(command), processes, devices, restarts)
+
+
+def _run(
+    entry: Any, args: tuple[Any, ...], processes: int | None, devices: str | Sequence[int] | None, restarts: int
+) -> dict[int, Any]:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    chosen = choose_devices(devices, processes)
+    count = check_positive_int("processes", processes if processes is not None else len(chosen or [0]))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+    )
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # restarted processes need a store of their own
+    if count > 1:
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
+    if chosen is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    with _environment(variables):
+        try:
+            return dict(elastic_launch(config, entry)(*args))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            report = failure.message if isinstance(failure.message, dict) else {}
+            reason = str(report.get("message", "")).partition(": ")[2]
+            raise LaunchError(rank, failure.exitcode, _describe(rank, failure), reason) from None
+
+
+def _describe(rank: int, failure: Any) -> str:
+    message = failure.message
+    if isinstance(message, dict):
+        trace = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+        return f"Rank {rank} failed, and all processes were ended:\n\n{trace.rstrip()}"
+    if failure.exitcode < 0:
+        return f"Rank {rank} was killed by {failure.signal_name()}, and all processes were ended."
+    return f"Rank {rank} ended with the exit code {failure.exitcode}, and all processes were ended."
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, which processes started in the block inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@dataclass
+class _Device:
+    number: str
+    uuid: str
+    load: float
+    used: float
+    total: float
+
+    @property
+    def memory(self) -> float:
+        """The share of its memory in use, in percent."""
+        return 100 * self.used / self.total
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody else seems to use it."""
+        return max(self.load, self.memory) <= _IDLE
+
+    def __str__(self) -> str:
+        return f"GPU {self.number}: load {self.load:.0f} %, memory {self.memory:.0f} %"
+
+
+def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -> list[str] | None:
+    """Return the devices for the processes of a job, as ``CUDA_VISIBLE_DEVICES`` has them; ``None`` leaves it alone.
+
+    :raises ValueError: if there are not as many
+    """
+    if devices is None:
+        return None
+    if devices == "idle":
+        return _idle_devices(1 if processes is None else processes)
+    numbers = [str(number) for number in devices] if not isinstance(devices, str) else devices.split(",")
+    if not all(re.fullmatch(r"\d+", number.strip()) for number in numbers):
+        raise ValueError(f"devices={devices!r} must be 'idle' or the numbers of GPUs, such as '0,2'.")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"devices={devices!r} names a GPU twice.")
+    if processes is not None and processes != len(numbers):
+        raise ValueError(
+            f"processes={processes} does not fit devices={devices!r}: each process needs a GPU of its own. Leave "
+            "processes out to start one for each."
+        )
+    known = {device.number for device in _list_devices()}
+    for number in numbers:
+        if number.strip() not in known:
+            there_are = f"only {', '.join(sorted(known))}" if known else "nor any other"
+            raise ValueError(f"devices={devices!r}: there is no GPU {number.strip()}, {there_are}.")
+    return [number.strip() for number in numbers]
+
+
+def _idle_devices(count: int) -> list[str]:
+    found = sorted(_list_devices(), key=lambda device: (device.load, device.memory))
+    idle = [device for device in found if device.is_idle]
+    if len(idle) < count:
+        states = "; ".join(map(str, sorted(found, key=lambda device: device.number))) or "there is no GPU"
+        raise ValueError(
+            f"devices='idle': {count} idle {'GPU is' if count == 1 else 'GPUs are'} needed, but there "
+            f"{'is' if len(idle) == 1 else 'are'} {len(idle)} ({states}). Wait, ask for fewer processes, or name the "
+            "GPUs to use anyway."
+        )
+    return [device.uuid for device in idle[:count]]
+
+
+def _list_devices() -> list[_Device]:
+    """Return the GPUs that this process may use, as the driver's tool lists them."""
+    try:
+        output = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines() if line.strip()]
+    devices = [_Device(number, name, *(float(value) for value in values)) for number, name, *values in rows]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return devices
+    allowed = visible.split(",")
+    return [device for device in devices if device.number in allowed or device.uuid in allowed]
