@@ -89,10 +89,11 @@ TRIALS = {
     "timm": f"{TRAIN}{TIMM}",
     "notebook": "from tqdm.notebook import tqdm\ntqdm(total=1, display=False).update()",
     "cli": 'import pytorch_accel_lite.experiment as e\ne.Experiment.from_file(None, {"model": "torch.nn.ReLU"})',
+    "optuna": "from pytorch_accel_lite.experiment import OptunaPruningCallback\nOptunaPruningCallback(None)",
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.
-WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow", "cli"]
+WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow", "cli", "optuna"]
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -97,19 +97,19 @@ def _run(
             return dict(elastic_launch(config, entry)(*args))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            report = failure.message if isinstance(failure.message, dict) else {}
-            reason = str(report.get("message", "")).partition(": ")[2]
-            raise LaunchError(rank, failure.exitcode, _describe(rank, failure), reason) from None
+            raise _launch_error(rank, failure) from None
 
 
-def _describe(rank: int, failure: Any) -> str:
-    message = failure.message
-    if isinstance(message, dict):
-        trace = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
-        return f"Rank {rank} failed, and all processes were ended:\n\n{trace.rstrip()}"
-    if failure.exitcode < 0:
-        return f"Rank {rank} was killed by {failure.signal_name()}, and all processes were ended."
-    return f"Rank {rank} ended with the exit code {failure.exitcode}, and all processes were ended."
+def _launch_error(rank: int, failure: Any) -> LaunchError:
+    found = failure.message
+    if isinstance(found, dict):
+        trace = found.get("extraInfo", {}).get("py_callstack") or found.get("message", "")
+        text = f"Rank {rank} failed, and all processes were ended:\n\n{trace.rstrip()}"
+        return LaunchError(rank, failure.exitcode, text, found.get("message", "").partition(": ")[2])
+    how = (
+        f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
+    )
+    return LaunchError(rank, failure.exitcode, f"Rank {rank} {how}, and all processes were ended.")
 
 
 @contextmanager

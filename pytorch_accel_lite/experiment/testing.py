@@ -59,12 +59,12 @@ def run_tests(
     :raises AttributeError: if the trainer does not have an attribute of a setting
     """
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
-    settings = inference or {"default": {}}
-    for name in (*by_name, *settings):
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"The name {name!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
-    for setting in settings.values():
-        for attribute in setting:
+    settings: Mapping[str, Mapping[str, Any]] = inference or {"default": {}}
+    for folder in (*by_name, *settings):
+        if not _NAME.fullmatch(folder):
+            raise ValueError(f"The name {folder!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
+    for attributes in settings.values():
+        for attribute in attributes:
             attrgetter(attribute)(trainer)
     found = {_folder_name(name): find_weights(trainer, name, Path(save_dir)) for name in checkpoints}
     reading = {
