@@ -42,6 +42,11 @@ def load_datasets() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
     return train_set, valid_set, test_set
 
 
+def load_split(name: str) -> TensorDataset:
+    """Return one of the datasets, for examples/digits.yaml."""
+    return dict(zip(("train", "valid", "test"), load_datasets(), strict=True))[name]
+
+
 def create_model() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),

@@ -99,7 +99,7 @@ class ScaledTrainer(Trainer):
 
 
 class KillAt(TrainerCallback):
-    """Kills the process in the n-th step of predictions and evaluations, as a machine that fails does."""
+    """Kills the process in the n-th step of whatever it does, as a machine that fails does."""
 
     def __init__(self, step: int) -> None:
         self.left = step
@@ -109,4 +109,4 @@ class KillAt(TrainerCallback):
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    on_eval_step_end = on_predict_step_end
+    on_eval_step_end = on_train_step_end = on_predict_step_end

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
 
-from tests.launching import ROOT, run_script
+from tests.launching import ROOT, run_module, run_script
 
 pytestmark = pytest.mark.programs
 
@@ -20,6 +21,17 @@ def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tm
     best = torch.load(tmp_path / "best_model.pt", weights_only=True)
     assert best["accuracy"] >= 0.98
     assert "model_state_dict" in best
+
+
+def test_the_first_example_is_also_described_in_a_file(tmp_path):
+    pytest.importorskip("jsonargparse")
+    for command in (["train", "--train.num_epochs=8"], ["test"]):
+        name, *options = *command, f"--output_dir={tmp_path}"
+        done = run_module("pytorch_accel_lite", name, "examples/digits.yaml", *options)
+        assert done.returncode == 0, done.stdout
+    assert float(re.search(r"dataset test, .*accuracy ([\d.]+)", done.stdout)[1]) >= 0.98
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert len(json.loads((tmp_path / "tests" / "best" / "default" / "test" / "worst.json").read_text())) == 20
 
 
 def test_unfreezing_goes_on_where_the_head_alone_ends():

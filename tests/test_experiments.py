@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shlex
+import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ProgressBarCallback, read_predictions
 from tests import experiment_parts as parts
-from tests.launching import ROOT, run_code, run_forked, run_module
+from tests.launching import ROOT, SOAK, run_code, run_forked, run_module
 from tests.test_docs import blocks, write_files
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
@@ -28,6 +30,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra cli")
 from pytorch_accel_lite.experiment import Experiment, ExperimentError
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.expressions import parse
+from pytorch_accel_lite.experiment.weights import find_weights, load_weights
 
 FILE = """
 model:
@@ -137,6 +140,23 @@ def test_an_argument_may_be_an_object_of_its_own(file):
     trainer = read(file, "--model.activation", "torch.nn.LeakyReLU", "--model.activation.negative_slope", "0.3").trainer
     assert trainer.model.layers[1].negative_slope == 0.3
     assert trainer.optimizer.name == "partial(AdamW, lr=0.01)"
+
+
+def test_an_accelerator_is_described_by_its_arguments(file):
+    trainer = read(file, "--accelerator.project_dir", "here").trainer
+    assert trainer.accelerator.project_dir == "here"
+    file.write_text(FILE + "accelerator: {cpu: true, mixed_precision: fast}\n")
+    with pytest.raises(ValueError, match="fast") as caught:
+        read(file).train()
+    assert "accelerator was made" in caught.value.__notes__[0]
+
+
+def test_modules_beside_the_file_are_found(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "beside_it.py").write_text("from torch.nn import Identity as Model\n")
+    (tmp_path / "folder" / "x.yaml").write_text("model: beside_it.Model\n")
+    assert isinstance(read(tmp_path / "folder" / "x.yaml").trainer.model, nn.Identity)
 
 
 def test_a_trainer_of_ones_own_may_make_its_model_and_optimizer(file):
@@ -326,7 +346,11 @@ WRONG = [
     ("model: [1]", [], "line 1: model=[1] must be a class path, or"),
     ("model: torch.nn.Linear", [], "line 1: model needs model.in_features and model.out_features, without a default."),
     ("model: torch.nn.Linaer", [], "'torch.nn.Linaer': the module 'torch.nn' has no 'Linaer'. Did you mean 'Linear'?"),
-    ("model: nowhere.Net", [], "there is no module 'nowhere'. Modules of your own are looked for in the folder"),
+    (
+        "model: nowhere.Net",
+        [],
+        "there is no module 'nowhere'. Modules of your own are looked for beside the file, in the",
+    ),
     ("model: Net", [], "line 1: model='Net' has no module."),
     ("model: tests.experiment_parts.NOT_A_CLASS", [], "must be a class or a function, not int"),
     ("optimizer: AdamV", [], "line 1: optimizer='AdamV' is not in torch.optim. Did you mean 'Adam"),
@@ -416,10 +440,29 @@ def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differ
         found.append(json.loads((experiment.output_dir / "evaluation_eval.json").read_text()))
     assert found[0] == found[1]
     resumed = both[1].trainer
-    from pytorch_accel_lite.experiment.weights import find_weights, load_weights
-
     load_weights(resumed, find_weights(resumed, "last"))
     assert_equal(weights(resumed), weights(whole))
+
+
+def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_the_whole_one(file):
+    epochs = 12 if SOAK else 2
+    options = [*STATES, "--callbacks.max_checkpoints=2", "--trainer.seed=1", f"--train.num_epochs={epochs}"]
+    whole = read(file, *options, "--output_dir=whole").train()
+    folder = Path.cwd()
+    killed = ["--callbacks+=tests.experiment_parts.KillAt", "--callbacks.step=4", "--output_dir=killed"]
+    kills = 0
+
+    def again() -> None:
+        os.chdir(folder)
+        main(["train", str(file), *options, *killed, "--resume", "latest"])
+
+    while (done := run_forked(again)).returncode == -signal.SIGKILL:
+        kills += 1
+    assert done.returncode == 0, done.stdout
+    assert kills >= (20 if SOAK else 2)
+    last = read(file, *options, "--output_dir=killed").trainer
+    load_weights(last, find_weights(last, "last"))
+    assert_equal(weights(last), weights(whole))
 
 
 def test_predictions_are_those_of_the_weights_asked_for(file, capsys):
@@ -509,6 +552,10 @@ def test_a_file_is_completed_with_the_defaults_of_its_classes(file, capsys):
 
 def test_a_command_needs_a_file(capsys):
     assert "train experiment.yaml" in run("train", capsys=capsys)[2]
+    misplaced = run("train", "--train.num_epochs", "3", "small.yaml", capsys=capsys)
+    assert (
+        misplaced[2] == "error: Write the file first, then its options: train experiment.yaml --train.num_epochs ...\n"
+    )
     assert run("dance", capsys=capsys)[0] == 2
 
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from pytorch_accel_lite.experiment.files import ExperimentError
 from pytorch_accel_lite.utils import format_metric, is_terminal
 
@@ -44,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options, rest = _parser().parse_known_args(given)
     try:
+        _check_order(options, given, rest)
         if _starts_processes(options):
             return _launch(options, rest)
         return int(options.run(options, rest) or 0)
@@ -51,10 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_for_users(error):
             raise
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
             get_error_handler().record_exception(error)
         else:
             print(_wrapped(f"error: {error}"), file=sys.stderr)
         return 2
+
+
+def _check_order(options: argparse.Namespace, given: Sequence[str], rest: list[str]) -> None:
+    """Refuse a file after options of the experiment, whose values would be taken for the file."""
+    file = getattr(options, "file", None)
+    if file is not None and any(token in rest and token.startswith("-") for token in given[: given.index(file)]):
+        raise ExperimentError(
+            f"Write the file first, then its options: {options.command} experiment.yaml {rest[0]} ..."
+        )
 
 
 def _starts_processes(options: argparse.Namespace) -> bool:

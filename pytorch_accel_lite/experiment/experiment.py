@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.experiment.expressions import replace_expressions
 from pytorch_accel_lite.experiment.files import Document, ExperimentError, read
 from pytorch_accel_lite.experiment.importing import import_path
@@ -52,7 +54,7 @@ class Experiment:
         environment: Mapping[str, str] | None = None,
         tool: str | None = None,
     ) -> Experiment:
-        """Read an experiment from a YAML file.
+        """Read an experiment from a YAML file. Modules beside the file can be imported from then on.
 
         :param path: the file; ``None`` if everything is in ``overrides``
         :param overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such
@@ -79,6 +81,8 @@ class Experiment:
                 made[name] = None
         if "model" in made and made["model"] is None:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
+        if self._is_given("accelerator"):
+            made["accelerator"] = self._make_accelerator()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
         return trainer
 
@@ -178,6 +182,12 @@ class Experiment:
                 raise ExperimentError(f"{self._parser.place(key)}: {error}.") from error
         return partial(made, **given) if given else made
 
+    def _make_accelerator(self) -> Any:
+        create = self._partial("accelerator")
+        given = create.keywords if isinstance(create, partial) else {}
+        with _naming(self._parser.place("accelerator")):
+            return create() if "cpu" in given or not launched_on_cpus() else create(cpu=True)
+
     def _make_loss(self, key: str) -> Any:
         """Return an instance of a class; or a function itself, which is called with outputs and targets."""
         return self._make(key) if inspect.isclass(self._parser.parts[key]) else self._partial(key)
@@ -200,6 +210,9 @@ def create_parser(
     """Read a file and what overrides it, and return a parser for what it names."""
     document = Document() if path is None else read(Path(path))
     if path is not None:
+        folder = str(Path(path).resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)  # as Python does for a script
         document.content.setdefault("output_dir", f"runs/{Path(path).stem}")
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():

@@ -12,7 +12,17 @@ import yaml
 from pytorch_accel_lite.utils import import_extra
 
 #: The parts of an experiment that are given by a class, or a function, and its arguments.
-PARTS = ("model", "loss_func", "optimizer", "scheduler", "data.train", "data.eval", "data.test", "trainer")
+PARTS = (
+    "model",
+    "loss_func",
+    "optimizer",
+    "scheduler",
+    "data.train",
+    "data.eval",
+    "data.test",
+    "trainer",
+    "accelerator",
+)
 
 
 class ExperimentError(ValueError):

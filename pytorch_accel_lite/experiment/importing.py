@@ -21,6 +21,7 @@ _MODULES = {
     "optimizer": ("torch.optim",),
     "scheduler": ("torch.optim.lr_scheduler", "pytorch_accel_lite.schedulers"),
     "trainer": ("pytorch_accel_lite",),
+    "accelerator": ("accelerate",),
     "callbacks": ("pytorch_accel_lite.callbacks",),
 }
 
@@ -70,8 +71,8 @@ def _module(where: str, name: str) -> Any:
         if inspect.isclass(found):  # a class within a class
             return found
         raise ExperimentError(
-            f"{where}: there is no module {error.name!r}. Modules of your own are looked for in the folder that you "
-            f"are in, {os.getcwd()}, and in PYTHONPATH."
+            f"{where}: there is no module {error.name!r}. Modules of your own are looked for beside the file, in the "
+            f"folder that you are in, {os.getcwd()}, and in PYTHONPATH."
         ) from error
 
 

@@ -34,6 +34,8 @@ def override_parts(document: Document, environment: Mapping[str, str], arguments
             left.append(f"--callbacks+={path}")
         else:
             full = spelt_out(option[2:])
+            if full.startswith("accelerator."):  # whose class need not be named
+                document.content.setdefault("accelerator", {})
             document.places[full] = _COMMAND_LINE
             left.append(f"--{full}{equals}{value}")
     return left

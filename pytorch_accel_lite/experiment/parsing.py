@@ -25,6 +25,7 @@ from pytorch_accel_lite.utils import import_extra
 
 #: Commands with arguments of their own beside some of those of ``train``: methods of the trainer, and ``run_tests``.
 TOOLS = ("find_lr", "find_batch_size", "diagnose", "test")
+_DEFAULT_CLASSES = {"trainer": "Trainer", "accelerator": "Accelerator"}
 _GIVEN_TO_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
 _GIVEN_TO_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
 
@@ -72,8 +73,8 @@ class Parser:
                 continue
             if not isinstance(part, dict):
                 raise ExperimentError(f"{self.place(key)}={part!r} must be a class path, or class_path and init_args.")
-            if key == "trainer":
-                part.setdefault("class_path", "Trainer")
+            if key in _DEFAULT_CLASSES:
+                part.setdefault("class_path", _DEFAULT_CLASSES[key])
             if "class_path" not in part:
                 raise ExperimentError(f"{self.place(key)} has arguments, but no class_path.")
             for name in sorted(part.keys() - {"class_path", "init_args"}):

@@ -13,14 +13,14 @@ from pytorch_accel_lite.experiment.expressions import Expression
 from pytorch_accel_lite.experiment.importing import full_name
 
 # Arguments of a trainer that are parts of their own.
-_GIVEN_BY_PARTS = {"model", "loss_func", "optimizer", "callbacks", "run_history"}
+_GIVEN_BY_PARTS = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
 
 
 def add_part(parser: Any, key: str, thing: Any) -> None:
     """Add options for the class of a part, and for the arguments of that class."""
     parser.add_argument(f"--{key}.class_path", type=str, default=full_name(thing), help="a class or a function")
     name = f"{key}.init_args"
-    if key in ("optimizer", "scheduler"):
+    if key in ("optimizer", "scheduler", "accelerator"):
         parser.add_function_arguments(_with_types(thing, key), name, fail_untyped=False)
     elif key == "trainer":
         skip = _GIVEN_BY_PARTS & set(inspect.signature(thing).parameters)
@@ -53,11 +53,13 @@ def takes_anything(thing: Any, known: set[str]) -> bool:
 
 
 def _with_types(thing: Any, key: str) -> Callable[..., Any]:
-    """Return a function with the arguments of an optimizer, or those of a scheduler, which may be expressions.
+    """Return a function with the arguments of a class or a function; those of a scheduler may be expressions.
 
-    The first argument, which is given when a run starts, is left out, and so are tensors, which a file cannot hold.
+    The first argument of optimizers and schedulers, which is given when a run starts, is left out. So are tensors and
+    objects without a meaning of their own, which a file cannot hold.
     """
-    _, *others = inspect.signature(thing).parameters.values()
+    others = [p for p in inspect.signature(thing).parameters.values() if type(p.default) is not object]
+    others = others if key == "accelerator" else others[1:]
     try:
         hints = typing.get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
     except (NameError, TypeError, AttributeError):  # of names that are imported for type checkers only
