@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
+import types
 import typing
 from collections.abc import Callable
 from typing import Any, Union
@@ -72,7 +75,7 @@ def _with_types(thing: Any, key: str) -> Callable[..., Any]:
     for parameter in others:
         if parameter.name in hints:
             hint = _without_tensors(hints[parameter.name])
-            kinds[parameter.name] = Union[hint, Expression] if key == "scheduler" else hint  # noqa: UP007
+            kinds[parameter.name] = hint | Expression if key == "scheduler" else hint
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             hint = kinds.get(parameter.name, parameter.empty)
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hint))
@@ -89,6 +92,6 @@ def _without_tensors(hint: Any) -> Any:
     if not inner or origin is typing.Literal:
         return hint
     kept = tuple(_without_tensors(part) for part in inner if part is not torch.Tensor)
-    if origin is Union or type(hint).__name__ == "UnionType":
-        return Union[kept]  # noqa: UP007
+    if origin is Union or isinstance(hint, types.UnionType):
+        return functools.reduce(operator.or_, kept)
     return hint if kept == inner else origin[kept]
