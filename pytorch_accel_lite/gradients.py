@@ -64,7 +64,7 @@ class GradientWindow:
         added: Count = total_samples
         nominal: float = self._batch_size
         if items is not None:
-            local = added = _as_weight(items) if num_samples else 0
+            local = added = as_weight(items) if num_samples else 0
             if self.items_per_batch is None and self.is_guarded:
                 self.items_per_batch = nominal  # arbitrary, but the same on all ranks
             elif self.items_per_batch is None:  # once per run: the only read from the device
@@ -81,9 +81,8 @@ class GradientWindow:
         """
         nominal, true = self.sizes or (1, 1)
         self.sizes = None
-        if self.items_per_batch is not None and self._ranks.world_size > 1:
-            zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
-            true = self._ranks.sum_on_device(zero + _as_weight(true))  # copying a number to a device would wait for it
+        if self.items_per_batch is not None:
+            true = self._total_items(true)
         if isinstance(true, torch.Tensor):
             true = torch.where(true == 0, nominal, true)  # a window without any items has gradients of 0
         elif true in (0, nominal):
@@ -92,6 +91,13 @@ class GradientWindow:
         if gradients:
             torch._foreach_mul_(gradients, nominal / true)
         return nominal / true
+
+    def _total_items(self, local: Count) -> Count:
+        """Return the number of items in the window over all ranks."""
+        if self._ranks.world_size == 1:
+            return local
+        zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        return self._ranks.sum_on_device(zero + as_weight(local))  # copying a number to a device would wait for it
 
 
 def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[Any]:
@@ -190,6 +196,6 @@ def total_norm(trainer: Trainer) -> torch.Tensor:
     return run.gradient_norm
 
 
-def _as_weight(count: Count) -> Count:
+def as_weight(count: Count) -> Count:
     """Return a count as float64, if the device supports it: dividing integers would give float32."""
     return count.to(accumulation_dtype(count.device)) if isinstance(count, torch.Tensor) else count

@@ -31,9 +31,9 @@ def mix(*numbers: int, after: int = 0) -> int:
     return state
 
 
-def seed_run(seed: int) -> None:
-    """Seed all generators at the start of a run, differently on each process."""
-    set_seed(seed, device_specific=True)
+def seed_run(seed: int, alike: bool = False) -> None:
+    """Seed all generators at the start of a run, differently on each process unless ``alike``."""
+    set_seed(seed, device_specific=not alike)
 
 
 def seed_generators(seed: int, with_torch: bool = True) -> None:
@@ -43,6 +43,14 @@ def seed_generators(seed: int, with_torch: bool = True) -> None:
         torch.default_generator.manual_seed(seed >> 1)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of the CPU and, if there is one, of this process's GPU or other accelerator."""
+    seed_generators(seed)
+    for name, module in _modules_of_torch().items():
+        if name != "torch":
+            module.manual_seed(seed >> 1)
 
 
 def _modules_of_torch() -> dict[str, Any]:

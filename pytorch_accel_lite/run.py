@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
@@ -250,7 +250,7 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
     if isinstance(value, torch.Tensor):
         value = value.detach()
         value = value.mean() if value.ndim else value
-    trackers.of(name).update(value, weight)
+    trackers.log(name, value, weight)
     if self.model.training:
         run.step_metrics[name] = value
 
@@ -266,6 +266,7 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         training or trainer.is_sharded,
         limit=request.max_batches,
         channels_last=trainer.channels_last,
+        shares=None if trainer.logical is None else trainer.logical.shares,
         yields_failures=training and request.skips_failed_batches,
     )
     if loader is not source:
@@ -294,7 +295,8 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        yield
+        with nullcontext() if trainer.logical is None else trainer.logical.fixed_threads():
+            yield
     finally:
         if trainer.current_run is run and run.before is not None:
             trainer.current_run = run.before
@@ -323,7 +325,10 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
         trainer.loss_func.to(trainer.device)
         watch_first_call(trainer.loss_func)
     apply_model_options(trainer)
-    wraps = training and not is_overridden(trainer, "train_step")  # an overridden step averages gradients by itself
+    own_sums = (
+        is_overridden(trainer, "train_step") or trainer.logical is not None
+    )  # steps that sum gradients themselves
+    wraps = training and not own_sums
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, wraps)
     trainer.prepared_model = prepared
     trainer.model = prepared.model

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate import Accelerator
 
 from pytorch_accel_lite.checks.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.utils import find_length
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.logical import LogicalProcesses
 
 
 @dataclass
@@ -101,6 +104,8 @@ class TrainerRunConfig:
     :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
     :param num_processes: number of processes in the job
     :param seed: the seed of the trainer, or ``None``
+    :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
+        are those of a logical process then
     """
 
     num_epochs: int | None
@@ -127,6 +132,7 @@ class TrainerRunConfig:
     eval_every_n_epochs: int = 1
     auto_microbatch: bool = False
     sanity_eval_batches: int = 0
+    logical_processes: int | None = None
 
     __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_run_config")
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_run_config")
@@ -152,6 +158,7 @@ def resolve_run_config(
     eval_dl_kwargs: dict[str, Any] | None,
     batch_size: int,
     seed: int | None,
+    logical: LogicalProcesses | None = None,
 ) -> TrainerRunConfig:
     """Derive the settings of a run from the request and the length of its data.
 
@@ -165,7 +172,7 @@ def resolve_run_config(
         )
     updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
     request = _limit(request, updates_per_epoch)
-    processes = accelerator.num_processes
+    processes = accelerator.num_processes if logical is None else logical.count
     train_batch_size = (train_dl_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (eval_dl_kwargs or {}).get("batch_size") or batch_size
     asked = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
@@ -181,10 +188,11 @@ def resolve_run_config(
         num_local_update_steps_per_epoch=updates_per_epoch,
         is_local_process_zero=accelerator.is_local_main_process,
         is_world_process_zero=accelerator.is_main_process,
-        is_distributed=processes > 1,
+        is_distributed=accelerator.num_processes > 1,
         mixed_precision=accelerator.mixed_precision,
-        num_processes=processes,
+        num_processes=accelerator.num_processes,
         seed=seed,
+        logical_processes=None if logical is None else logical.count,
     )
 
 

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from pytorch_accel_lite.distributed import Ranks
+    from pytorch_accel_lite.trainer import Trainer
 
 
 @dataclass
@@ -378,11 +380,18 @@ class LossTrackers(dict[str, LossTracker]):
         """Return the tracker for a name, creating it if necessary."""
         return self.setdefault(name, LossTracker())
 
+    def log(self, name: str, value: torch.Tensor | float, weight: Any) -> None:
+        """Add a value under its own name, a mean over ``weight`` items."""
+        self.of(name).update(value, weight)
+
+    def own_sums(self) -> list[dict[str, tuple[float, float]]]:
+        """Return the sums of the losses and of their weights on this rank, by name. Reads from the device."""
+        return [{key: (float(t.total_loss), float(t.running_count)) for key, t in self.items()}]
+
     def summed(self, ranks: Ranks) -> dict[str, tuple[float, float]]:
         """Return the sums of the losses and of their weights over all ranks, by name. Reads from the device."""
-        mine = {key: (float(t.total_loss), float(t.running_count)) for key, t in self.items()}
         summed: dict[str, tuple[float, float]] = {}
-        for sums in ranks.all_gather_object(mine):
+        for sums in chain.from_iterable(ranks.all_gather_object(self.own_sums())):
             for key, (total, count) in sums.items():
                 before = summed.get(key, (0.0, 0.0))
                 summed[key] = before[0] + total, before[1] + count
@@ -407,3 +416,8 @@ class LossTrackers(dict[str, LossTracker]):
                 raise ValueError("eval_dataset gave no batch: it is empty or exhausted.")
             means[name.format(key)] = total / count
         return means
+
+
+def create_trackers(trainer: Trainer) -> LossTrackers:
+    """Return the running losses of an epoch or an evaluation that begins."""
+    return LossTrackers() if trainer.logical is None else trainer.logical.create_trackers()

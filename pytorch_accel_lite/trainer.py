@@ -43,6 +43,7 @@ from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, is_overridden
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from pytorch_accel_lite.logical import LogicalProcesses
     from pytorch_accel_lite.placeholders import PlaceholderError as PlaceholderError
     from pytorch_accel_lite.placeholders import TrainerPlaceholderValues as TrainerPlaceholderValues
     from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values as replace_trainer_placeholder_values
@@ -95,6 +96,8 @@ class Trainer:
         are called: ``{"train": "train_step", "eval": "evaluate_step", "predict": "sample"}``, or some of these. They
         take the keys of a dict by name, the elements of a tuple by position, or a ``batch``; the first two return what
         :meth:`calculate_train_batch_loss` returns. Without ``"eval"``, evaluations call the first.
+    :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
+        bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
     :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
@@ -155,6 +158,7 @@ class Trainer:
         channels_last: bool = False,
         check_replicas: bool = True,
         model_methods: Mapping[str, str] | None = None,
+        logical_processes: int | None = None,
     ) -> None:
         launch.heed_launcher()
         arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
@@ -179,6 +183,9 @@ class Trainer:
         self.open_runs: list[Run] = []
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data_seed = self.seed
+        self.logical: LogicalProcesses | None = None
+        if logical_processes is not None:  # imported when needed
+            self.logical = import_module("pytorch_accel_lite.logical").LogicalProcesses(self, logical_processes)
         self.__adapters = dict.fromkeys(("train", "eval", "predict"), BatchAdapter(model))  # a name only we can have
         self.__adapters |= optional.method_adapters(model, loss_func, model_methods)
         self._latest_eval_dataset: Any = None
@@ -242,19 +249,10 @@ class Trainer:
         :param sanity_eval_batches: number of batches to evaluate on each process before training, to catch errors early
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
-        request = RunRequest(
-            "training",
-            num_epochs,
-            max_num_train_steps,
-            gradient_accumulation_steps,
-            gradient_clip_value,
-            gradient_clip_norm,
-            scheduler_interval,
-            scheduler_metric,
-            eval_every_n_epochs,
-            auto_microbatch,
-            sanity_eval_batches,
-        )
+        steps = num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
+        request = RunRequest("training", *steps, scheduler_interval, scheduler_metric, eval_every_n_epochs)
+        request.auto_microbatch = auto_microbatch
+        request.sanity_eval_batches = sanity_eval_batches
         if self.is_running:
             raise RuntimeError(
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
@@ -326,8 +324,8 @@ class Trainer:
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
-        kwargs = run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
-        return resolve_run_config(replace(run.request, **asked), self.accelerator, run.train_loader, *kwargs, self.seed)
+        kwargs = run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size, self.seed, self.logical
+        return resolve_run_config(replace(run.request, **asked), self.accelerator, run.train_loader, *kwargs)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches. Override it to create your own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.distributed import Ranks
     from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
+
+
+_UPDATES = "number of updates"  # in the state of a metric, which does not count them itself
 
 
 class MetricsCallback(TrainerCallback):
@@ -62,6 +66,9 @@ class MetricsCallback(TrainerCallback):
         self.transform = transform or default_transform
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
+        #: Each logical process has metrics of its own, merged in their order; the only ones without are at 0.
+        self._numbers = range(1)
+        self._copies: dict[tuple[int, int], MetricCollection] = {}
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         named = list(self.metrics.items())
@@ -80,24 +87,42 @@ class MetricsCallback(TrainerCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.train_metrics is not None:
-            self.train_metrics.to(trainer.device).reset()
+            self._reset(trainer, self.train_metrics)
 
     def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        if self.train_metrics is not None:
+        if self.train_metrics is None:
+            return
+        if trainer.logical is None:
             self._update(self.train_metrics, batch, batch_output)
+            return
+        for number, (share, output) in trainer.logical.outputs.items():
+            self._update(self._of_share(self.train_metrics, number), share.data, output)
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.train_metrics is not None:
             self._record(trainer, self.train_metrics, "train_")
 
     def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self.metrics.to(trainer.device).reset()
+        self._reset(trainer, self.metrics)
 
     def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        self._update(self.metrics, batch, batch_output)
+        number = 0 if trainer.logical is None else trainer.logical.current
+        self._update(self._of_share(self.metrics, number), batch, batch_output)
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
+
+    def _reset(self, trainer: Trainer, metrics: MetricCollection) -> None:
+        self._numbers = range(1) if trainer.logical is None else trainer.logical.shares.own
+        metrics.to(trainer.device).reset()
+        for number in self._numbers:
+            self._copies.pop((id(metrics), number), None)
+            if trainer.logical is not None:
+                self._copies[id(metrics), number] = metrics.clone()
+
+    def _of_share(self, metrics: MetricCollection, number: int) -> MetricCollection:
+        """Return the metrics that a share updates: copies of its logical process, if there are any."""
+        return self._copies.get((id(metrics), number), metrics)
 
     def _update(self, metrics: MetricCollection, batch: Any, batch_output: Any) -> None:
         if batch_output["batch_size"] == 0:  # a copy of another process's sample, only here to keep ranks in step
@@ -109,7 +134,8 @@ class MetricsCallback(TrainerCallback):
         with warnings.catch_warnings():
             # A process without its own samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            _merge_over_ranks(metrics, trainer.ranks)
+            shares = [self._of_share(metrics, number) for number in self._numbers]
+            _merge_over_ranks(metrics, shares, trainer.ranks)
             values = metrics.compute()
         for name in values if self.only is None else self.only:
             if name not in values:
@@ -122,26 +148,35 @@ class MetricsCallback(TrainerCallback):
         """Return the state of the training metrics so far. Must be called on every process."""
         if self.train_metrics is None:
             return {}
-        state = {}
-        for name, metric in self.train_metrics.items(keep_base=True):
-            metric.persistent(True)
-            state[name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
-        return {"ranks": [state] if self._ranks is None else self._ranks.all_gather_object(state)}
+        states: list[dict[str, Any]] = []
+        for number in self._numbers:
+            states.append({})
+            for name, metric in self._of_share(self.train_metrics, number).items(keep_base=True):
+                metric.persistent(True)
+                states[-1][name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
+                states[-1][name][_UPDATES] = metric._update_count
+        gathered = [states] if self._ranks is None else self._ranks.all_gather_object(states)
+        return {"ranks": list(chain.from_iterable(gathered))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`; each process loads its own part."""
         if self.train_metrics is None or "ranks" not in state:
             return
-        rank, world_size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.world_size)
-        if len(state["ranks"]) != world_size:
+        gathered = [self._numbers] if self._ranks is None else self._ranks.all_gather_object(self._numbers)
+        count = sum(map(len, gathered))
+        if len(state["ranks"]) != count:
             warnings.warn(
                 f"Training metrics cover only the rest of this epoch: they were saved by {len(state['ranks'])} "
-                f"processes and are resumed on {world_size}.",
+                f"processes and are resumed on {count}.",
                 stacklevel=2,
             )
             return
-        states = state["ranks"][rank]
-        metrics = dict(self.train_metrics.items(keep_base=True))
+        first = sum(map(len, gathered[: 0 if self._ranks is None else self._ranks.rank]))
+        for place, number in enumerate(self._numbers, first):
+            self._load(self._of_share(self.train_metrics, number), state["ranks"][place])
+
+    def _load(self, own: MetricCollection, states: dict[str, Any]) -> None:
+        metrics = dict(own.items(keep_base=True))
         if states.keys() != metrics.keys():
             listed = ", ".join(sorted(states.keys() ^ metrics.keys()))
             warnings.warn(
@@ -151,21 +186,30 @@ class MetricsCallback(TrainerCallback):
             )
         for name in states.keys() & metrics.keys():
             metrics[name].persistent(True)
-            metrics[name].load_state_dict(states[name])
+            saved = dict(states[name])
+            metrics[name]._update_count = saved.pop(_UPDATES, 1)  # without updates, its state would not be merged
+            metrics[name].load_state_dict(saved)
 
 
-def _merge_over_ranks(metrics: MetricCollection, ranks: Ranks) -> None:
-    """Merge the states of all processes into the metrics of each.
+def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection], ranks: Ranks) -> None:
+    """Merge the states of all shares of all processes, in order, into the metrics of each.
 
     Unlike torchmetrics' own synchronisation, this works if a process has no samples and states are lists.
     """
     from torchmetrics import Metric
 
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 and shares[0] is metrics:
         return
-    parts = [module for module in metrics.modules() if isinstance(module, Metric)]
-    mine = [_to_cpu(dict(part.metric_state)) if part.update_called else None for part in parts]
-    for part, *states in zip(parts, *ranks.all_gather_object(mine), strict=True):
+
+    def parts_of(collection: MetricCollection) -> list[Metric]:
+        return [module for module in collection.modules() if isinstance(module, Metric)]
+
+    mine = [
+        [_to_cpu(dict(part.metric_state)) if part.update_called else None for part in parts_of(share)]
+        for share in shares
+    ]
+    gathered = chain.from_iterable(ranks.all_gather_object(mine))
+    for part, *states in zip(parts_of(metrics), *gathered, strict=True):
         part.distributed_available_fn = _never  # so that compute() does not merge them again
         present = [state for state in states if state is not None]
         for name, reduction in part._reductions.items():

@@ -6,14 +6,28 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
+from pytorch_accel_lite.data.plan import Shares
 from pytorch_accel_lite.distributed import Ranks
+
+
+class Share(NamedTuple):
+    """The share of a logical process in a step.
+
+    :param number: number of the logical process
+    :param place: the mixed seed, epoch and position of the step, from which random numbers follow
+    :param ends_step: whether it is the last of this step on this process
+    """
+
+    number: int
+    place: int
+    ends_step: bool
 
 
 class Batch(NamedTuple):
@@ -26,6 +40,8 @@ class Batch(NamedTuple):
     :param is_last: whether this is the last step of the epoch
     :param indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
     :param dataset_name: name of the dataset of a mixture that all samples of the step are from, if they are from one
+    :param share: the share of a logical process that this is, or the last of those in a step of training, whose
+        ``data`` are the batches of all; ``None`` without logical processes
     """
 
     data: Any
@@ -34,6 +50,7 @@ class Batch(NamedTuple):
     is_last: bool
     indices: Any = None
     dataset_name: str | None = None
+    share: Share | None = None
 
     def samples(self, output: Mapping[str, Any]) -> tuple[int, int]:
         """Return the number of samples of this process and of all processes, taken from ``output`` if unknown."""
@@ -61,6 +78,7 @@ class LoaderOptions:
     :param channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
     :param yields_failures: yield a :class:`FailedRead` for a batch that cannot be read and continue, if the source can
         be indexed
+    :param shares: the shares of logical processes that this process reads; ``None`` without logical processes
     """
 
     seed: int | None = None
@@ -68,6 +86,7 @@ class LoaderOptions:
     limit: int | None = None
     channels_last: bool = False
     yields_failures: bool = False
+    shares: Shares | None = None
 
 
 @dataclass
@@ -157,6 +176,8 @@ class ShardedLoader(ABC):
             steps = (s._replace(data=send_to_device(s.data, self._device, non_blocking=True)) for s in steps)
         if self.options.channels_last:
             steps = (s._replace(data=recursively_apply(_to_channels_last, s.data)) for s in steps)
+        if self.options.shares is not None and self.options.fill:
+            steps = _whole_steps(steps)
         return self._measured(steps) if measured else steps
 
     def _measured(self, steps: Iterator[Batch]) -> Iterator[Batch]:
@@ -201,6 +222,21 @@ class ShardedLoader(ABC):
         if name == "source":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.source, name)
+
+
+def _whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield a batch for each step, whose data are the batches of the shares."""
+    of_step: list[Batch] = []
+    for batch in shares:
+        of_step.append(batch)
+        assert batch.share is not None
+        if batch.share.ends_step:
+            own = sum(share.num_samples or 0 for share in of_step)
+            parts = [share.indices for share in of_step]
+            is_tensor = isinstance(batch.indices, torch.Tensor)
+            indices = torch.cat(parts) if is_tensor else list(chain.from_iterable(parts))
+            yield batch._replace(data=of_step, num_samples=own, indices=indices)
+            of_step = []
 
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,10 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader, Share
 from pytorch_accel_lite.data.order import BatchReader, draw_order
 from pytorch_accel_lite.data.plan import (
+    Shares,
     WrongLengthError,
     count_global_batches,
     ends_in_one,
@@ -35,9 +36,9 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, seed_generators
 from pytorch_accel_lite.utils import find_length
 
-#: Number of samples of this process and of all processes in a step, whether it is the last, indices of the samples, and
-#: the name of the dataset of a mixture that they are from.
-_Counts = tuple[int, int, bool, Any, str | None]
+#: Number of samples of this share and of all shares in a step, whether the step is the last, indices of the samples, the
+#: name of the dataset of a mixture that they are from, number of the share, whether it is this process's last in the step.
+_Counts = tuple[int, int, bool, Any, str | None, int, bool]
 
 
 class _EpochShares:
@@ -50,13 +51,14 @@ class _EpochShares:
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
+        self._divided = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
         self._own_batches = source.batch_size is None  # the user's batch sampler
         self._sampler: Any = source.batch_sampler if self._own_batches else source.sampler
         if type(self._sampler) not in (RandomSampler, SequentialSampler):
             from pytorch_accel_lite.data.samplers import of_all_processes  # not loaded in a plain run
 
-            self._sampler = of_all_processes(self._sampler, ranks.world_size)
-        self._per_step = (source.batch_size or 1) * ranks.world_size  # samples, or the user's batches
+            self._sampler = of_all_processes(self._sampler, self._divided.total)
+        self._per_step = (source.batch_size or 1) * self._divided.total  # samples, or the user's batches
         self._drop_last = source.drop_last
         self.mixture = self._sampler if hasattr(self._sampler, "name_of_batch") else None
         if self.mixture is not None:
@@ -77,9 +79,8 @@ class _EpochShares:
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, together with their place unless data are in memory."""
         epoch, position, limit, min_share, counts = self._next
-        rank = self._ranks.rank
-        world_size = self._ranks.world_size
-        at_least = min(min_share, self._per_step // world_size)
+        num_shares, numbers = self._divided
+        at_least = min(min_share, self._per_step // num_shares)
         place = None if self._seed is None or self._rows is not None else mix(self._seed, epoch)
         name = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
@@ -88,16 +89,18 @@ class _EpochShares:
             if self._own_batches:
                 at_least = min(min_share, max(map(len, group)))
                 name = None if self.mixture is None else self.mixture.name_of_batch(flat)
-            begin, end = (0, size) if world_size == 1 else split(size, rank, world_size, at_least)
-            if self._own_batches and len(group) == world_size and min(map(len, group)) >= at_least:
-                begin = sum(map(len, group[:rank]))
-                end = begin + len(group[rank])
-            own = end - begin
-            if own or self._fill:
-                mine = flat if own == size else flat[begin:end]
-                counts.append((own, size, is_last, mine, name))
-                first, indices = (begin, mine) if own else (0, flat[:at_least])
-                yield indices if place is None else (place, position + first, indices)
+            as_given = self._own_batches and len(group) == num_shares and min(map(len, group)) >= at_least
+            for number in numbers:
+                begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least)
+                if as_given:
+                    begin = sum(map(len, group[:number]))
+                    end = begin + len(group[number])
+                own = end - begin
+                if own or (self._fill and number == numbers[0]):
+                    mine = flat if own == size else flat[begin:end]
+                    counts.append((own, size, is_last, mine, name, number, end == size or number == numbers[-1]))
+                    first, indices = (begin, mine) if own else (0, flat[:at_least])
+                    yield indices if place is None else (place, position + first, indices)
             position += size
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
@@ -121,7 +124,7 @@ class _EpochShares:
             from pytorch_accel_lite.data.samplers import wrong_length
 
             raise wrong_length(self._sampler, size, len(order))
-        at_least = 1 if self._fill else self._ranks.world_size
+        at_least = 1 if self._fill else self._divided.total
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
         if isinstance(order, (list, range)):
             return map(list, map(order.__getitem__, starmap(slice, bounds)))
@@ -187,17 +190,21 @@ class MapLoader(ShardedLoader):
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         seed = self.options.seed
-        place = None if seed is None else mix(seed, epoch, self._ranks.rank)
+        is_logical = self.options.shares is not None
+        place = None if seed is None else mix(seed, epoch, *(() if is_logical else (self._ranks.rank,)))
+        share = None
         counts = self._shares.begin(epoch, start, self._left, self._min_share)
         read = self._read_here if self._memory is None else self._read_memory
         for batch in self._read_in_workers() if self.source.num_workers else read():
-            own, total, is_last, indices, name = counts.popleft()
+            own, total, is_last, indices, name, number, ends_step = counts.popleft()
             if place is not None:
                 # Reading in this process advances python's and numpy's generators, reading in workers does not. So
                 # each step seeds them from its place.
-                seed_generators(mix(start, after=place), with_torch=False)
-                start += total
-            yield Batch(batch, own, total, is_last, indices, name)
+                here = mix(start, after=place)
+                seed_generators(here, with_torch=False)
+                share = Share(number, here, ends_step) if is_logical else None
+                start += total if ends_step else 0
+            yield Batch(batch, own, total, is_last, indices, name, share)
 
     def _read_here(self) -> Iterator[Any]:
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""

@@ -28,6 +28,13 @@ def shard(
     chosen = LoaderOptions(seed, training, **options)
     is_loader = isinstance(source, DataLoader) and _is_of_torch(type(source).__iter__)
     if not is_loader or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
+        if chosen.shares is not None:
+            dataset = getattr(source, "dataset", source)
+            raise ValueError(
+                f"logical_processes={chosen.shares.total} needs data that can be indexed, in a DataLoader, to give each "
+                f"logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with __len__ "
+                "and __getitem__."
+            )
         from pytorch_accel_lite.data.iterables import create_loader
 
         return create_loader(source, ranks, device, chosen, is_loader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import complete_output
 from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_modes, reshard, sync_ddp_buffers, unwrap
+from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, add_note, create_loader
-from pytorch_accel_lite.tracking import LossTrackers
+from pytorch_accel_lite.tracking import create_trackers
 from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
@@ -84,13 +85,17 @@ def _loss_in_evaluation_mode(trainer: Trainer) -> Iterator[None]:
 def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
     trainer.eval_epoch_start()
-    run.loss_trackers = LossTrackers()
+    run.loss_trackers = create_trackers(trainer)
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
-    with evaluating_optimizers(trainer), unwrapped_model(trainer), torch.no_grad():
+    logical = trainer.logical
+    generators = nullcontext() if logical is None else preserving_generators()
+    with evaluating_optimizers(trainer), unwrapped_model(trainer), generators, torch.no_grad():
         for batch in loader.steps(run.progress.epoch):
             run.batch = batch
+            if logical is not None:
+                logical.begin_share(batch)
             trainer.call_event("on_eval_step_start")
             try:
                 with mixed_precision(trainer.accelerator):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,7 +66,7 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
         outcome, largest = _agree(trainer, run, batch, error)
         if outcome == _DONE:
             before.add_gradients()
-            output = _merge(outputs)
+            output = merge_outputs(outputs)
             run.track_step(output, batch)
             return output
         before.restore()
@@ -162,7 +163,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
 
 
-def _merge(outputs: list[BatchOutput]) -> BatchOutput:
+def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
     """Merge the outputs of the parts into the output of a step on the full batch."""
     if len(outputs) == 1:
         return outputs[0]

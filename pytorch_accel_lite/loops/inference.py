@@ -50,7 +50,7 @@ def evaluate(
     with (
         _in_last_epoch(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
-        preserving_randomness(run),
+        preserving_randomness(self, run),
         preserving_modes(self.model.modules()) if run.outer is not None else nullcontext(),
         ending(self, run, "evaluation"),
     ):
@@ -131,9 +131,9 @@ def inference_run(
         yield run
 
 
-def preserving_randomness(run: Run) -> AbstractContextManager[None]:
+def preserving_randomness(trainer: Trainer, run: Run) -> AbstractContextManager[None]:
     """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
-    if run.outer is not None:
+    if run.outer is not None or trainer.logical is not None:
         return preserving_generators()
     return nullcontext() if run.data_seed is None else preserving_generators("python", "numpy")
 

@@ -81,15 +81,19 @@ def predict_iter(
 
 def _next_parts(trainer: Trainer, run: Run, outputs: Iterator[Any]) -> list[Any]:
     """Return the next outputs of every process that has any left."""
-    with preserving_randomness(run), evaluation_mode(trainer.model), evaluating_optimizers(trainer):
+    with preserving_randomness(trainer, run), evaluation_mode(trainer.model), evaluating_optimizers(trainer):
         mine = next(outputs, None)
     return [part for part in trainer.ranks.all_gather_object(mine) if part is not None]
 
 
 def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
     """Yield this process's outputs, batch by batch, on the CPU."""
+    logical = trainer.logical
+    shares: list[Any] = []
     for batch in run.eval_loader.steps(run.progress.epoch, run.request.first_sample):
         run.batch = batch
+        if logical is not None:
+            logical.begin_share(batch)
         with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
             try:
                 output = trainer.calculate_predict_batch_output(batch.data)
@@ -99,7 +103,10 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
         trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if batch.num_samples != 0:
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
-            yield to_cpu(output, size)
+            shares.append(to_cpu(output, size))
+            if batch.share is None or batch.share.ends_step:
+                yield concatenate(shares) if len(shares) > 1 else shares[0]
+                shares.clear()
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def find_data(
         run.resumed = state = find_state(trainer, request.state_sources, resume_from)
     run.data_seed = trainer.seed
     if trainer.seed is not None:
-        seed_run(trainer.seed)
+        seed_run(trainer.seed, alike=trainer.logical is not None)
     if state is not None:
         run.data_seed = state.metadata["data_seed"]
     elif trainer.seed is None and request.saves_training_states:
@@ -130,6 +130,8 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         run.window.is_guarded = ranks.world_size > 1
         run.special_step = guarded_step
     _begin_scheme(trainer, run)
+    if trainer.logical is not None:
+        trainer.logical.begin_training(trainer, run)
 
 
 def _begin_scheme(trainer: Trainer, run: Run) -> None:

@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_bu
 from pytorch_accel_lite.gradients import average_gradients, gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.run import Run, add_note, create_loader, ending
-from pytorch_accel_lite.tracking import LossTrackers
+from pytorch_accel_lite.tracking import create_trackers
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -59,7 +59,7 @@ def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
 def train_epoch(trainer: Trainer, run: Run) -> None:
     """Run the steps of an epoch, or the remaining ones, and record its losses."""
     trainer.train_epoch_start()
-    run.loss_trackers = run.unrecorded = LossTrackers()
+    run.loss_trackers = run.unrecorded = create_trackers(trainer)
     trainer.call_event("on_train_epoch_start")
     _finish_resuming(trainer, run)
     progress = run.progress
@@ -113,6 +113,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         raise
     run.progress.step += 1
     if output is not None and hears["on_train_step_end"]:
+        batch = run.batch  # logical processes put their shares together
         trainer.call_event("on_train_step_end", batch=batch.data, batch_output=output, step=step)
     if updates:
         if hears["on_update_end"]:

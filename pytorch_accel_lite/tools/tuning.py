@@ -24,7 +24,7 @@ from pytorch_accel_lite.plotting import plot_range_test
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.tools.trial import report, trial
-from pytorch_accel_lite.tracking import LossTrackers
+from pytorch_accel_lite.tracking import create_trackers
 from pytorch_accel_lite.utils import check_positive_int, check_range
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _update(trainer: Trainer, run: Run, batches: Iterator[Batch], name: str) -> 
     :param name: name of the loss, if a user-defined step records several
     """
     done = run.progress.update
-    run.loss_trackers = LossTrackers()
+    run.loss_trackers = create_trackers(trainer)
     while run.progress.update == done:
         train_step(trainer, run, next(batches))
     means = run.loss_trackers.means(trainer.ranks, "{}")

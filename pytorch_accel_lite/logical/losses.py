@@ -1,0 +1,36 @@
+"""Running losses whose sums over logical processes have a fixed order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.tracking import LossTrackers
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.logical.processes import LogicalProcesses
+
+
+class SharedLossTrackers(LossTrackers):
+    """Running losses of this process, as shown while they run, and of each of its logical processes.
+
+    The means over all processes are made from the latter, added up in the order of the logical processes.
+    """
+
+    def __init__(self, logical: LogicalProcesses) -> None:
+        super().__init__()
+        self._logical = logical
+        self.by_number = {number: LossTrackers() for number in logical.shares.own}
+
+    def add(self, output: dict[str, Any]) -> None:
+        """Add the losses of a share."""
+        super().add(output)
+        self.by_number[self._logical.current].add(output)
+
+    def log(self, name: str, value: Any, weight: Any) -> None:
+        """Add a value of a share under its own name."""
+        super().log(name, value, weight)
+        self.by_number[self._logical.current].log(name, value, weight)
+
+    def own_sums(self) -> list[dict[str, tuple[float, float]]]:
+        """Return the sums of each logical process of this rank."""
+        return [sums for trackers in self.by_number.values() for sums in trackers.own_sums()]

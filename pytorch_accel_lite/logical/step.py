@@ -1,0 +1,162 @@
+"""The training step of logical processes, one after another on each real process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from pytorch_accel_lite import attributes
+from pytorch_accel_lite.batches import BatchOutput, concatenate_if_possible
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.devices import accumulation_dtype
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.gradients import Count, GradientWindow, as_weight
+from pytorch_accel_lite.logical.gradients import GradientSum
+from pytorch_accel_lite.loops.guarded import merge_outputs
+from pytorch_accel_lite.loops.training import backward, forward
+from pytorch_accel_lite.randomness import seed_all
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.run import Run
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class LogicalWindow(GradientWindow):
+    """Weights the shares of one update, whose gradients are added up over logical processes rather than averaged.
+
+    :param count: number of logical processes
+    """
+
+    def __init__(self, trainer: Trainer, steps: int, batch_size: int, count: int) -> None:
+        super().__init__(trainer.ranks, trainer.device, steps, batch_size)
+        self.is_guarded = True  # the processes forward different numbers of times
+        self.nominal = batch_size * steps * count
+        self.sums = GradientSum(trainer.ranks, count)
+        self.number = 0  # of the logical process that is being computed
+        self._count = count
+        self._items: dict[int, Count] = {}
+
+    def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
+        """Return the loss of a share, weighted by its part of the window; the step counts the samples."""
+        weight: Count = num_samples
+        if items is not None:
+            # What a share is weighted by before the true number is known is arbitrary, but the same everywhere.
+            self.items_per_batch = float(self._batch_size)
+            weight = as_weight(items) if num_samples else 0
+            self._items[self.number] = self._items.get(self.number, 0) + weight
+        return loss * (weight / self.nominal)
+
+    def finish(self, optimizer: Any) -> Count:
+        """Give the parameters their gradients, corrected if the window's true size differs from the nominal one."""
+        self.sums.finish()
+        return super().finish(optimizer)
+
+    def _total_items(self, true: Count) -> Count:
+        """Return the number of items in the window, added up in the order of the logical processes."""
+        zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        own = range(*split(self._count, self._ranks.rank, self._ranks.world_size))
+        mine = torch.stack([zero + self._items.get(number, 0) for number in own])
+        self._items = {}
+        lengths = [
+            len(range(*split(self._count, rank, self._ranks.world_size))) for rank in range(self._ranks.world_size)
+        ]
+        return torch.cat(self._ranks.gather_pieces(mine, lengths)).sum()
+
+
+class LogicalStep:
+    """Makes the training steps of a run: those of all logical processes of this process, one after another."""
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        assert trainer.logical is not None
+        self._logical = trainer.logical
+        batch_size = run.required_config.train_per_device_batch_size
+        self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
+        self._modules = [trainer.model, *attributes.modules(trainer).values()]
+        run.window = self._window
+        run.averaged_here = []
+        run.synced_buffers = []
+        run.special_step = self.forward_and_backward
+        shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
+        trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+
+    def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
+        """Run the forward and backward pass of each logical process, and add up their gradients."""
+        assert batch.share is not None
+        assert batch.total_samples is not None
+        logical = self._logical
+        window = self._window
+        window.sums.begin_step(self._trained(trainer))
+        before = _copies(self._buffers())
+        first: list[torch.Tensor] = []
+        logical.outputs = {}
+        for share in batch.data:
+            if first:
+                _restore(self._buffers(), before)
+            run.batch = share
+            logical.begin_share(share)
+            logical.outputs[logical.current] = share, self._compute(trainer, run, share)
+            first = first or _copies(self._buffers())
+        window.sums.end_step()
+        _restore(self._buffers(), first)
+        _broadcast(self._buffers(), trainer.ranks)
+        nominal, true = window.sizes or (window.nominal, 0)
+        window.sizes = nominal, true + batch.total_samples
+        run.progress.add_samples(batch.total_samples)
+        seed_all(batch.share.place)
+        shares, outputs = zip(*logical.outputs.values(), strict=True)
+        data = shares[0].data if len(shares) == 1 else concatenate_if_possible([share.data for share in shares])
+        run.batch = batch._replace(data=data)
+        return merge_outputs(outputs)
+
+    def _compute(self, trainer: Trainer, run: Run, share: Batch) -> BatchOutput:
+        """Run the forward and backward pass of a share, and take its gradients; a filler has none."""
+        window = self._window
+        window.number = self._logical.current
+        output = forward(trainer, share)
+        if share.num_samples:
+            run.loss_trackers.add(output)
+            backward(trainer, run, share, output, *share.samples(output))
+            window.sums.take(window.number)
+        else:
+            window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+        detached: BatchOutput = recursively_apply(torch.Tensor.detach, output)
+        return detached
+
+    def _trained(self, trainer: Trainer) -> list[nn.Parameter]:
+        """Return the parameters that get gradients, which may change between steps."""
+        parameters = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)]
+        return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return list(dict.fromkeys(chain.from_iterable(module.buffers() for module in self._modules)))
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _restore(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if tensors:
+        with torch.no_grad():
+            torch._foreach_copy_(list(tensors), list(values))
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], ranks: Ranks) -> None:
+    """Copy the first process's buffers to all others, in one message for each dtype."""
+    if ranks.world_size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for group in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        dist.broadcast(flat, src=0)
+        parts = flat.split([tensor.numel() for tensor in group])  # type: ignore[no-untyped-call]
+        _restore(group, [part.view(tensor.shape) for part, tensor in zip(parts, group, strict=True)])

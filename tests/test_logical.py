@@ -1,0 +1,205 @@
+"""Logical processes: a job gives the same bits on any number of real ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.logical.tree import Node, TreeSum, blocks_of
+from tests.cases import logical
+from tests.tasks import (
+    Stream,
+    largest_difference,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    weights,
+)
+
+
+@functools.cache
+def alone(case):
+    """What one process gives."""
+    return case()
+
+
+def differences(first: Any, second: Any, path: str = "") -> list[str]:
+    """The paths to what is not the same, to the last bit."""
+    if isinstance(first, torch.Tensor):
+        same = first.dtype == second.dtype and torch.equal(first, second)
+        return [] if same else [path]
+    if isinstance(first, dict):
+        if first.keys() != second.keys():
+            return [f"{path}: {sorted(map(str, first.keys() ^ second.keys()))}"]
+        return [found for key in first for found in differences(first[key], second[key], f"{path}/{key}")]
+    if isinstance(first, (list, tuple)):
+        if len(first) != len(second):
+            return [f"{path}: {len(first)} and {len(second)}"]
+        pairs = enumerate(zip(first, second, strict=True))
+        return [found for place, (a, b) in pairs for found in differences(a, b, f"{path}/{place}")]
+    return [] if first == second or first != first else [f"{path}: {first} and {second}"]
+
+
+# --------------------------------------------------------------------------------------------------- the sum
+
+
+@pytest.mark.parametrize("terms", range(1, 10))
+def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
+    def add(left: str, right: str) -> str:
+        return f"({left}+{right})"
+
+    written = set()
+    for processes in range(1, terms + 1):
+        whole = TreeSum(add)
+        for rank in range(processes):
+            own = range(*split(terms, rank, processes))
+            part = TreeSum(add)
+            for number in own:
+                part.push(Node(0, number, str(number)))
+                assert len(part.nodes) <= 2 * terms.bit_length()
+            assert [(node.level, node.start) for node in part.nodes] == blocks_of(own)
+            for node in part.nodes:
+                whole.push(node)
+        written.add(whole.total())
+    assert len(written) == 1
+    assert all(str(number) in str(written) for number in range(terms))
+
+
+# --------------------------------------------------------------------------------------- training and the rest
+
+
+@pytest.mark.parametrize("case", logical.ALL, ids=lambda case: case.__name__)
+def test_any_number_of_processes_gives_the_same_bits(ranks, case):
+    for result in ranks(case):
+        assert differences(alone(case), result) == []
+
+
+def test_they_train_as_one_process_does_with_the_whole_batch():
+    found = []
+    for count, batch in ((4, 3), (None, 12)):
+        model = small_model()
+        trainer = quiet_trainer(model, seed=1, logical_processes=count)
+        trainer.train(
+            regression_data(41),
+            2,
+            regression_data(9),
+            per_device_batch_size=batch,
+            gradient_accumulation_steps=2,
+            gradient_clip_norm=0.5,
+        )
+        found.append((weights(model), trainer.run_history.to_dict(), trainer.progress))
+    (ours, history, progress), (theirs, expected, of_plain) = found
+    assert largest_difference(ours, theirs) < 1e-12
+    assert progress == of_plain
+    for name, values in expected.items():
+        assert history[name] == pytest.approx(values, abs=1e-12)
+
+
+def test_the_number_of_threads_is_that_of_all_launchers_during_a_run_alone(monkeypatch):
+    seen = []
+    look = listener(on_train_step_end=lambda trainer, **kwargs: seen.append(torch.get_num_threads()))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    train(make_trainer([look], seed=1, logical_processes=2), size=4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(1)
+    train(make_trainer([look], seed=1, logical_processes=2), size=4)
+    assert seen == [1, 2]
+    assert torch.get_num_threads() == 1
+
+
+def test_a_step_of_logical_processes_is_one_event():
+    seen = []
+
+    def look(trainer, batch, batch_output, **kwargs):
+        seen.append((batch[0], batch_output["model_outputs"], batch_output["batch_size"], trainer.batch_indices))
+
+    train(make_trainer([listener(on_train_step_end=look)], seed=1, logical_processes=3), size=7)
+    (inputs, outputs, size, indices), (last, *_) = seen
+    assert torch.equal(inputs, make_data(7).tensors[0][:6])
+    assert (outputs.shape, size, indices) == ((6, 1), 6, [0, 1, 2, 3, 4, 5])
+    assert torch.equal(last, make_data(7).tensors[0][6:])
+
+
+# ------------------------------------------------------------------------------------------ what does not work
+
+
+class OwnStep(Trainer):
+    def train_step(self, batch):
+        raise AssertionError("it is refused before")
+
+
+class Recomputes(Trainer):
+    def optimizer_step(self):
+        self.recompute_gradients()
+
+
+REFUSED = {
+    "an overridden train_step": {"trainer_class": OwnStep},
+    "recompute_gradients": {"trainer_class": Recomputes},
+    "SkipFailedBatchesCallback": {"callbacks": [SkipFailedBatchesCallback()]},
+    r"sparse gradients \(nn.Embedding\(sparse=True\)\)": {"model": nn.Embedding(4, 1, sparse=True)},
+    "SyncBatchNorm": {"model": nn.Sequential(nn.Linear(4, 1), nn.SyncBatchNorm(1))},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_work_is_refused_before_training(what):
+    trainer = make_trainer(seed=1, logical_processes=3, **REFUSED[what])
+    with pytest.raises(ValueError, match=rf"logical_processes=3 does not work with .*{what}"):
+        train(trainer)
+    assert trainer.progress.step == 0
+
+
+def test_arguments_that_do_not_work_are_refused():
+    for count in (0, -1, 2.5, True, "8"):
+        with pytest.raises((TypeError, ValueError), match=f"logical_processes={count!r} must be"):
+            make_trainer(seed=1, logical_processes=count)
+    with pytest.raises(ValueError, match="logical_processes=8 needs a seed"):
+        make_trainer(logical_processes=8)
+    with pytest.raises(ValueError, match="does not work with auto_microbatch=True: choose more logical processes"):
+        train(make_trainer(seed=1, logical_processes=2), auto_microbatch=True)
+
+
+def test_optimizers_with_closures_are_refused():
+    model = make_model()
+    trainer = make_trainer(model=model, optimizer=torch.optim.LBFGS(model.parameters()), seed=1, logical_processes=2)
+    with pytest.raises(ValueError, match="does not work with an optimizer that needs a closure"):
+        train(trainer)
+
+
+def test_fp16_is_refused(scaled_accelerator):
+    trainer = make_trainer(seed=1, logical_processes=2, accelerator=scaled_accelerator)
+    with pytest.raises(ValueError, match=r"does not work with mixed_precision='fp16' \(bf16 works\)"):
+        train(trainer)
+
+
+@pytest.mark.parametrize("source", [Stream(), OwnShard([(torch.ones(1, 4), torch.ones(1, 1))])])
+def test_data_that_are_read_in_turn_are_refused(source):
+    class Given(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return source if isinstance(source, OwnShard) else super().create_train_dataloader(batch_size)
+
+    trainer = make_trainer(trainer_class=Given, seed=1, logical_processes=2)
+    with pytest.raises(ValueError, match=r"logical_processes=2 needs data that can be indexed.*is read in turn"):
+        trainer.train(source, max_num_train_steps=2)
+
+
+def test_fewer_than_the_real_processes_are_refused(two_ranks):
+    for message in two_ranks(logical.too_few):
+        assert message == (
+            "logical_processes=1: there are 2 processes, and each needs at least one. Launch fewer processes."
+        )
