@@ -295,7 +295,7 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with nullcontext() if trainer.logical is None else trainer.logical.fixed_threads():
+        with nullcontext() if trainer.logical is None else trainer.logical.computing_alike(trainer):
             yield
     finally:
         if trainer.current_run is run and run.before is not None:

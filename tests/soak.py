@@ -1,8 +1,9 @@
 """Kill a run at random instants, start it again with the same command until it ends, and compare it to a whole one.
 
-python -m tests.soak [--kills 100] [--processes 1] [--workers 0] [--asynchronous]
+python -m tests.soak [--kills 100] [--processes 1] [--logical 4] [--workers 0] [--asynchronous]
 
-A state is saved at every update. Exits with an error when the killed run ends in other bits.
+A state is saved at every update. Exits with an error when the killed run ends in other bits. With logical processes, it
+is started again on a random number of real ones each time.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ def soak(
     processes: int = 1,
     workers: int = 0,
     asynchronous: bool = False,
+    logical: int | None = None,
     run_whole: Callable[..., None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the killed run and the whole one ended with; fails unless there were as many kills.
 
     :param run_whole: how to run it as a whole, where processes are there already
     """
-    options = {"workers": workers, "epochs": max(3, kills // 2), "asynchronous": asynchronous}
+    options: dict[str, Any] = {"workers": workers, "epochs": max(3, kills // 2), "asynchronous": asynchronous}
+    if logical is not None:
+        options |= {"logical": logical, "batch": 2}
+    generator = torch.Generator().manual_seed(0)
 
     def start(target: Path, delay: float) -> Fork:
         run = partial(run_to_the_end, target, delay=delay, **options)
-        return Fork(run if processes == 1 else partial(run_elastic, processes, run), folder / "output")
+        count = processes if logical is None else int(torch.randint(1, logical + 1, (), generator=generator))
+        return Fork(run if count == 1 else partial(run_elastic, count, run), folder / "output")
 
     whole, killed = folder / "whole", folder / "killed"
     for target in (whole, killed):
@@ -47,7 +53,6 @@ def soak(
         assert start(whole, 0.0).wait() == 0, (folder / "output").read_text()
     else:
         run_whole(whole, **options)
-    generator = torch.Generator().manual_seed(0)
     done = 0
     while not (killed / "final.pt").exists():
         process = start(killed, 0.05 if done < kills else 0.0)
@@ -77,6 +82,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--logical", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -85,6 +85,13 @@ def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
     assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", output)[1]) >= 96
 
 
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_changes_its_processes_ends_in_the_same_bits():
+    output = run_script("examples/elastic.py", "--epochs", "1")
+    assert output.count("killed after update") == 2
+    assert output.endswith("the same bits\n")
+
+
 def test_every_example_is_listed_in_the_documentation():
     listed = re.findall(r"`(examples/\w+\.py)`", (ROOT / "docs" / "examples.md").read_text())
     assert sorted(listed) == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import random
+import re
+import shutil
+import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +15,14 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.logical.tree import Node, TreeSum, blocks_of
 from tests.cases import logical
+from tests.launching import SOAK
+from tests.scripts.resumable import run_to_the_end
+from tests.soak import soak
 from tests.tasks import (
     Stream,
     largest_difference,
@@ -132,6 +140,114 @@ def test_a_step_of_logical_processes_is_one_event():
     assert torch.equal(inputs, make_data(7).tensors[0][:6])
     assert (outputs.shape, size, indices) == ((6, 1), 6, [0, 1, 2, 3, 4, 5])
     assert torch.equal(last, make_data(7).tensors[0][6:])
+
+
+# ---------------------------------------------------------------------------------------------------- states
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A run of one process, and its states after each update and each epoch."""
+    folder = tmp_path_factory.mktemp("logical")
+    result = logical.saved(folder)
+    return result, sorted((folder / "copies").glob("*/update-*"))
+
+
+def test_a_run_resumes_on_any_number_of_processes_to_the_same_bits(uninterrupted, job):
+    """In the middle of an epoch and at its end."""
+    whole, states = uninterrupted
+    assert len(states) == whole["progress"]["update"] + 2
+    for processes, state in zip((2, 3, 1), states[1::2], strict=False):
+        if processes == 1:
+            assert differences(whole, logical.resumed(state)) == []
+        else:
+            assert [differences(whole, found) for found in job(processes).run(logical.resumed, state)] == [
+                []
+            ] * processes
+
+
+def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_path):
+    whole, states = uninterrupted
+    for found in job(3).run(logical.saved, tmp_path):
+        assert differences(whole, found) == []
+    saved = sorted((tmp_path / "copies").glob("*/update-*"))
+    assert [state.parent.name for state in saved] == [state.parent.name for state in states]
+    assert differences(whole, logical.resumed(saved[0])) == []
+    for found in job(2).run(logical.resumed, saved[2]):
+        assert differences(whole, found) == []
+
+
+@pytest.mark.timeout(7200)
+def test_sigkill_and_another_number_of_processes_lead_to_the_same_bits(tmp_path):
+    """A short version of tests/soak.py --logical 4; ``make soak`` makes it long."""
+
+    def run_whole(folder, **options):
+        run_to_the_end(folder, **options)
+
+    found, expected = soak(tmp_path, 200 if SOAK else 2, logical=4, run_whole=run_whole)
+    del found["processes"], expected["processes"]
+    assert differences(expected, found) == []
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(not SOAK, reason="200 resumed runs take long; SOAK=1 runs them")
+def test_any_state_resumes_on_any_number_of_processes(uninterrupted, job):
+    whole, states = uninterrupted
+    chosen = random.Random(0)
+    for _ in range(200):
+        state, processes = chosen.choice(states), chosen.choice((1, 2, 3, 4))
+        found = [logical.resumed(state)] if processes == 1 else job(processes).run(logical.resumed, state)
+        assert [differences(whole, result) for result in found] == [[]] * processes
+
+
+def test_another_number_of_logical_processes_is_said_and_loses_no_sample(uninterrupted, capsys):
+    whole, states = uninterrupted
+    for count in (4, None):
+        capsys.readouterr()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Training metrics cover only the rest of this epoch")
+            found = logical.resumed(states[0], count)
+        said = f"saved with logical_processes=8 and is resumed with logical_processes={count}"
+        assert said in " ".join(capsys.readouterr().out.split())
+        assert found["progress"]["samples"] == whole["progress"]["samples"]
+
+
+def test_two_runs_are_compared_state_by_state(uninterrupted, tmp_path, capsys, monkeypatch):
+    _, states = uninterrupted
+
+    def diff(first: Any, second: Any) -> tuple[int, str]:
+        capsys.readouterr()
+        monkeypatch.setattr("sys.argv", ["checkpoint", "diff", str(first), str(second)])
+        code = look_at_states()
+        return code, capsys.readouterr().out
+
+    for name, other in (("one", states[1]), ("other", states[1])):
+        for state in (states[0], other):
+            shutil.copytree(state, tmp_path / name / state.name)
+    assert diff(tmp_path / "one", tmp_path / "other") == (
+        0,
+        f"the same to the last bit: {states[0].name}, {states[1].name}\n",
+    )
+    code, said = diff(states[0], states[3])
+    assert code == 1
+    assert re.search(r"\n  weights/0.weight: \d+ of 72 elements differ, by at most", said)
+    shutil.rmtree(tmp_path / "other" / states[1].name)
+    shutil.copytree(states[3], tmp_path / "other" / states[1].name)
+    code, said = diff(tmp_path / "one", tmp_path / "other")
+    assert code == 1
+    assert said.startswith(f"{states[1].name} differs, after {states[0].name}, which is the same:\n  weights/0.bias: ")
+    monkeypatch.setattr("sys.argv", ["checkpoint", "inspect", str(states[0])])
+    assert look_at_states() == 0
+    shown = capsys.readouterr().out
+    assert "logical processes: 8" in shown
+    assert re.search(r"machine: device cpu, torch .*threads 1", shown)
+
+
+def test_a_machine_that_computes_other_bits_is_said(uninterrupted, capsys, monkeypatch):
+    _, states = uninterrupted
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    logical.resumed(states[-1])
+    assert "The state was saved with threads 1 (now 2): the last bits of the run may differ." in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------ what does not work

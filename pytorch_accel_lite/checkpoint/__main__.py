@@ -1,4 +1,8 @@
-"""Inspect or verify a training state: ``python -m pytorch_accel_lite.checkpoint inspect|verify DIRECTORY``."""
+"""Inspect, verify or compare training states: ``python -m pytorch_accel_lite.checkpoint inspect DIRECTORY``.
+
+``verify DIRECTORY`` checks whether a state is intact. ``diff FIRST SECOND`` compares two states, or two directories of
+states, and tells where the runs first differ.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from pytorch_accel_lite.checkpoint.comparison import compare
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain
 from pytorch_accel_lite.checkpoint.training_state import (
+    MODEL,
     TRAINER,
     DamagedStateError,
     TrainingState,
@@ -18,6 +24,8 @@ from pytorch_accel_lite.checkpoint.training_state import (
     verify_state,
 )
 from pytorch_accel_lite.utils import format_metric
+
+_SHOWN = 10
 
 
 def inspect(directory: Path) -> None:
@@ -29,10 +37,13 @@ def inspect(directory: Path) -> None:
     print("versions: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))
     print("progress: " + ", ".join(f"{name} {count}" for name, count in progress.items()))
     print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
+    if manifest.get("logical_processes"):
+        print(f"logical processes: {manifest['logical_processes']}")
+    print("machine: " + ", ".join(f"{name} {value}" for name, value in manifest.get("machine", {}).items()))
     shared = load_plain(directory / TRAINER)
     weights = read_weights(TrainingState(directory, manifest, shared, None))
     count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
-    print(f"weights: {len(weights)} tensors, {count:,} numbers")
+    print(f"weights: {len(weights)} tensors, {count:,} numbers, sha256 {manifest['files'][MODEL]['sha256'][:16]}")
     if left_out := shared.get(FROZEN):
         print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
     held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]
@@ -46,13 +57,34 @@ def inspect(directory: Path) -> None:
         print(f"  {entry['size']:>12,} bytes  {name}")
 
 
+def diff(first: Path, second: Path) -> int:
+    """Print where two states, or the states of two runs, first differ. Return 1 if they do."""
+    same: list[str] = []
+    for name, found in compare(first, second):
+        if found:
+            earlier = f", after {same[-1]}, which is the same" if same else ""
+            print(f"{name} differs{earlier}:")
+            print("\n".join(f"  {difference}" for difference in found[:_SHOWN]))
+            if len(found) > _SHOWN:
+                print(f"  and {len(found) - _SHOWN} more")
+            return 1
+        same.append(name)
+    print(f"the same to the last bit: {', '.join(same)}")
+    return 0
+
+
 def main() -> int:
-    """Run the command line; the exit code is 1 if the state is not intact."""
+    """Run the command line; the exit code is 1 if the state is not intact, or if states differ."""
     parser = argparse.ArgumentParser(prog="python -m pytorch_accel_lite.checkpoint", description=__doc__)
-    parser.add_argument("command", choices=["inspect", "verify"])
+    parser.add_argument("command", choices=["inspect", "verify", "diff"])
     parser.add_argument("directory", type=Path)
+    parser.add_argument("other", type=Path, nargs="?", help="the state or states to compare with, for diff")
     arguments = parser.parse_args()
+    if (arguments.command == "diff") != (arguments.other is not None):
+        parser.error("diff compares two directories; the other commands take one")
     try:
+        if arguments.command == "diff":
+            return diff(arguments.directory, arguments.other)
         if arguments.command == "inspect":
             inspect(arguments.directory)
         else:

@@ -22,6 +22,7 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 )
 from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, storable, untie
 from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
+from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_state, read_weights
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.distributed.prepared import PLAIN
@@ -55,6 +56,8 @@ def capture(trainer: Trainer, extra: dict[str, Any], created: Mapping[str, int] 
         shared[FROZEN] = leave_out_frozen(model, weights, created)
     tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
+    if trainer.logical is not None:
+        shared["logical"] = trainer.logical.capture(trainer)
     shared = storable(shared, "state")
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
     own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
@@ -126,6 +129,8 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
         "data_seed": trainer.current_run.data_seed,
+        "logical_processes": None if trainer.logical is None else trainer.logical.count,
+        "machine": fingerprint(trainer),
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
     }
 
@@ -153,6 +158,8 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None
         state = max(found, key=lambda state: state.metadata["saved_at"])
     progress = state.metadata["progress"]
     trainer.print(f"Resuming from {str(state.directory)!r}: epoch {progress['epoch']}, update {progress['update']}")
+    if changes := describe_changes(trainer, state.metadata):
+        trainer.print(changes)
     return state
 
 
@@ -196,12 +203,12 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
 
     Also restores the attributes and registered objects again, as the starting events may have created or reset some, or
     moved them to the device. With a different number of processes, generators are reseeded, and rank 0 gets the summed
-    losses of all ranks.
+    losses of all ranks. Logical processes continue exactly, on any number of processes.
     """
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     _restore_each("registered object", trainer.registered_objects, state.shared["objects"])
     _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
-    if state.own is not None:
+    if state.own is not None and trainer.logical is None:
         losses = send_to_device(state.own["losses"], trainer.device)
         restore_generators(state.own["generators"])
     else:
@@ -219,6 +226,8 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
             trainer.print(said)
     for name, loss in losses.items():
         trainer.current_run.loss_trackers.of(name).load_state_dict(loss)
+    if trainer.logical is not None:
+        trainer.logical.restore(trainer, state)
 
 
 def _restore_each(kind: str, owners: Mapping[str, Any], states: Mapping[str, Any], is_final: bool = True) -> None:

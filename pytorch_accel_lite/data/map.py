@@ -36,8 +36,9 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, seed_generators
 from pytorch_accel_lite.utils import find_length
 
-#: Number of samples of this share and of all shares in a step, whether the step is the last, indices of the samples, the
-#: name of the dataset of a mixture that they are from, number of the share, whether it is this process's last in the step.
+#: Number of samples of this share and of all shares in a step, whether the step is the last, indices of the samples,
+#: name of the dataset of a mixture that they are from, number of the share, whether it is this process's last in the
+#: step.
 _Counts = tuple[int, int, bool, Any, str | None, int, bool]
 
 

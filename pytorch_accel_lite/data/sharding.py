@@ -31,9 +31,9 @@ def shard(
         if chosen.shares is not None:
             dataset = getattr(source, "dataset", source)
             raise ValueError(
-                f"logical_processes={chosen.shares.total} needs data that can be indexed, in a DataLoader, to give each "
-                f"logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with __len__ "
-                "and __getitem__."
+                f"logical_processes={chosen.shares.total} needs data that can be indexed, in a DataLoader, to give "
+                f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
+                "__len__ and __getitem__."
             )
         from pytorch_accel_lite.data.iterables import create_loader
 

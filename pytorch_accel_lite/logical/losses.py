@@ -34,3 +34,11 @@ class SharedLossTrackers(LossTrackers):
     def own_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of each logical process of this rank."""
         return [sums for trackers in self.by_number.values() for sums in trackers.own_sums()]
+
+    def load_sums(self, sums: list[dict[str, tuple[float, float]]]) -> None:
+        """Load the sums of all logical processes, in their order; those of missing ones are 0."""
+        for number, trackers in self.by_number.items():
+            for name, (total, count) in sums[number].items() if number < len(sums) else ():
+                value = total / count if count else 0.0
+                state = {"total_loss": total, "running_count": count, "loss_value": value}
+                trackers.of(name).load_state_dict(state)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,11 +16,12 @@ from pytorch_accel_lite.data.loader import Batch
 from pytorch_accel_lite.data.plan import Shares, split
 from pytorch_accel_lite.logical.losses import SharedLossTrackers
 from pytorch_accel_lite.logical.step import LogicalStep
-from pytorch_accel_lite.randomness import mix, seed_all
+from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_all
 from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
     from pytorch_accel_lite.run import Run
     from pytorch_accel_lite.trainer import Trainer
 
@@ -32,6 +34,7 @@ class LogicalProcesses:
 
     :param count: number of logical processes
     :ivar shares: those of this process
+    :ivar num_threads: number of threads that a run computes with
     :ivar outputs: batches and outputs of the latest training step, by number of the logical process
     :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
     """
@@ -53,7 +56,7 @@ class LogicalProcesses:
         self.shares = Shares(count, range(*split(count, ranks.rank, ranks.world_size)))
         self.current = self.shares.own[0]
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
-        self._ranks = ranks
+        self.num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
 
     def __repr__(self) -> str:
         own = self.shares.own
@@ -77,18 +80,57 @@ class LogicalProcesses:
         _check(trainer, run, self.count)
         LogicalStep(trainer, run)
 
-    @contextmanager
-    def fixed_threads(self) -> Iterator[None]:
-        """Compute with the same number of threads everywhere in a block, as the last bits of sums depend on it.
+    def capture(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what a training state keeps of them. Call it on every process."""
+        sums = trainer.ranks.all_gather_object(trainer.current_run.loss_trackers.own_sums())
+        return {"losses": list(chain.from_iterable(sums)), "generators": capture_generators()}
 
-        This is one, as launchers set it, unless the environment variable ``OMP_NUM_THREADS`` says otherwise.
+    def restore(self, trainer: Trainer, state: TrainingState) -> None:
+        """Restore what :meth:`capture` returned; if their number has changed, only what does not depend on it.
+
+        Between steps, the generators are the same on all processes.
         """
-        before = torch.get_num_threads()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        is_same = state.metadata.get("logical_processes") == self.count
+        kept: dict[str, Any] = state.shared["logical"] if is_same else {"losses": [state.shared["losses"]]}
+        trackers = trainer.current_run.loss_trackers
+        if isinstance(trackers, SharedLossTrackers):
+            trackers.load_sums(kept["losses"])
+        if is_same:
+            restore_generators(kept["generators"])
+
+    @contextmanager
+    def computing_alike(self, trainer: Trainer) -> Iterator[None]:
+        """Compute the same bits everywhere in a block: with the same number of threads, and deterministic kernels.
+
+        The number of threads is one, as launchers set it, unless the environment variable ``OMP_NUM_THREADS`` says
+        otherwise.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
         try:
-            yield
+            with nullcontext() if trainer.device.type == "cpu" else _deterministic():
+                yield
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(threads)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Let torch choose deterministic kernels in a block, and raise an error where it has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product of matrices on a GPU
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills, benchmarks = settings.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    if not algorithms[0]:
+        torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # it takes time, and nothing reads that memory
+    torch.backends.cudnn.benchmark = False  # which chooses kernels by their speed
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+        settings.fill_uninitialized_memory = fills
+        torch.backends.cudnn.benchmark = benchmarks
 
 
 def _check(trainer: Trainer, run: Run, count: int) -> None:

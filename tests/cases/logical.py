@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,14 @@ from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, StepBasedEvaluationCallback
+from pytorch_accel_lite.callbacks import (
+    MetricsCallback,
+    ModelEmaCallback,
+    SaveTrainingStateCallback,
+    StepBasedEvaluationCallback,
+)
 from tests.cases.common import world_size
+from tests.scripts.resumable import CopyStates
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
 P = TrainerPlaceholderValues
@@ -57,15 +65,34 @@ def result_of(trainer: Trainer, **more: Any) -> dict[str, Any]:
     }
 
 
-def images(logical: int = 8, size: int = 50, accumulation: int = 2, workers: int = 0, **kwargs: Any) -> dict[str, Any]:
+class Logs(Trainer):
+    """Logs a number of its own."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        self.log("size", output["model_outputs"].abs().mean())
+        return output
+
+
+def images(
+    logical: int | None = 8,
+    size: int = 50,
+    accumulation: int = 2,
+    workers: int = 0,
+    extra: tuple[TrainerCallback, ...] = (),
+    **kwargs: Any,
+) -> dict[str, Any]:
     """Batch norm, dropout, augmentation, windows and batches that are not full, clipping, a schedule, an average."""
     model = convolution()
     ema = ModelEmaCallback(0.9, save_path=None)
-    trainer = Trainer(
+    squares = MetricsCallback(
+        MeanSquaredError(), lambda batch, output: (output["model_outputs"][:, 0], batch[1]), train=True
+    )
+    trainer = Logs(
         model,
         nn.CrossEntropyLoss(),
         torch.optim.AdamW(model.parameters(), lr=0.01),
-        [ema, StepBasedEvaluationCallback(2)],
+        [ema, squares, StepBasedEvaluationCallback(2), *extra],
         seed=3,
         logical_processes=logical,
     )
@@ -83,6 +110,20 @@ def images(logical: int = 8, size: int = 50, accumulation: int = 2, workers: int
         **kwargs,
     )
     return result_of(trainer, average=weights(ema.ema_model.module), predicted=trainer.predict(Noisy(21)))
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """A run that keeps a state after each update and each epoch."""
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_every_n_epochs=1)
+    return images(extra=(saving, CopyStates(folder)))
+
+
+def resumed(state: Path, logical: int | None = 8) -> dict[str, Any]:
+    """What is left of it. Until then, the random numbers are others."""
+    torch.manual_seed(99)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The training state holds the state of callback 'SaveTrainingStateCallback'")
+        return images(logical, resume_from=state)
 
 
 def with_workers() -> dict[str, Any]:

@@ -104,6 +104,7 @@ def run(
     epochs: int = EPOCHS,
     schedule: bool = True,
     size: int = SIZE,
+    logical: int | None = None,
     **saver: Any,
 ) -> dict[str, Any]:
     model = make_model()
@@ -121,6 +122,7 @@ def run(
             *extra,
         ],
         seed=seed,
+        logical_processes=logical,
     )
     trainer.delay = delay
     total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH

@@ -1,0 +1,52 @@
+"""What the last bits of a run depend on besides code, data and seed: the device and the versions that compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+
+def fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """Return what computes the run of a trainer, in JSON types."""
+    device = trainer.device
+    is_cuda = device.type == "cuda"
+    threads = torch.get_num_threads() if trainer.logical is None else trainer.logical.num_threads
+    on_cpu = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
+    on_cuda = {"CUDA": torch.version.cuda, "cuDNN": _cudnn_version()} if is_cuda else {}
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+        "torch": str(torch.__version__),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        **(on_cpu if device.type == "cpu" else on_cuda),
+    }
+
+
+def _cudnn_version() -> Any:
+    return torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+
+
+def describe_changes(trainer: Trainer, metadata: Mapping[str, Any]) -> str:
+    """Return what differs from the machine on which a state was saved, if that may change the run's last bits.
+
+    Empty if nothing does, or if the run would not be the same anyway, as the number of processes has changed.
+
+    :param metadata: from the manifest of the state
+    """
+    count = None if trainer.logical is None else trainer.logical.count
+    before = metadata.get("logical_processes")
+    if count != before:
+        return (
+            f"The run was saved with logical_processes={before} and is resumed with logical_processes={count}: from "
+            "now on it is not the same run to the last bit."
+        )
+    if count is None and metadata["world_size"] != trainer.ranks.world_size:
+        return ""
+    saved = metadata.get("machine", {})
+    now = fingerprint(trainer)
+    changes = [f"{name} {saved[name]} (now {now.get(name)})" for name in saved if saved[name] != now.get(name)]
+    return f"The state was saved with {', '.join(changes)}: the last bits of the run may differ." if changes else ""
