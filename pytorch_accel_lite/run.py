@@ -325,10 +325,8 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
         trainer.loss_func.to(trainer.device)
         watch_first_call(trainer.loss_func)
     apply_model_options(trainer)
-    own_sums = (
-        is_overridden(trainer, "train_step") or trainer.logical is not None
-    )  # steps that sum gradients themselves
-    wraps = training and not own_sums
+    averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
+    wraps = training and not averages
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, wraps)
     trainer.prepared_model = prepared
     trainer.model = prepared.model

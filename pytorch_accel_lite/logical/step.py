@@ -58,16 +58,21 @@ class LogicalWindow(GradientWindow):
         self.sums.finish()
         return super().finish(optimizer)
 
-    def _total_items(self, true: Count) -> Count:
+    def _total_items(self, local: Count) -> Count:
         """Return the number of items in the window, added up in the order of the logical processes."""
+        world_size = self._ranks.world_size
+        ranges = [range(*split(self._count, rank, world_size)) for rank in range(world_size)]
         zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
-        own = range(*split(self._count, self._ranks.rank, self._ranks.world_size))
-        mine = torch.stack([zero + self._items.get(number, 0) for number in own])
+        found = torch.stack([zero + self._items.get(number, 0) for number in ranges[self._ranks.rank]])
         self._items = {}
-        lengths = [
-            len(range(*split(self._count, rank, self._ranks.world_size))) for rank in range(self._ranks.world_size)
-        ]
-        return torch.cat(self._ranks.gather_pieces(mine, lengths)).sum()
+        if world_size > 1:
+            longest = len(ranges[0])
+            mine = torch.cat([found, found.new_zeros(longest - len(found))])
+            found = found.new_empty(world_size * longest)
+            dist.all_gather_into_tensor(found, mine)
+            parts = found.view(world_size, longest)
+            found = torch.cat([part[: len(own)] for part, own in zip(parts, ranges, strict=True)])
+        return found.sum()
 
 
 class LogicalStep:
