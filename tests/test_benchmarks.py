@@ -52,6 +52,14 @@ def test_the_parts_of_a_step_are_those_of_both_loops():
     assert all(float(by_hand) > 0 for _, by_hand in rows)
 
 
+def test_logical_processes_are_measured_against_ddp_by_hand():
+    done = run_module("benchmarks.logical", "--quick", "--rounds", "1", "--updates", "1", "--batch", "2")
+    assert done.returncode == 0, done.stdout
+    rows = dict(line.split("|")[1:3] for line in done.stdout.splitlines()[2:])
+    assert len(rows) == 4
+    assert all(float(ratio) > 0 for ratio in rows.values())
+
+
 def test_every_path_is_measured_against_the_loop_on_the_same_data():
     done = run_module("benchmarks.paths", "--quick", "--rounds", "1")
     assert done.returncode == 0, done.stdout

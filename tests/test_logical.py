@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 import shutil
@@ -13,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite import NonFiniteLossError, Trainer
+from pytorch_accel_lite.callbacks import NaNReportCallback, SkipFailedBatchesCallback, TerminateOnNaNCallback
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.logical.tree import Node, TreeSum, blocks_of
+from pytorch_accel_lite.randomness import restore_generators
 from tests.cases import logical
 from tests.launching import SOAK
 from tests.scripts.resumable import run_to_the_end
@@ -140,6 +142,43 @@ def test_a_step_of_logical_processes_is_one_event():
     assert torch.equal(inputs, make_data(7).tensors[0][:6])
     assert (outputs.shape, size, indices) == ((6, 1), 6, [0, 1, 2, 3, 4, 5])
     assert torch.equal(last, make_data(7).tensors[0][6:])
+
+
+class Fails(Trainer):
+    """The loss of the second logical process is not finite."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        return output | {"loss": output["loss"] + (torch.nan if self.logical.current == 1 else 0)}
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_whichever_process_has_it():
+    trainer = make_trainer([TerminateOnNaNCallback], trainer_class=Fails, seed=1, logical_processes=3)
+    with pytest.raises(NonFiniteLossError):
+        train(trainer)
+    assert trainer.progress.step == 1
+
+
+def test_the_report_of_a_loss_that_is_not_finite_repeats_each_share(tmp_path):
+    """With the random numbers that its dropout had."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+    seen = []
+    look = listener(on_backward_start=lambda trainer, batch_output, **kwargs: seen.append(batch_output["loss"].item()))
+    report = NaNReportCallback(tmp_path)
+    trainer = make_trainer([look, report], model=model, trainer_class=Fails, seed=1, logical_processes=3)
+    with pytest.raises(NonFiniteLossError):
+        train(trainer)
+    kept = torch.load(report.report, weights_only=True)
+    assert kept["indices"] == [[0, 1], [2, 3]]
+    model.load_state_dict(kept["model_state_dict"])
+    again = []
+    for step in kept["steps"]:
+        restore_generators(step["generators"])
+        inputs, targets = step["batch"]
+        again.append(nn.functional.mse_loss(model(inputs), targets).item())
+    assert again[0] == seen[0]
+    assert math.isfinite(again[1])
+    assert math.isnan(seen[1])
 
 
 # ---------------------------------------------------------------------------------------------------- states
@@ -295,6 +334,22 @@ def test_optimizers_with_closures_are_refused():
     trainer = make_trainer(model=model, optimizer=torch.optim.LBFGS(model.parameters()), seed=1, logical_processes=2)
     with pytest.raises(ValueError, match="does not work with an optimizer that needs a closure"):
         train(trainer)
+
+
+def test_a_step_that_gathers_is_refused():
+    class Contrastive(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.gather(self.model(batch[0]), with_gradients=True).mean()}
+
+    with pytest.raises(RuntimeError, match=r"gather\(\) does not work in the forward and backward passes"):
+        train(make_trainer(trainer_class=Contrastive, seed=1, logical_processes=2))
+
+
+def test_tools_that_look_at_one_batch_are_refused():
+    trainer = make_trainer(seed=1, logical_processes=2)
+    for tool in (trainer.find_batch_size, trainer.diagnose):
+        with pytest.raises(ValueError, match=r"does not work with logical_processes=2\. Use a trainer without them"):
+            tool(make_data())
 
 
 def test_fp16_is_refused(scaled_accelerator):

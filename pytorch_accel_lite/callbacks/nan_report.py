@@ -106,12 +106,15 @@ class NaNReportCallback(TrainerCallback):
         step = self._window[-1]
         step.batch = batch
         step.indices = trainer.current_run.batch_indices
+        if trainer.logical is not None:
+            step.generators = trainer.logical.generators_of(trainer.current_run.batch)
         loss = batch_output["loss"].detach()
         if self.report is None and not math.isfinite(to_float(loss)):
             self._write(trainer, "loss")
 
     def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.current_run.num_microbatches > 1:  # another part of the batch may follow
+        # Another part of the batch may follow, or the share of another logical process.
+        if trainer.current_run.num_microbatches > 1 or trainer.logical is not None:
             self._window.append(RecordedStep(capture_generators()))
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:

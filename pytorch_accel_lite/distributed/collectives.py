@@ -32,9 +32,15 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, wi
         enters such a loss, including targets: filler batches, which only keep a process in step with the others, are
         then left out.
     :raises RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
-        ``SkipFailedBatchesCallback``)
+        ``SkipFailedBatchesCallback``); in the forward and backward passes of logical processes
     """
     run = self.current_run
+    if self.logical is not None and self.logical.is_computing:
+        raise RuntimeError(
+            f"gather() does not work in the forward and backward passes with logical_processes={self.logical.count}: "
+            "each process computes several of them, one after another. Call it in on_train_step_end, where it gathers "
+            "the rows of all."
+        )
     is_filler = run.batch is not None and run.batch.num_samples == 0
     if with_gradients and run.window.is_guarded and torch.is_grad_enabled():
         raise RuntimeError(

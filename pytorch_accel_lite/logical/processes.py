@@ -16,7 +16,7 @@ from pytorch_accel_lite.data.loader import Batch
 from pytorch_accel_lite.data.plan import Shares, split
 from pytorch_accel_lite.logical.losses import SharedLossTrackers
 from pytorch_accel_lite.logical.step import LogicalStep
-from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_all
+from pytorch_accel_lite.randomness import capture_generators, mix, preserving_generators, restore_generators, seed_all
 from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import check_positive_int
 
@@ -34,6 +34,7 @@ class LogicalProcesses:
 
     :param count: number of logical processes
     :ivar shares: those of this process
+    :ivar is_computing: whether the forward or backward pass of one of them is under way in training
     :ivar num_threads: number of threads that a run computes with
     :ivar outputs: batches and outputs of the latest training step, by number of the logical process
     :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
@@ -56,6 +57,7 @@ class LogicalProcesses:
         self.shares = Shares(count, range(*split(count, ranks.rank, ranks.world_size)))
         self.current = self.shares.own[0]
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
+        self.is_computing = False
         self.num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
 
     def __repr__(self) -> str:
@@ -67,6 +69,13 @@ class LogicalProcesses:
         assert batch.share is not None
         self.current = batch.share.number
         seed_all(mix(batch.share.number, after=batch.share.place))
+
+    def generators_of(self, batch: Batch | None) -> dict[str, Any]:
+        """Return the states of the generators with which the share of a logical process begins."""
+        assert batch is not None
+        with preserving_generators():
+            self.begin_share(batch)
+            return capture_generators()
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""

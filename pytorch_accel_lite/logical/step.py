@@ -15,7 +15,7 @@ from pytorch_accel_lite import attributes
 from pytorch_accel_lite.batches import BatchOutput, concatenate_if_possible
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.plan import split
-from pytorch_accel_lite.devices import accumulation_dtype
+from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.gradients import Count, GradientWindow, as_weight
 from pytorch_accel_lite.logical.gradients import GradientSum
@@ -118,19 +118,27 @@ class LogicalStep:
         shares, outputs = zip(*logical.outputs.values(), strict=True)
         data = shares[0].data if len(shares) == 1 else concatenate_if_possible([share.data for share in shares])
         run.batch = batch._replace(data=data)
-        return merge_outputs(outputs)
+        output = merge_outputs(outputs)
+        if batch.num_samples:  # the loss of each share may be the one that is not finite
+            value = output["loss"]
+            run.loss_trackers["loss"].loss_value = to_float(value) if value.is_cpu else value
+        return output
 
     def _compute(self, trainer: Trainer, run: Run, share: Batch) -> BatchOutput:
         """Run the forward and backward pass of a share, and take its gradients; a filler has none."""
         window = self._window
         window.number = self._logical.current
-        output = forward(trainer, share)
-        if share.num_samples:
-            run.loss_trackers.add(output)
-            backward(trainer, run, share, output, *share.samples(output))
-            window.sums.take(window.number)
-        else:
-            window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+        self._logical.is_computing = True
+        try:
+            output = forward(trainer, share)
+            if share.num_samples:
+                run.loss_trackers.add(output)
+                backward(trainer, run, share, output, *share.samples(output))
+                window.sums.take(window.number)
+            else:
+                window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+        finally:
+            self._logical.is_computing = False
         detached: BatchOutput = recursively_apply(torch.Tensor.detach, output)
         return detached
 

@@ -71,6 +71,11 @@ def trial(
             f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
             "trainer without that method."
         )
+    if trainer.logical is not None and name != "find_lr":
+        raise ValueError(
+            f"{name}() does not work with logical_processes={trainer.logical.count}. Use a trainer without them: the "
+            "step of one logical process is that of a trainer on one process."
+        )
     check_training(trainer.optimizer, trainer.accelerator, request, None)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
     run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)

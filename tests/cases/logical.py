@@ -197,9 +197,12 @@ def metrics() -> dict[str, Any]:
         model, callbacks=[callback, only, noise], seed=4, logical_processes=7, accelerator=accelerator
     )
     data = regression_data(45, dtype=FLOATS)
+    rates = trainer.find_lr(data, per_device_batch_size=2, num_steps=10)
     trainer.train(data, 2, data, per_device_batch_size=2)
     evaluated = trainer.evaluate(data, per_device_batch_size=3)
-    found = result_of(trainer, evaluated=evaluated, seen=noise.seen, predicted=trainer.predict(data, 4))
+    found = result_of(
+        trainer, rates=rates.losses, evaluated=evaluated, seen=noise.seen, predicted=trainer.predict(data, 4)
+    )
     AcceleratorState._reset_state(reset_partial_state=world_size() == 1)
     return found
 
