@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
-from pytorch_accel_lite.callbacks import NaNReportCallback, SkipFailedBatchesCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks import NaNReportCallback, TerminateOnNaNCallback
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.data.plan import split
@@ -95,6 +95,14 @@ def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
 def test_any_number_of_processes_gives_the_same_bits(ranks, case):
     for result in ranks(case):
         assert differences(alone(case), result) == []
+
+
+def test_a_step_is_skipped_as_a_whole_if_a_share_of_it_fails():
+    found = alone(logical.skipping)
+    assert {failure["error"] for failure in found["failures"]} >= {"OSError: sample 5 cannot be read"}
+    assert len(found["failures"]) == 6
+    assert all(failure["rank"] < 6 for failure in found["failures"])
+    assert found["progress"]["samples"] == 2 * 60
 
 
 def test_they_train_as_one_process_does_with_the_whole_batch():
@@ -305,7 +313,6 @@ class Recomputes(Trainer):
 REFUSED = {
     "an overridden train_step": {"trainer_class": OwnStep},
     "recompute_gradients": {"trainer_class": Recomputes},
-    "SkipFailedBatchesCallback": {"callbacks": [SkipFailedBatchesCallback()]},
     r"sparse gradients \(nn.Embedding\(sparse=True\)\)": {"model": nn.Embedding(4, 1, sparse=True)},
     "SyncBatchNorm": {"model": nn.Sequential(nn.Linear(4, 1), nn.SyncBatchNorm(1))},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.tracking import LossTrackers
@@ -30,6 +31,15 @@ class SharedLossTrackers(LossTrackers):
         """Add a value of a share under its own name."""
         super().log(name, value, weight)
         self.by_number[self._logical.current].log(name, value, weight)
+
+    def capture_logged(self) -> list[dict[str, Any]]:
+        """Return copies of the sums of logged values, which a failing step may have changed."""
+        return copy.deepcopy([self.state_dict(), *(trackers.state_dict() for trackers in self.by_number.values())])
+
+    def restore_logged(self, captured: list[dict[str, Any]]) -> None:
+        """Restore what :meth:`capture_logged` returned, discarding values logged since."""
+        for trackers, sums in zip([self, *self.by_number.values()], captured, strict=True):
+            trackers.load_state_dict(sums)
 
     def own_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of each logical process of this rank."""

@@ -154,7 +154,6 @@ def _check(trainer: Trainer, run: Run, count: int) -> None:
         "auto_microbatch=True: choose more logical processes and a smaller per_device_batch_size instead": (
             run.request.auto_microbatch
         ),
-        "SkipFailedBatchesCallback": run.request.skips_failed_batches,
         "SyncBatchNorm, which mixes the batches of real processes": any(
             isinstance(module, nn.SyncBatchNorm) for module in modules
         ),

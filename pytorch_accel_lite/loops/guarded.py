@@ -31,7 +31,7 @@ _DONE, _OUT_OF_MEMORY, _FAILED = range(3)
 class BatchFailure(NamedTuple):
     """A process's report on a batch that failed.
 
-    :param rank: the rank of the process
+    :param rank: the rank of the process, or the number of the logical process
     :param indices: indices of the samples in the dataset, or ``None`` if unknown
     :param error: type and text of the error
     """

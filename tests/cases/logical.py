@@ -23,6 +23,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsCallback,
     ModelEmaCallback,
     SaveTrainingStateCallback,
+    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
 from tests.cases.common import world_size
@@ -207,7 +208,36 @@ def metrics() -> dict[str, Any]:
     return found
 
 
-ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics]
+class Fragile(Logs):
+    """Fails for two samples, after it has logged a value."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch[:2])
+        if {17, 30} & set(batch[2].tolist()):
+            raise ArithmeticError(f"samples {batch[2].tolist()} are bad")
+        return output
+
+
+class Torn(Noisy):
+    """A sample cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError(f"sample {index} cannot be read")
+        return *super().__getitem__(index), index
+
+
+def skipping() -> dict[str, Any]:
+    model = convolution()
+    skips = SkipFailedBatchesCallback()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = Fragile(model, nn.CrossEntropyLoss(), optimizer, [skips], seed=3, logical_processes=6)
+    options = {"num_workers": 0}
+    trainer.train(Torn(60), 2, None, 2, gradient_accumulation_steps=2, train_dataloader_kwargs=options)
+    return result_of(trainer, failures=skips.failures)
+
+
+ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, skipping]
 
 
 def too_few() -> str:
