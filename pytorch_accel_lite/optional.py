@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.checkpoint import saving as saving
     from pytorch_accel_lite.distributed import collectives as collectives
     from pytorch_accel_lite.distributed import rewrapping as rewrapping
+    from pytorch_accel_lite.logical import LogicalProcesses
     from pytorch_accel_lite.loops import inference as inference
     from pytorch_accel_lite.loops import prediction as prediction
     from pytorch_accel_lite.loops import resuming as resuming
@@ -55,6 +56,15 @@ def method_adapters(model: nn.Module, loss_func: Any, methods: Any) -> dict[str,
     from pytorch_accel_lite.schemes.model_methods import adapters_of
 
     return adapters_of(model, loss_func, methods)
+
+
+def create_logical_processes(trainer: Trainer, count: int | None) -> LogicalProcesses | None:
+    """Return the logical processes of a trainer, if it has a number of them."""
+    if count is None:
+        return None
+    from pytorch_accel_lite.logical import LogicalProcesses
+
+    return LogicalProcesses(trainer, count)
 
 
 def create_scheduler(trainer: Trainer, create: SchedulerFactory) -> Any:

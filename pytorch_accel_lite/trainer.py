@@ -43,7 +43,6 @@ from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, is_overridden
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pytorch_accel_lite.logical import LogicalProcesses
     from pytorch_accel_lite.placeholders import PlaceholderError as PlaceholderError
     from pytorch_accel_lite.placeholders import TrainerPlaceholderValues as TrainerPlaceholderValues
     from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values as replace_trainer_placeholder_values
@@ -183,9 +182,7 @@ class Trainer:
         self.open_runs: list[Run] = []
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data_seed = self.seed
-        self.logical: LogicalProcesses | None = None
-        if logical_processes is not None:  # imported when needed
-            self.logical = import_module("pytorch_accel_lite.logical").LogicalProcesses(self, logical_processes)
+        self.logical = optional.create_logical_processes(self, logical_processes)
         self.__adapters = dict.fromkeys(("train", "eval", "predict"), BatchAdapter(model))  # a name only we can have
         self.__adapters |= optional.method_adapters(model, loss_func, model_methods)
         self._latest_eval_dataset: Any = None

@@ -185,7 +185,7 @@ def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
     return merged
 
 
-def _shares(outputs: list[BatchOutput], counted: str) -> list[Any]:
+def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Any]:
     total = sum(output[counted] for output in outputs)
     return [output[counted] / total for output in outputs]
 
