@@ -15,7 +15,7 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
     """Return what computes the run of a trainer, in JSON types."""
     device = trainer.device
     is_cuda = device.type == "cuda"
-    threads = torch.get_num_threads() if trainer.logical is None else trainer.logical.num_threads
+    threads = torch.get_num_threads() if trainer.logical is None else 1
     on_cpu = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
     on_cuda = {"CUDA": torch.version.cuda, "cuDNN": _cudnn_version()} if is_cuda else {}
     return {

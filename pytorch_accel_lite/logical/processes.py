@@ -35,7 +35,6 @@ class LogicalProcesses:
     :param count: number of logical processes
     :ivar shares: those of this process
     :ivar is_computing: whether the forward or backward pass of one of them is under way in training
-    :ivar num_threads: number of threads that a run computes with
     :ivar outputs: batches and outputs of the latest training step, by number of the logical process
     :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
     """
@@ -58,7 +57,6 @@ class LogicalProcesses:
         self.current = self.shares.own[0]
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
         self.is_computing = False
-        self.num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
 
     def __repr__(self) -> str:
         own = self.shares.own
@@ -109,13 +107,12 @@ class LogicalProcesses:
 
     @contextmanager
     def computing_alike(self, trainer: Trainer) -> Iterator[None]:
-        """Compute the same bits everywhere in a block: with the same number of threads, and deterministic kernels.
+        """Compute the same bits everywhere in a block: with one thread on the CPU, and deterministic kernels on a GPU.
 
-        The number of threads is one, as launchers set it, unless the environment variable ``OMP_NUM_THREADS`` says
-        otherwise.
+        Sums of several threads have other last bits, and what launchers set depends on the number of processes.
         """
         threads = torch.get_num_threads()
-        torch.set_num_threads(self.num_threads)
+        torch.set_num_threads(1)
         try:
             with nullcontext() if trainer.device.type == "cpu" else _deterministic():
                 yield
