@@ -3,8 +3,9 @@
 torchrun --standalone --nproc_per_node 2 -m benchmarks.logical [--rounds 9] [--updates 12] [--batch 16] [--quick]
 
 Each update of both takes 8 batches: as 8 logical processes, and as 4 accumulated batches on each of 2 processes (8 on
-one). They alternate in the same processes; results are medians of the ratios in a round, with the minimum and maximum, of
-wall-clock time and of CPU time, which is more reliable on a busy machine. The control compares the hand-written loop with itself.
+one). They alternate in the same processes; results are medians of the ratios in a round, with the minimum and maximum,
+of wall-clock time and of CPU time, which is more reliable on a busy machine. The control compares the hand-written loop
+with itself.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from pytorch_accel_lite import attributes
-from pytorch_accel_lite.batches import BatchOutput, concatenate_if_possible
+from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
@@ -23,6 +23,7 @@ from pytorch_accel_lite.logical.gradients import GradientSum
 from pytorch_accel_lite.logical.losses import SharedLossTrackers
 from pytorch_accel_lite.loops.guarded import BatchFailure, merge_outputs
 from pytorch_accel_lite.loops.training import backward, forward
+from pytorch_accel_lite.pieces import concatenate_if_possible
 from pytorch_accel_lite.randomness import seed_all
 
 if TYPE_CHECKING:

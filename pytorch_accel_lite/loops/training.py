@@ -113,8 +113,8 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         raise
     run.progress.step += 1
     if output is not None and hears["on_train_step_end"]:
-        batch = run.batch  # logical processes put their shares together
-        trainer.call_event("on_train_step_end", batch=batch.data, batch_output=output, step=step)
+        # Logical processes have put their shares together in the run's batch.
+        trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
     if updates:
         if hears["on_update_end"]:
             trainer.call_event("on_update_end", step=step)
