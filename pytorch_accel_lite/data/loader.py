@@ -6,28 +6,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any, ClassVar, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.data.plan import Shares
 from pytorch_accel_lite.distributed import Ranks
 
-
-class Share(NamedTuple):
-    """The share of a logical process in a step.
-
-    :param number: number of the logical process
-    :param place: the mixed seed, epoch and position of the step, from which random numbers follow
-    :param ends_step: whether it is the last of this step on this process
-    """
-
-    number: int
-    place: int
-    ends_step: bool
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data.shares import Share, Shares
 
 
 class Batch(NamedTuple):
@@ -177,7 +166,9 @@ class ShardedLoader(ABC):
         if self.options.channels_last:
             steps = (s._replace(data=recursively_apply(_to_channels_last, s.data)) for s in steps)
         if self.options.shares is not None and self.options.fill:
-            steps = _whole_steps(steps)
+            from pytorch_accel_lite.data.shares import whole_steps
+
+            steps = whole_steps(steps)
         return self._measured(steps) if measured else steps
 
     def _measured(self, steps: Iterator[Batch]) -> Iterator[Batch]:
@@ -222,21 +213,6 @@ class ShardedLoader(ABC):
         if name == "source":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.source, name)
-
-
-def _whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield a batch for each step, whose data are the batches of the shares."""
-    of_step: list[Batch] = []
-    for batch in shares:
-        of_step.append(batch)
-        assert batch.share is not None
-        if batch.share.ends_step:
-            own = sum(share.num_samples or 0 for share in of_step)
-            parts = [share.indices for share in of_step]
-            is_tensor = isinstance(batch.indices, torch.Tensor)
-            indices = torch.cat(parts) if is_tensor else list(chain.from_iterable(parts))
-            yield batch._replace(data=of_step, num_samples=own, indices=indices)
-            of_step = []
 
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:

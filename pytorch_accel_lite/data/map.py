@@ -20,10 +20,9 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader, Share
+from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import BatchReader, draw_order
 from pytorch_accel_lite.data.plan import (
-    Shares,
     WrongLengthError,
     count_global_batches,
     ends_in_one,
@@ -52,14 +51,14 @@ class _EpochShares:
     """
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
-        self._divided = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
+        self._divided = options.shares or (ranks.world_size, range(ranks.rank, ranks.rank + 1))
         self._own_batches = source.batch_size is None  # the user's batch sampler
         self._sampler: Any = source.batch_sampler if self._own_batches else source.sampler
         if type(self._sampler) not in (RandomSampler, SequentialSampler):
             from pytorch_accel_lite.data.samplers import of_all_processes  # not loaded in a plain run
 
-            self._sampler = of_all_processes(self._sampler, self._divided.total)
-        self._per_step = (source.batch_size or 1) * self._divided.total  # samples, or the user's batches
+            self._sampler = of_all_processes(self._sampler, self._divided[0])
+        self._per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
         self._drop_last = source.drop_last
         self.mixture = self._sampler if hasattr(self._sampler, "name_of_batch") else None
         if self.mixture is not None:
@@ -125,7 +124,7 @@ class _EpochShares:
             from pytorch_accel_lite.data.samplers import wrong_length
 
             raise wrong_length(self._sampler, size, len(order))
-        at_least = 1 if self._fill else self._divided.total
+        at_least = 1 if self._fill else self._divided[0]
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
         if isinstance(order, (list, range)):
             return map(list, map(order.__getitem__, starmap(slice, bounds)))
@@ -191,9 +190,9 @@ class MapLoader(ShardedLoader):
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         seed = self.options.seed
-        is_logical = self.options.shares is not None
-        place = None if seed is None else mix(seed, epoch, *(() if is_logical else (self._ranks.rank,)))
+        shares = self.options.shares
         share = None
+        place = None if seed is None else mix(seed, epoch, self._ranks.rank if shares is None else 0)
         counts = self._shares.begin(epoch, start, self._left, self._min_share)
         read = self._read_here if self._memory is None else self._read_memory
         for batch in self._read_in_workers() if self.source.num_workers else read():
@@ -203,7 +202,7 @@ class MapLoader(ShardedLoader):
                 # each step seeds them from its place.
                 here = mix(start, after=place)
                 seed_generators(here, with_torch=False)
-                share = Share(number, here, ends_step) if is_logical else None
+                share = None if shares is None else shares.share_at(number, here, ends_step)
                 start += total if ends_step else 0
             yield Batch(batch, own, total, is_last, indices, name, share)
 

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
-
-
-class Shares(NamedTuple):
-    """The shares of each step that this process reads.
-
-    :param total: number of shares that a step is divided into
-    :param own: numbers of those that this process reads
-    """
-
-    total: int
-    own: range
 
 
 def split(size: int, rank: int, world_size: int, at_least: int = 1) -> tuple[int, int]:

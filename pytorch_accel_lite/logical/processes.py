@@ -13,7 +13,8 @@ from torch import nn
 
 from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.data.loader import Batch
-from pytorch_accel_lite.data.plan import Shares, split
+from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.logical.losses import SharedLossTrackers
 from pytorch_accel_lite.logical.step import LogicalStep
 from pytorch_accel_lite.randomness import capture_generators, mix, preserving_generators, restore_generators, seed_all
