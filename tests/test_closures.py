@@ -114,7 +114,7 @@ def state_after_one_pass() -> torch.Tensor:
 def test_windows_are_weighed_and_clipped_as_the_first_time(scheme, clip):
     make = SCHEMES[scheme][2]
     trainer = trained(scheme, make, gradient_accumulation_steps=2, gradient_clip_norm=clip)
-    assert largest_difference(weights(trainer.model), weights(by_hand(scheme, make, 2, clip))) < 1e-12
+    assert largest_difference(weights(trainer.model), weights(by_hand(scheme, make, 2, clip))) < 1e-9
 
 
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):

@@ -78,7 +78,7 @@ def test_a_scheme_gives_the_results_that_its_page_shows(page, tmp_path, monkeypa
     for line in shown:
         # Other processors round differently, and training amplifies that.
         [found] = [numbers_in(other) for other in printed if NUMBER.sub("#", other) == NUMBER.sub("#", line)]
-        assert found == pytest.approx(numbers_in(line), rel=0.1, abs=0.05), line
+        assert found == pytest.approx(numbers_in(line), rel=0.25, abs=0.05), line
     assert {picture.name for picture in tmp_path.glob("*.png")} == set(pictures_in(page))
 
 

@@ -95,7 +95,10 @@ def in_groups(model: nn.Module) -> list[set[str]]:
 @pytest.mark.parametrize("make", GROUPS, ids=lambda make: make.__name__)
 def test_the_groups_are_embeddings_blocks_and_head(make):
     model = make()
-    assert modules(model) == GROUPS[make]
+    expected = GROUPS[make]
+    if make is t5 and model.shared is model.encoder.embed_tokens:  # in transformers 4, they are one module
+        expected = ["shared", *expected[1:]]
+    assert modules(model) == expected
     found = in_groups(model)
     assert sorted(name for group in found for name in group) == sorted(name for name, _ in model.named_parameters())
     for wrapped, prefix in ((nn.Sequential(model), "0."), (torch.compile(model), "_orig_mod.")):

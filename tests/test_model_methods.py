@@ -16,6 +16,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback
 from tests import cases
 from tests.cases.model_methods import METHODS, Named, Net, make_trainer, train
+from tests.launching import CAN_SHARD
 from tests.tasks import equal, largest_difference, listener
 
 
@@ -64,6 +65,7 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
             assert found["history"][name] == pytest.approx(values), name
 
 
+@CAN_SHARD
 def test_sharded_weights_are_gathered_for_them(two_ranks):
     expected = train(make_trainer()).run_history["train_loss_epoch"]
     for found in two_ranks(cases.model_methods.sharded):

@@ -518,6 +518,7 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
     assert done.returncode != 0
     assert "sample 7 cannot be read" in done.stderr
     assert "in __getitem__" in done.stderr
+    assert "Root Cause" in done.stderr, done.stderr
     summary = done.stderr.split("Root Cause")[1]
     assert "sample 7 cannot be read" in summary
     assert "in __getitem__" in summary

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sphinx
 
 from tests.launching import ROOT, launch
 
@@ -93,4 +94,6 @@ def test_no_line_of_code_and_no_table_is_wider_than_its_column(seen):
 
 @pytest.mark.parametrize("words", SEARCHES)
 def test_the_search_finds_the_right_page_first(seen, words):
+    if sphinx.version_info < (8,):
+        pytest.skip("older versions of Sphinx rank the pages differently")
     assert seen["first"][words].split("#")[0] == f"{SEARCHES[words]}.html"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ BATCHES = 9  # in an epoch of 26 samples
 def require(kind: str) -> None:
     if kind != "shelf":
         pytest.importorskip("datasets")
+    if kind not in ("shelf", "shuffled", "plain workers") and int(version("datasets").partition(".")[0]) < 5:
+        pytest.skip("datasets before 5.0 skips samples when it returns to a position, so it is read again")
     if kind in ("loader", "workers"):
         pytest.importorskip("torchdata.stateful_dataloader")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,7 @@ def can_track(batches: Any) -> bool:
 
 def can_return(stream: Any) -> bool:
     """Whether a stream reports its position, and gives the same samples when it returns there."""
-    return _is_stateful(stream) and not _has_shuffle_buffer(stream)
+    return _is_stateful(stream) and not _has_shuffle_buffer(stream) and not _skips_samples(stream)
 
 
 def _is_stateful(source: Any) -> bool:
@@ -49,6 +50,8 @@ class PositionTracker:
                 "the samples in its shuffle buffer are not part of its state_dict. To shuffle without a buffer, use "
                 "pytorch_accel_lite.data.ShuffledStream"
             )
+        elif _skips_samples(dataset):
+            self.obstacle = "before version 5.0, datasets skips samples when it returns to a position"
         elif self._source is not batches and batches.num_workers:
             self.obstacle = "a DataLoader does not report the states of its workers, but torchdata's StatefulDataLoader"
         self.position: Any = None
@@ -82,6 +85,13 @@ class PositionTracker:
         """Move the position past the next batches, which are about to be used."""
         for _ in range(num_batches):
             self.position = self._ahead.popleft()
+
+
+def _skips_samples(dataset: Any) -> bool:
+    """Whether a stream, or one inside it, is of a version of Hugging Face datasets that returns to the next shard."""
+    if not any(type(stream).__module__.partition(".")[0] == "datasets" for stream in streams_in(dataset, [])):
+        return False
+    return int(version("datasets").partition(".")[0]) < 5
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:

@@ -84,7 +84,7 @@ def _draw_matrix(counts: np.ndarray[Any, Any], names: Sequence[str], title: str)
 
 def _add_scale(figure: Figure, picture: Any, box: tuple[float, float, float, float]) -> None:
     """Add a colour bar to a matrix."""
-    bar = figure.colorbar(picture, cax=figure.add_axes(box), ticks=(0, 0.05, 0.25, 0.5, 1), format="{x:.0%}")
+    bar = figure.colorbar(picture, cax=figure.add_axes(box), ticks=(0, 0.05, 0.25, 0.5, 1), format="%.2f")
     bar.outline.set_visible(False)
     bar.set_label("share of the true class", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7, color=INK, labelcolor=INK)
