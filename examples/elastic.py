@@ -108,6 +108,7 @@ def launch(processes: int, folder: Path, epochs: int, kill_after: int | None) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--processes", type=int, nargs="+", default=[4, 1, 2])
     parser.add_argument("--train", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     epochs = arguments.epochs
@@ -116,10 +117,11 @@ def main() -> None:
         return
     results = []
     total = 29 * epochs  # updates
-    plans = [[(1, None)], [(4, total // 3), (1, 2 * total // 3), (2, None)]]
-    for plan in plans:
+    for plan in ([1], arguments.processes):
         with tempfile.TemporaryDirectory() as folder:
-            for processes, kill_after in plan:
+            for number, processes in enumerate(plan, 1):
+                is_last = number == len(plan)
+                kill_after = None if is_last else number * total // len(plan)
                 output = launch(processes, Path(folder), epochs, kill_after)
             found = re.search(r"loss .*, hash \w+", output)
             assert found is not None, output
