@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.utils import did_you_mean, is_ours
+from pytorch_accel_lite.utils import did_you_mean, is_ours, is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -31,6 +31,7 @@ class ExpectedMetrics:
     :ivar evaluators: the callbacks that record metrics in evaluations
     :ivar watched: the metrics that callbacks watch, in the order of the callbacks
     :ivar losses: the losses of the evaluations, if they have any
+    :ivar may_lack_loss: whether the loss of evaluations is watched, but may not exist, which only trying one can tell
     :ivar within_epochs: whether a callback evaluates within epochs, too
     """
 
@@ -40,6 +41,7 @@ class ExpectedMetrics:
     watched: list[WatchedMetric] = field(default_factory=list)
     within_epochs: bool = False
     losses: set[str] = field(default_factory=set)
+    may_lack_loss: bool = False
     # By the parts of a name: metrics of evaluations have two, with the name of the dataset in between.
     _known: dict[tuple[str, ...], bool | None] = field(default_factory=dict)
     _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
@@ -104,6 +106,8 @@ class ExpectedMetrics:
         prefix = trainer.run_history.metric_name_prefix
         possible = {f"{prefix}{of.join(parts)}": known[parts] for parts in known for of in datasets or [""]}
         self.losses = {f"{prefix}{of}eval_loss_epoch" for of in datasets}
+        has_own_loss = trainer.loss_func is None and is_overridden(trainer, "calculate_eval_batch_loss")
+        self.may_lack_loss = has_own_loss and any(name in self.losses for _, name in self._required)
         in_epochs = {f"{prefix}{parts[0]}" for parts in known if len(parts) == 1}
         self.directions = {name: possible[name] for name in possible if datasets or name in in_epochs}
         self.evaluated = {name: better for name, better in self.directions.items() if name not in in_epochs}
@@ -114,9 +118,10 @@ class ExpectedMetrics:
                 if watched is where:
                     watched.settle(possible.get(name))
 
-    def check_evaluated(self, recorded: Iterable[str], prefix: str) -> None:
+    def check_evaluated(self, recorded: Iterable[str], prefix: str, losses_only: bool) -> None:
         """Check that an evaluation has recorded the watched metrics expected from it.
 
+        :param losses_only: whether it was made without callbacks
         :raises ValueError: if a watched metric is missing and not recorded elsewhere
         """
         recorded = list(recorded)
@@ -127,7 +132,7 @@ class ExpectedMetrics:
                     f"({', '.join(recorded) or 'nothing yet'}), or return a loss in calculate_eval_batch_loss()."
                 )
             is_elsewhere = name in self.directions or "intermediate_" in name or name.startswith(f"{prefix}train_")
-            if name not in recorded and not is_elsewhere:
+            if name not in recorded and not is_elsewhere and not losses_only:
                 raise ValueError(
                     f"{where}: the evaluation before training did not record it.{did_you_mean(name, recorded)} "
                     f"It recorded: {', '.join(recorded)}. If one of your callbacks records it elsewhere, declare it "

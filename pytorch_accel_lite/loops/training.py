@@ -29,7 +29,7 @@ def train(trainer: Trainer, run: Run) -> None:
         trainer.call_event("on_training_run_start")
         _describe_states(trainer, run)
         over = _is_over(trainer, run)
-        if run.request.sanity_eval_batches and not over:
+        if (run.request.sanity_eval_batches or run.request.metrics.may_lack_loss) and not over:
             from pytorch_accel_lite.loops.sanity import sanity_evaluation
 
             sanity_evaluation(trainer, run)
