@@ -24,7 +24,7 @@ BATCHES = 9  # in an epoch of 26 samples
 def require(kind: str) -> None:
     if kind != "shelf":
         pytest.importorskip("datasets")
-    if kind not in ("shelf", "shuffled", "plain workers") and int(version("datasets").partition(".")[0]) < 5:
+    if kind not in ("shelf", "shuffled") and int(version("datasets").partition(".")[0]) < 5:
         pytest.skip("datasets before 5.0 skips samples when it returns to a position, so it is read again")
     if kind in ("loader", "workers"):
         pytest.importorskip("torchdata.stateful_dataloader")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class Node(NamedTuple, Generic[T]):
+@dataclass(frozen=True, slots=True)
+class Node(Generic[T]):
     """The sum of ``2 ** level`` terms.
 
     :param start: number of its first term
