@@ -17,7 +17,7 @@ from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, sma
 
 class Slow(Rows):
     def __getitem__(self, index):
-        time.sleep(0.002)
+        time.sleep(0.004)
         return super().__getitem__(index)
 
 
@@ -27,7 +27,7 @@ def test_slow_data_are_found(capsys):
     )
     assert found.steps == 6
     assert found.samples == 8
-    assert found.waiting > 0.5
+    assert found.waiting > 0.3
     assert found.data > found.forward
     assert "The model waits for data" in found.advice[0]
     assert f"'num_workers': {min(len(os.sched_getaffinity(0)), 8)}" in found.advice[0]
