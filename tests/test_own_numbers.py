@@ -205,13 +205,18 @@ def test_without_a_loss_func_what_watches_the_loss_of_evaluations_is_told_before
         train(trainer, epochs=3, eval_dataset=True)
     assert trainer.progress.update == 0
     assert Steps.evaluated == 1
-    watching = [EarlyStoppingCallback(early_stopping_patience=9)]
+    updates = []
+    watching = [
+        EarlyStoppingCallback(early_stopping_patience=9),
+        listener(on_eval_epoch_start=lambda trainer, **kwargs: updates.append(trainer.progress.update)),
+    ]
     for callbacks, tried in (([], 0), (watching, 1)):
         WithLoss.evaluated = 0
         trainer = make_trainer(callbacks, trainer_class=WithLoss, loss_func=None)
         train(trainer, epochs=2, eval_dataset=True)
         assert WithLoss.evaluated == 2 * 3 + tried
         assert trainer.run_history["eval_loss_epoch"] == [1.0, 1.0]
+    assert updates == [3, 6]  # callbacks hear nothing of the trial
 
 
 def test_a_forgotten_loss_is_an_error_that_says_how_to_have_none():

@@ -19,9 +19,9 @@ from pytorch_accel_lite.utils import check_positive_int, check_range, did_you_me
 class Mixture(ConcatDataset[Any]):
     """Several map datasets to train on, by name, each with a share of the samples in every part of an epoch.
 
-    Each dataset is read in passes, shuffled anew for each: no sample is repeated before the pass is complete, and an
-    epoch continues where the previous one ended. Evaluation and prediction read every sample of all datasets once, in
-    order.
+    Each dataset is read in passes, each in a new random order: no sample is repeated before the pass is complete, and
+    an epoch continues where the previous one ended. Evaluation and prediction read every sample of all datasets once,
+    in order.
 
     :param datasets: the datasets by name
     :param weights: the shares of the samples that come from each dataset, relative to each other; by default their

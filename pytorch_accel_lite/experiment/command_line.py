@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, command=name, describe=command.format_help)
         if file:
             command.add_argument("file", nargs="?", metavar="FILE", help="the experiment, in YAML")
-            command.add_argument("--processes", type=int, metavar="N", help="start so many processes on this machine")
+            command.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine")
             command.add_argument("--devices", metavar="idle|0,2", help="on these GPUs, one for each process")
             command.add_argument(
                 "--restarts", type=int, default=0, metavar="N", help="after failures; add --resume latest"
