@@ -132,6 +132,8 @@ class _Passes:
         if sample is _END and (repeat or not self._given):
             again = ", or cannot be read more than once: pass repeat=False" if self._given else ""
             raise ValueError(f"The stream {self.name!r} is empty{again}.")
+        if sample is _END:
+            return _END
         self._given += 1
         self._given_in_pass += 1
         return sample

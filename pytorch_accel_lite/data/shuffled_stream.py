@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -58,7 +59,7 @@ class ShuffledStream(IterableDataset[Any]):
             if len(block) < self.block_size:
                 return
             number, given = number + 1, 0
-            state = self.stream.state_dict() if returns else None
+            state = copy.deepcopy(self.stream.state_dict()) if returns else None
 
     def _open(self, state: Any, blocks: int) -> Iterator[Any]:
         """Begin to read the stream from a state or, without one, after a number of blocks."""

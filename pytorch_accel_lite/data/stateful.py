@@ -42,7 +42,7 @@ class PositionTracker:
     def __init__(self, batches: Any) -> None:
         dataset = getattr(batches, "dataset", None)
         self._source: Any = batches if _is_stateful(batches) else dataset
-        self._read = id(batches if dataset is None else dataset)
+        self._read = [id(read) for read in (batches if dataset is None else dataset, *streams_in(dataset, []))]
         self.name = type(self._source).__name__
         self.obstacle = ""
         if not getattr(dataset, "has_complete_state", False) and _has_shuffle_buffer(dataset):
@@ -61,7 +61,7 @@ class PositionTracker:
         """Begin to read. Another loader that is still reading the same object no longer knows its position."""
         self.position = None
         self._ahead.clear()
-        _latest[self._read] = self
+        _latest.update(dict.fromkeys(self._read, self))
 
     def reopen(self, position: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return to a position and call ``start``, which begins to read."""
@@ -77,7 +77,7 @@ class PositionTracker:
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, keeping the state of the source after each."""
         for batch in batches:
-            is_known = not self.obstacle and _latest.get(self._read) is self
+            is_known = not self.obstacle and all(_latest.get(read) is self for read in self._read)
             self._ahead.append(copy.deepcopy(self._source.state_dict()) if is_known else None)
             yield batch
 

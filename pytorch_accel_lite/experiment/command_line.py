@@ -70,7 +70,9 @@ def _check_order(options: argparse.Namespace, given: Sequence[str], rest: list[s
 def _starts_processes(options: argparse.Namespace) -> bool:
     asked = [getattr(options, name, None) for name in ("processes", "devices")]
     return (
-        any(value is not None for value in asked) and not options.help and not getattr(options, "print_config", False)
+        (any(value is not None for value in asked) or getattr(options, "restarts", 0))
+        and not options.help
+        and not getattr(options, "print_config", False)
     )
 
 
@@ -205,7 +207,11 @@ def _predict(options: argparse.Namespace, rest: list[str]) -> None:
 
     trainer, weights, dataset, arguments = _load(experiment, options, "test")
     directory = experiment.output_dir / "predictions" / _source(experiment, options, "test")
-    trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory))
+    trainer.callback_handler.add_callback(
+        predictions_of(
+            trainer, weights, directory, model=experiment.config.get("model"), data=experiment.config["data"]
+        )
+    )
     for _ in trainer.predict_iter(dataset, **arguments):
         pass
     trainer.print(f"The predictions are in {directory}: read_predictions({os.fspath(directory)!r}) returns them")

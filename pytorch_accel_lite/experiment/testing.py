@@ -66,6 +66,9 @@ def run_tests(
     for attributes in settings.values():
         for attribute in attributes:
             attrgetter(attribute)(trainer)
+    names = [_folder_name(name) for name in checkpoints]
+    if len(set(names)) < len(names):
+        raise ValueError(f"checkpoints={[*checkpoints]} would share folders: {names}. Test them with a save_dir each.")
     found = {_folder_name(name): find_weights(trainer, name, Path(save_dir)) for name in checkpoints}
     reading = {
         "per_device_batch_size": per_device_batch_size,
@@ -79,7 +82,7 @@ def run_tests(
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
                 folder = Path(save_dir) / checkpoint / setting / name
                 with _attributes(trainer, attributes):
-                    metrics = _test(trainer, path, dataset, folder, worst, predictions, reading)
+                    metrics = _test(trainer, path, dataset, folder, worst, predictions, reading, dict(attributes))
                 rows.append(row | metrics)
     trainer.ranks.run_together(lambda: _write_tables(rows, Path(save_dir)), only_first=True)
     return rows
@@ -110,17 +113,24 @@ def _attributes(trainer: Trainer, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _test(
-    trainer: Trainer, weights: Path, dataset: Any, folder: Path, worst: int, predictions: bool, reading: dict[str, Any]
+    trainer: Trainer,
+    weights: Path,
+    dataset: Any,
+    folder: Path,
+    worst: int,
+    predictions: bool,
+    reading: dict[str, Any],
+    attributes: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the metrics of one combination, from its folder if it is finished."""
-    source = source_of(weights)
+    source = source_of(weights, inference=attributes, worst=worst, predictions=predictions)
     known = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
     if known is not None:
         trainer.print(f"{folder} is finished: skipped")
         return known
     load_weights(trainer, weights)
     if predictions:
-        with _callback(trainer, predictions_of(trainer, weights, folder / "predictions")):
+        with _callback(trainer, predictions_of(trainer, weights, folder / "predictions", inference=attributes)):
             for _ in trainer.predict_iter(dataset, **reading):
                 pass
     collector = WorstSamplesCallback(worst) if worst else None

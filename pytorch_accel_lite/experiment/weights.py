@@ -123,15 +123,16 @@ def load_weights(trainer: Trainer, path: Path) -> None:
         trainer.load_checkpoint(path, load_optimizer=False, load_scheduler=False)
 
 
-def source_of(weights: Path) -> dict[str, Any]:
+def source_of(weights: Path, **settings: Any) -> dict[str, Any]:
     """Return what identifies the weights from which results come: their path, and when they were written."""
     changed = max(file.stat().st_mtime_ns for file in [weights, *weights.glob("*")])
-    return {"weights": os.fspath(weights), "changed": changed}
+    source = {"weights": os.fspath(weights), "changed": changed, **settings}
+    return json.loads(json.dumps(source, default=repr))  # type: ignore[no-any-return]
 
 
-def predictions_of(trainer: Trainer, weights: Path, directory: Path) -> PredictionWriterCallback:
+def predictions_of(trainer: Trainer, weights: Path, directory: Path, **settings: Any) -> PredictionWriterCallback:
     """Return a callback that writes predictions to a directory, and resumes them if they are of the same weights."""
-    source = json.dumps(source_of(weights))
+    source = json.dumps(source_of(weights, **settings))
     about = directory / "weights.json"
 
     def replace() -> bool:

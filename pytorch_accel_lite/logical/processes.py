@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.data.loader import Batch
 from pytorch_accel_lite.data.plan import split
@@ -142,7 +143,8 @@ def _deterministic() -> Iterator[None]:
 
 def _check(trainer: Trainer, run: Run, count: int) -> None:
     """Raise an error for what does not work with logical processes."""
-    modules = list(trainer.model.modules())
+    wholes = [trainer.model, *attributes.modules(trainer).values()]
+    modules = [module for whole in wholes for module in whole.modules()]
     sparse = (nn.Embedding, nn.EmbeddingBag)
     reasons = {
         "a sharded model": trainer.is_sharded,

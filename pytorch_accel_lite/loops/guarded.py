@@ -187,6 +187,9 @@ def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
 
 def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Any]:
     total = sum(output[counted] for output in outputs)
+    total = (
+        torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
+    )  # no items: shares of 0
     return [output[counted] / total for output in outputs]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -74,8 +75,8 @@ class WindowReplay:
 def _leaving_no_trace(trainer: Trainer, run: Run) -> Iterator[None]:
     """Restore what going forward and backward changes besides gradients: each batch has been counted already."""
     modules = [trainer.get_model(), *attributes.modules(trainer).values()]
-    buffers = list(dict.fromkeys(chain.from_iterable(module.buffers() for module in modules)))
-    before = [buffer.clone() for buffer in buffers]
+    owners = dict.fromkeys(chain.from_iterable(module.modules() for module in modules))
+    before = [(o, name, buffer, buffer.clone()) for o in owners for name, buffer in o.named_buffers(recurse=False)]
     counts = {
         "batch": run.batch,
         "loss_trackers": LossTrackers(),
@@ -87,8 +88,8 @@ def _leaving_no_trace(trainer: Trainer, run: Run) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+            for owner, name, buffer, value in before:
+                setattr(owner, name, buffer.copy_(value))  # another may be in its place
 
 
 def recompute_gradients(self: Trainer) -> torch.Tensor:
@@ -143,7 +144,8 @@ def begin_replay(trainer: Trainer, run: Run) -> None:
 def _uses_recompute_gradients(kind: type) -> bool:
     """Whether the user's own methods name it: only then are batches and generator states kept, which costs time."""
     own = [value for base in kind.__mro__ if not is_ours(base) for value in vars(base).values()]
-    codes = [getattr(getattr(value, "__func__", value), "__code__", None) for value in own]
+    methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in own]  # may be decorated
+    codes = [getattr(method, "__code__", None) for method in methods]
     return any(recompute_gradients.__name__ in _names_in(code) for code in codes if code is not None)
 
 
