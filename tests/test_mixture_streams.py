@@ -63,6 +63,12 @@ def test_shuffle_buffers_in_a_mixture_are_filled_again(tmp_path):
     assert equal(resumed["weights"], whole["weights"])
 
 
+def test_a_stream_under_two_names_is_an_error():
+    stream = Shelf(range(3))
+    with pytest.raises(ValueError, match="only one position"):
+        MixtureStream({"a": stream, "b": stream})
+
+
 @pytest.mark.processes
 def test_a_mixture_of_streams_goes_on_with_any_number_of_processes(two_ranks, tmp_path):
     whole = train_on("mixture", tmp_path, batch_size=6)

@@ -46,6 +46,8 @@ class MixtureStream(IterableDataset[Any]):
                 )
         self.names = list(streams)
         self.streams = list(streams.values())
+        if len(set(map(id, self.streams))) < len(self.streams):
+            raise ValueError("A stream has several names here, but only one position. Create one for each name.")
         self.weights = check_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
         self.repeat = repeat
         self._epoch = 1
