@@ -90,6 +90,7 @@ TRIALS = {
     "notebook": "from tqdm.notebook import tqdm\ntqdm(total=1, display=False).update()",
     "cli": 'import pytorch_accel_lite.experiment as e\ne.Experiment.from_file(None, {"model": "torch.nn.ReLU"})',
     "optuna": "from pytorch_accel_lite.experiment import OptunaPruningCallback\nOptunaPruningCallback(None)",
+    "s3": 'from s3fs import S3FileSystem\nfrom pytorch_accel_lite.checkpoint.remote import RemoteFolder\nRemoteFolder("s3://a")',
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.

@@ -6,14 +6,15 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.files import StrPath, place
 from pytorch_accel_lite.checkpoint.frozen import model_fingerprints
+from pytorch_accel_lite.checkpoint.places import open_store
 from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
-from pytorch_accel_lite.checkpoint.store import StateStore
-from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
+from pytorch_accel_lite.checkpoint.store import state_name
+from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number, wrapped
@@ -47,7 +48,9 @@ class SaveTrainingStateCallback(TrainerCallback):
     end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`. All processes of a job take part. The data order
     is seeded even if the trainer has no seed.
 
-    :param save_dir: directory for states named like ``update-000000123``; other files in it are left alone
+    :param save_dir: directory for states named like ``update-000000123``; other files in it are left alone. Or the URL
+        of a folder in a store that fsspec knows, such as ``"s3://bucket/run"``: then the machines of a job need no
+        shared disk.
     :param save_every_n_epochs: save every n epochs
     :param save_every_n_steps: save every n optimizer updates
     :param save_every_n_minutes: save when this many minutes have passed since the last state
@@ -88,7 +91,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 check_positive_int(name, value)
         if save_every_n_minutes is not None:
             check_positive_number("save_every_n_minutes", save_every_n_minutes)
-        self.save_dir = Path(save_dir)
+        self.save_dir = place(save_dir)
         self.save_every_n_epochs = save_every_n_epochs
         self.save_every_n_steps = save_every_n_steps
         self.save_every_n_minutes = save_every_n_minutes
@@ -100,7 +103,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.keep_best = keep_best
         self.trainable_only = trainable_only
         self._created_weights: dict[str, int] | None = None
-        self._store = StateStore(self.save_dir)
+        self._store = open_store(self.save_dir)
         self._writer: BackgroundWriter | None = None
         self._best: dict[str, float] = {}
         self._best_before: dict[str, float] = {}
@@ -108,7 +111,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._watched = WatchedMetric(self, "keep_best.metric", watched.metric, watched.greater_is_better)
         self._value = math.nan  # value of the metric in the epoch that has just ended
         self._saved: dict[str, Any] | None = None
-        self._latest = self.save_dir  # path of the state saved last
+        self._latest: StrPath = self.save_dir  # path of the state saved last
         self._saved_clock = 0.0
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -124,8 +127,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
         self._lock(trainer)
         try:
-            path = trainer.ranks.broadcast_object(lambda: self._store.find_latest(trainer.print))
-            return None if path is None else read_state(path, trainer.ranks)
+            return self._store.read_latest(trainer.ranks, trainer.print)
         except Exception:
             self._store.unlock()
             raise
@@ -216,7 +218,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         path = self._store.path_for(trainer.progress.update)
         self._best_before = self._best
         if not trainer.progress.is_mid_epoch:
-            self._best = self._ranked(path.name)
+            self._best = self._ranked(state_name(trainer.progress.update))
         best = set(self._best)
         is_main = trainer.accelerator.is_main_process
 
@@ -227,6 +229,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         left_out = {} if self._created_weights is None else {"created_weights": self._created_weights}
 
         def save() -> None:
+            self._store.check_lock(trainer.ranks)
             trainer.save_training_state(path, writer=self._writer, then=rotate, **left_out)
 
         self._saved = moment
@@ -251,7 +254,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return False
         value = self._watched.new_value(trainer)
         self._value = math.nan if value is None else value
-        name = self._store.path_for(trainer.progress.update).name
+        name = state_name(trainer.progress.update)
         return name in self._ranked(name)
 
     def _ranked(self, name: str) -> dict[str, float]:

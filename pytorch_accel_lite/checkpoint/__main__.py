@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 from pathlib import Path
 
 import torch
 
 from pytorch_accel_lite.checkpoint.comparison import compare
-from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain
+from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, place
+from pytorch_accel_lite.checkpoint.places import local_copy
 from pytorch_accel_lite.checkpoint.training_state import (
     MODEL,
     TRAINER,
@@ -28,12 +30,20 @@ from pytorch_accel_lite.utils import format_metric
 _SHOWN = 10
 
 
-def inspect(directory: Path) -> None:
-    """Print the contents of a training state."""
+def inspect(state: Path | str) -> None:
+    """Print the contents of a training state.
+
+    :param state: its directory, or its URL in a remote store
+    """
+    with local_copy(state) as directory:
+        _describe(os.fspath(state), directory)
+
+
+def _describe(name: str, directory: Path) -> None:
     manifest = verify_state(directory)
     progress = manifest["progress"]
     saved = datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
-    print(f"training state {directory}, format {manifest['format_version']}, saved {saved}")
+    print(f"training state {name}, format {manifest['format_version']}, saved {saved}")
     print("versions: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))
     print("progress: " + ", ".join(f"{name} {count}" for name, count in progress.items()))
     print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
@@ -77,18 +87,21 @@ def main() -> int:
     """Run the command line; the exit code is 1 if the state is not intact, or if states differ."""
     parser = argparse.ArgumentParser(prog="python -m pytorch_accel_lite.checkpoint", description=__doc__)
     parser.add_argument("command", choices=["inspect", "verify", "diff"])
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=place, help="directory or URL of the state; diff takes directories only")
     parser.add_argument("other", type=Path, nargs="?", help="the state or states to compare with, for diff")
     arguments = parser.parse_args()
     if (arguments.command == "diff") != (arguments.other is not None):
         parser.error("diff compares two directories; the other commands take one")
     try:
         if arguments.command == "diff":
+            if isinstance(arguments.directory, str):
+                parser.error("diff compares directories: fetch the states from the remote store first")
             return diff(arguments.directory, arguments.other)
         if arguments.command == "inspect":
             inspect(arguments.directory)
         else:
-            verify_state(arguments.directory)
+            with local_copy(arguments.directory) as directory:
+                verify_state(directory)
             print(f"{arguments.directory} is intact")
     except (DamagedStateError, FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)

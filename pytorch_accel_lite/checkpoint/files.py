@@ -28,6 +28,15 @@ _NUMPY_NUMBERS: list[Any] = [
 ]
 
 
+def place(path: StrPath) -> Path | str:
+    """Return a path as a ``Path``, and the URL of a folder in a remote store as text without a final slash."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(path)
+    return Path(rest) if scheme in ("file", "local") else text.rstrip("/")
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

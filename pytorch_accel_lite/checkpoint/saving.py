@@ -25,14 +25,15 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
     StrPath,
+    place,
     read_checkpoint,
     replacing,
     write_checkpoint,
     write_tensors,
 )
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable, describe_other_weights, leave_out_frozen
+from pytorch_accel_lite.checkpoint.places import read_state, write_state
 from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
-from pytorch_accel_lite.checkpoint.training_state import read_state, write_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.events import NonFiniteLossError
 from pytorch_accel_lite.layer_groups import has_adapters
@@ -237,7 +238,9 @@ def save_training_state(
     Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after a
     run.
 
-    :param output_dir: directory of the state; an existing state is replaced once the new one is complete
+    :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
+        :class:`~pytorch_accel_lite.callbacks.SaveTrainingStateCallback`); an existing state is replaced once the new
+        one is complete
     :param checkpoint_kwargs: further entries, returned by :meth:`load_training_state`
     :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
     :param then: called on every process once the state is complete
@@ -265,7 +268,7 @@ def save_training_state(
         ranks = self.ranks if writer is None else writer.ranks
 
         def write() -> None:
-            write_state(Path(output_dir), ranks, snapshot)
+            write_state(place(output_dir), ranks, snapshot)
             if then is not None:
                 then()
 
@@ -279,17 +282,17 @@ def save_training_state(
 def load_training_state(self: Trainer, input_dir: StrPath) -> dict[str, Any]:
     """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
 
-    :param input_dir: directory of the state
+    :param input_dir: directory or URL of the state
     :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
     :raises DamagedStateError: if the state is damaged; names the file
     :raises ValueError: if it does not fit the model or the optimizer
     """
     resumed = self.current_run.resumed
-    if resumed is not None and resumed.directory == Path(input_dir):  # read, and finished later, by the run
+    if resumed is not None and resumed.directory == place(input_dir):  # read, and finished later, by the run
         state = resumed
         restore(self, state, with_scheduler=not self.current_run.recreates_schedule)
     else:
-        state = read_state(Path(input_dir), self.ranks)
+        state = read_state(place(input_dir), self.ranks)
         restore(self, state)
         finish_restoring(self, state)
         prepared = self.prepared_model

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +19,11 @@ from pytorch_accel_lite.checkpoint.beside_model import (
     load_loss_state,
     loss_state,
 )
-from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, storable, untie
+from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, place, storable, untie
 from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
-from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_state, read_weights
+from pytorch_accel_lite.checkpoint.places import read_state
+from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_weights
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
 from pytorch_accel_lite.distributed.prepared import PLAIN
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
@@ -143,7 +143,7 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None
     if resume_from is None:
         return None
     if resume_from != "latest":
-        state = read_state(Path(resume_from), trainer.ranks)
+        state = read_state(place(resume_from), trainer.ranks)
     elif not sources:
         raise ValueError(
             "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir is searched. Add one to the "

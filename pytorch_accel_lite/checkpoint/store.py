@@ -11,10 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.checkpoint.training_state import DamagedStateError, read_manifest, recover, verify_state
+from pytorch_accel_lite.checkpoint.training_state import (
+    DamagedStateError,
+    TrainingState,
+    read_manifest,
+    read_state,
+    recover,
+    verify_state,
+)
+from pytorch_accel_lite.distributed import Ranks
 
-_NAME = re.compile(r"update-\d{9,}")
+STATE_NAME = re.compile(r"update-\d{9,}")
 _WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
+
+
+def state_name(update: int) -> str:
+    """Return the name of the state after an update; names sort in the order of updates."""
+    return f"update-{update:09d}"
 
 
 class StateStore:
@@ -25,8 +38,8 @@ class StateStore:
         self._lock: Any = None
 
     def path_for(self, update: int) -> Path:
-        """Return the path of the state after an update; paths sort in the order of updates."""
-        return self.directory / f"update-{update:09d}"
+        """Return the path of the state after an update."""
+        return self.directory / state_name(update)
 
     def lock(self) -> None:
         """Lock the directory until :meth:`unlock` or the end of the process, and remove remains of killed runs.
@@ -61,6 +74,9 @@ class StateStore:
             self._lock.close()
             self._lock = None
 
+    def check_lock(self, ranks: Ranks) -> None:
+        """Check, on all ranks, that no other run has taken over; this lock cannot be lost."""
+
     def _tidy(self) -> None:
         for path in self.directory.iterdir():
             if match := _WAITING.fullmatch(path.name):
@@ -69,8 +85,13 @@ class StateStore:
 
     def _states(self) -> list[Path]:
         """Return all states, newest first."""
-        found = [path for path in self.directory.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+        found = [path for path in self.directory.iterdir() if path.is_dir() and STATE_NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: (_saved_at(path), path.name), reverse=True)
+
+    def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
+        """Return the newest intact state, as :meth:`find_latest` finds it. All ranks take part."""
+        path = ranks.broadcast_object(lambda: self.find_latest(report))
+        return None if path is None else read_state(path, ranks)
 
     def find_latest(self, report: Callable[[str], object]) -> Path | None:
         """Return the newest intact state, or ``None`` if there is no state at all.

@@ -48,12 +48,14 @@ class TrainingState:
     :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
     :param own: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
         by a different number of processes
+    :param tensors: the weights, if they have been read already: nothing is left of the copy of a remote state
     """
 
-    directory: Path
+    directory: Path | str
     metadata: dict[str, Any]
     shared: dict[str, Any]
     own: dict[str, Any] | None
+    tensors: dict[str, torch.Tensor] | None = None
 
 
 @dataclass
@@ -86,9 +88,8 @@ def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:
     temporary = directory.with_name(f".{directory.name}.tmp")
     try:
         ranks.run_together(lambda: _make_empty(temporary), only_first=True)
-        files = ranks.run_together(lambda: _write_files(temporary, ranks.rank, snapshot))
-        entries = {name: entry for rank in files for name, entry in rank.items()}
-        ranks.run_together(lambda: _commit(temporary, directory, entries, snapshot.metadata), only_first=True)
+        files = ranks.run_together(lambda: write_files(temporary, ranks.rank, snapshot))
+        ranks.run_together(lambda: _commit(temporary, directory, files, snapshot.metadata), only_first=True)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -100,7 +101,7 @@ def _make_empty(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+def write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
     """Write this rank's files and return their entries in the manifest."""
     names = [RANK.format(rank)]
     write_plain(snapshot.own, temporary / names[0])
@@ -111,15 +112,23 @@ def _write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, di
     return {name: {"size": (temporary / name).stat().st_size, "sha256": checksum(temporary / name)} for name in names}
 
 
-def _commit(temporary: Path, directory: Path, files: dict[str, Any], metadata: dict[str, Any]) -> None:
+def manifest_text(files: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
+    """Return the manifest of a state.
+
+    :param files: the entries of each rank's files
+    """
     manifest = {
         "format_version": FORMAT_VERSION,
         "versions": {"torch": str(torch.__version__), "accelerate": accelerate.__version__},
-        "files": files,
+        "files": {name: entry for of_rank in files for name, entry in of_rank.items()},
         **metadata,
     }
     manifest["checksum"] = _manifest_checksum(manifest)
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    return json.dumps(manifest, indent=2)
+
+
+def _commit(temporary: Path, directory: Path, files: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
+    (temporary / MANIFEST).write_text(manifest_text(files, metadata))
     sync(temporary / MANIFEST)
     sync(temporary)
     previous = _previous(directory)
@@ -202,17 +211,29 @@ def verify_state(directory: Path) -> dict[str, Any]:
 
 def read_state(directory: Path, ranks: Ranks) -> TrainingState:
     """Verify a state, once in the job, and read everything except the weights."""
-    metadata = ranks.broadcast_object(lambda: verify_state(directory))
+    return read_verified(directory, ranks.broadcast_object(lambda: verify_state(directory)), ranks)
+
+
+def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> TrainingState:
+    """Read everything except the weights of a state whose files are intact."""
     has_own = metadata["world_size"] == ranks.world_size
     own = load_plain(directory / RANK.format(ranks.rank)) if has_own else None
     return TrainingState(directory, metadata, load_plain(directory / TRAINER), own)
 
 
-def read_weights(state: TrainingState) -> dict[str, Any]:
-    """Return the state of the model in a training state, by name."""
-    path = state.directory / MODEL
-    weights: dict[str, Any] = safetensors.torch.load_file(path)
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in a training state, by all their names."""
+    path = directory / MODEL
+    weights = safetensors.torch.load_file(path)
     with safetensors.safe_open(path, framework="pt") as file:
         names = file.metadata().items() - {("format", "pt")}  # the format, not another name of a tensor "pt"
-    tied = {name: weights[kept] for name, kept in names}
-    return {**weights, **tied, **state.shared["model_extra"]}
+    return weights | {name: weights[kept] for name, kept in names}
+
+
+def read_weights(state: TrainingState) -> dict[str, Any]:
+    """Return the state of the model in a training state, by name."""
+    weights = state.tensors
+    if weights is None:
+        assert isinstance(state.directory, Path)
+        weights = read_tensors(state.directory)
+    return {**weights, **state.shared["model_extra"]}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.checkpoint.files import place
 from pytorch_accel_lite.experiment.files import ExperimentError
 from pytorch_accel_lite.utils import format_metric, is_terminal
 
@@ -144,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in _OF_TRAINER.items():
         add(name, _tool, text)
     state = add("inspect", _inspect, "show what a training state contains", file=False)
-    state.add_argument("state", type=Path, help="the directory of the state")
+    state.add_argument("state", type=place, help="the directory or the URL of the state")
     return parser
 
 

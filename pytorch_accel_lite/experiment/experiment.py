@@ -16,7 +16,7 @@ import yaml
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.checkpoint.files import place, replacing
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.experiment.expressions import replace_expressions
 from pytorch_accel_lite.experiment.files import Document, ExperimentError, read
@@ -233,8 +233,9 @@ def _place_files(kind: Any, item: Any, folder: Path) -> None:
     for parameter in inspect.signature(kind).parameters.values():
         value = arguments.get(parameter.name)
         is_path = re.search(r"\bPath(Like)?\b", str(parameter.annotation))
-        if is_path and isinstance(value, (str, os.PathLike)) and not os.path.isabs(value):
-            arguments[parameter.name] = os.fspath(folder / value)
+        path = place(value) if isinstance(value, (str, os.PathLike)) else None
+        if is_path and isinstance(path, Path):  # no URL
+            arguments[parameter.name] = os.fspath(folder / path)
 
 
 @contextmanager

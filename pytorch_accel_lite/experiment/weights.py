@@ -54,8 +54,10 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
     for callback in trainer.callbacks:
         if isinstance(callback, SaveBestModelCallback) and kind == "best":
             found += _best(Path(callback.save_path), callback.watch_metric, count)
-        if isinstance(callback, SaveTrainingStateCallback) and kind == "last" and callback.save_dir.is_dir():
-            found += _last(trainer, callback.save_dir, count)
+        if isinstance(callback, SaveTrainingStateCallback) and kind == "last":
+            if isinstance(callback.save_dir, str):
+                raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
+            found += _last(trainer, callback.save_dir, count) if callback.save_dir.is_dir() else []
     if len(found) >= count:
         return found[:count]
     saver = "SaveBestModelCallback" if kind == "best" else "SaveTrainingStateCallback"

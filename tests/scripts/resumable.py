@@ -109,7 +109,7 @@ def run(
 ) -> dict[str, Any]:
     model = make_model()
     order = OrderCallback()
-    saving = SaveTrainingStateCallback(folder / "states", **({"save_every_n_steps": 1} | saver))
+    saving = SaveTrainingStateCallback(**({"save_dir": folder / "states", "save_every_n_steps": 1} | saver))
     trainer = SlowTrainer(
         model,
         None,
