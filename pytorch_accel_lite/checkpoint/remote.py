@@ -52,9 +52,11 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        fsspec = import_extra("fsspec", "s3", f"The address {url!r}")
+        import_extra("fsspec", "s3", f"The address {url!r}")
+        from fsspec.core import url_to_fs
+
         try:
-            self._store, self._path = fsspec.url_to_fs(url)
+            self._store, self._path = url_to_fs(url)
         except ImportError as error:
             raise ImportError(f"{url!r} needs a further package. {error}") from error
         except ValueError as error:
