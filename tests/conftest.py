@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,21 @@ from accelerate.state import AcceleratorState
 from tests.rank_pool import RankPool
 
 COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
+
+MEMORY = Path("/dev/shm")
+ROOM = 2 * 2**30
+
+
+def pytest_configure() -> None:
+    """Have temporary files in memory, if there is room: states are flushed to the disk file by file, which takes long.
+
+    A ``TMPDIR`` of the environment is respected.
+    """
+    if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
+        return
+    found = os.statvfs(MEMORY)
+    if found.f_bavail * found.f_frsize > ROOM and not found.f_flag & os.ST_NOEXEC:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

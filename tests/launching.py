@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
@@ -12,16 +13,23 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from pytorch_accel_lite.distributed import shutdown
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 SOAK = bool(os.environ.get("SOAK"))  # tests that kill or launch again and again do it for long
+# For what does not depend on how many ranks there are.
+TWO_ARE_ENOUGH = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)
 CAN_SHARD = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
@@ -29,20 +37,14 @@ CAN_SHARD = pytest.mark.skipif(
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
-def environment(**changes: str) -> dict[str, str]:
+def some_of(states: Iterable[T]) -> list[T]:
+    """Every third of the states of a run, in order, the last among them; all with SOAK."""
+    return [*states][:: 1 if SOAK else -3][:: 1 if SOAK else -1]
+
+
+def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return env | changes
-
-
-def launch(command: list[str], timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=environment(**env), cwd=ROOT, timeout=timeout, text=True, capture_output=True, check=False
-    )
-
-
-def torchrun(processes: int, script: str, *arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    return launch([*TORCHRUN, str(processes), script, *arguments], **kwargs)
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def run_python(script: str, *arguments: str) -> str:
@@ -53,6 +55,96 @@ def run_python(script: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+class WarmPython(subprocess.Popen[str]):
+    """Python with its arguments, started as a copy of this process: what is imported here is not imported again.
+
+    So are the programs that it starts itself, such as the ranks of torchrun. Each is a process of its own, with an
+    environment, pipes, signals, children and an end of its own.
+    """
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):  # type: ignore
+        if args[0] != sys.executable:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore
+            return
+        pipes, starts_session = others[3:9], others[14]
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._prepare(cwd, env, pipes, starts_session)
+                self._run(list(args[1:]))
+            finally:
+                os._exit(1)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _prepare(self, cwd: Any, env: dict[str, str] | None, pipes: tuple[int, ...], starts_session: bool) -> None:
+        for source, target in ((pipes[0], 0), (pipes[3], 1), (pipes[5], 2)):
+            if source not in (-1, target):
+                os.dup2(source, target)
+        for target, name in enumerate(("stdin", "stdout", "stderr")):
+            setattr(sys, name, open(target, "w" if target else "r", buffering=1, closefd=False))  # noqa: SIM115
+        if starts_session:
+            os.setsid()
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        os.chdir(cwd or os.getcwd())
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit._clear()  # what this process has planned for its own end
+        atexit.register(shutdown._close_all)
+        warnings.resetwarnings()
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        subprocess.Popen = subprocess_handler.Popen = WarmPython  # type: ignore[misc]
+
+    def _run(self, arguments: list[str]) -> None:
+        """Run a module, code or a script as the interpreter does, and end."""
+        if arguments[0] == "-u":
+            del arguments[0]
+        code = 0
+        try:
+            if arguments[0] in ("-m", "-c"):
+                how, what, *sys.argv[1:] = arguments
+                sys.path.insert(0, os.getcwd())
+                if how == "-m":
+                    if not hasattr(sys.modules.get(what), "__path__"):
+                        sys.modules.pop(what, None)
+                    runpy.run_module(what, run_name="__main__", alter_sys=True)
+                else:
+                    exec(compile(what, "<code>", "exec"), {"__name__": "__main__"})
+            else:
+                sys.argv[:] = arguments
+                sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+                runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else end.code is not None
+        except BaseException:
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            code = 1
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def launch(command: list[str], timeout: float = 120, warm: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a program, and return what it printed.
+
+    :param warm: Python, and all Python that it starts, as copies of this process
+    """
+    kind, pipe = (WarmPython if warm else subprocess.Popen), subprocess.PIPE
+    with kind(command, env=environment(), cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 class Fork:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,54 +14,68 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests import cases
+from tests.launching import TWO_ARE_ENOUGH
 from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
 
 
-class Slow(Rows):
-    def __getitem__(self, index):
-        time.sleep(0.004)
-        return super().__getitem__(index)
+@pytest.fixture
+def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let seconds pass on a clock that stands still otherwise: however busy the machine is, nothing else takes time."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    return spend
 
 
-def test_slow_data_are_found(capsys):
-    found = quiet_trainer(small_model()).diagnose(
-        Slow(regression_data(40)), num_steps=6, train_dataloader_kwargs={"num_workers": 0}
+class Slow(nn.Module):
+    """A model that takes some time."""
+
+    def __init__(self, spend: Callable[[], None]) -> None:
+        super().__init__()
+        self.inner, self.spend = small_model(), spend
+
+    def forward(self, x):
+        self.spend()
+        return self.inner(x)
+
+
+def test_slow_data_are_found(capsys, spend):
+    class SlowRows(Rows):
+        def __getitem__(self, index):
+            spend(0.004)
+            return super().__getitem__(index)
+
+    found = quiet_trainer(Slow(partial(spend, 0.008))).diagnose(
+        SlowRows(regression_data(40)), num_steps=6, train_dataloader_kwargs={"num_workers": 0}
     )
     assert found.steps == 6
     assert found.samples == 8
-    assert found.waiting > 0.3
-    assert found.data > found.forward
-    assert "The model waits for data" in found.advice[0]
+    assert (found.data, found.forward, found.step) == pytest.approx((0.032, 0.008, 0.04))
+    assert found.waiting == pytest.approx(0.8)
+    assert "The model waits for data during 80 % of a step" in found.advice[0]
     assert f"'num_workers': {min(len(os.sched_getaffinity(0)), 8)}" in found.advice[0]
     assert "waiting for data" in capsys.readouterr().out
 
 
-def test_a_slow_model_is_not_taken_for_slow_data():
-    class Sleeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = small_model()
-
-        def forward(self, x):
-            time.sleep(0.01)
-            return self.inner(x)
-
-    model = Sleeps()
-    found = quiet_trainer(model).diagnose(regression_data(40), num_steps=6)
-    assert found.forward > 0.009
+def test_a_slow_model_is_not_taken_for_slow_data(spend):
+    found = quiet_trainer(Slow(partial(spend, 0.01))).diagnose(regression_data(40), num_steps=6)
+    assert (found.data, found.forward, found.waiting) == pytest.approx((0, 0.01, 0))
     assert not any("waits for data" in text for text in found.advice)
 
 
-def test_an_update_that_takes_long_is_found():
+def test_an_update_that_takes_long_is_found(spend):
     class SlowUpdate(Trainer):
         def optimizer_step(self):
-            time.sleep(0.01)
+            spend(0.01)
             super().optimizer_step()
 
-    model = small_model()
+    model = Slow(partial(spend, 0.002))
     trainer = SlowUpdate(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()), callbacks=())
     found = trainer.diagnose(regression_data(40), num_steps=6)
-    assert found.update > 0.009
+    assert found.update == pytest.approx(0.01)
     assert any("AdamW(..., fused=True)" in text for text in found.advice)
 
 
@@ -87,6 +103,7 @@ def test_nothing_is_changed(trained):
 
 
 @pytest.mark.processes
+@TWO_ARE_ENOUGH
 def test_it_works_on_several_processes(ranks):
     for found in ranks(cases.tools.diagnosis):
         assert found["unchanged"]

@@ -21,6 +21,7 @@ from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, TrainerWithTim
 from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase, WSDLrScheduler
 from tests import cases
 from tests.cases.states import EPOCHS, SAMPLES, trained_with
+from tests.launching import SOAK
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 
@@ -79,8 +80,15 @@ def factory_of(name: str) -> tuple[Any, type[Trainer]]:
 CHANGES = [((4, 1), (2, 1), 17), ((4, 1), (8, 1), 30), ((4, 1), (7, 1), 22), ((2, 2), (3, 4), 10), ((8, 1), (2, 3), 3)]
 
 
-@pytest.mark.parametrize(("before", "after", "update"), CHANGES)
-@pytest.mark.parametrize("name", [*TORCH, *OURS, *TIMMS])
+# Each schedule with two of the changes in turn, and each of these with several schedules; with SOAK all.
+SCHEDULES_AND_CHANGES = [
+    (name, *change)
+    for number, name in enumerate([*TORCH, *OURS, *TIMMS])
+    for change in (CHANGES if SOAK else (CHANGES[number % 5], CHANGES[(number + 2) % 5]))
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after", "update"), SCHEDULES_AND_CHANGES)
 def test_a_schedule_continues_where_the_run_is_and_ends_with_it(tmp_path, name, before, after, update):
     create, trainer_class = factory_of(name)
     first = trained_with(create, *before, tmp_path / "first", trainer_class, save_every=update)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
 
-from tests.launching import ROOT, run_module, run_script
+from tests.launching import ROOT, launch, run_module, run_script
 
 pytestmark = pytest.mark.programs
 
@@ -87,7 +88,8 @@ def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_changes_its_processes_ends_in_the_same_bits():
-    output = run_script("examples/elastic.py", "--epochs", "1", "--processes", "2", "1")
+    command = [sys.executable, "examples/elastic.py", "--epochs", "1", "--processes", "2", "1"]
+    output = launch(command, warm=True).stdout
     assert output.count("2 processes: killed after update") == 1
     assert output.endswith("the same bits\n")
 

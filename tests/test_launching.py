@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.launcher import api
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
@@ -15,7 +18,7 @@ from pytorch_accel_lite.experiment import LaunchError, launch
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.launching import choose_devices
 from tests import experiment_parts as parts
-from tests.launching import ROOT, run_elastic, run_forked
+from tests.launching import ROOT, WarmPython, run_elastic, run_forked
 from tests.test_experiments import FILE
 
 #: Number, load in percent, memory in use and in total.
@@ -92,6 +95,7 @@ def test_a_function_runs_on_each_process_and_the_first_error_is_the_one_shown(mo
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     before = [os.environ.get(name) for name in names]
     assert launch(parts.own_rank, (9,), processes=1) == [0]
+    monkeypatch.setattr(api, "LaunchConfig", partial(api.LaunchConfig, start_method="fork"))  # imports nothing again
     with pytest.raises(LaunchError) as caught:
         launch(parts.own_rank, (1,), processes=2)
     assert caught.value.rank == 1
@@ -107,6 +111,7 @@ def test_a_function_runs_on_each_process_and_the_first_error_is_the_one_shown(mo
 @pytest.mark.programs
 def test_processes_of_the_command_line_end_in_the_bits_of_torchruns(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(subprocess_handler, "Popen", WarmPython)
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(FILE)
     save = ["--callbacks+=SaveBestModelCallback", "--train.per_device_batch_size=4"]

@@ -47,7 +47,7 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     for found in (alone, *two_ranks(cases.optimizer_factories.trained_and_resumed)):
         assert equal(found["whole"], found["made"])
         assert largest_difference(found["whole"], alone["whole"]) < 1e-12
-        assert len(found["resumed"]) >= 8
+        assert len(found["resumed"]) >= 3
         assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
 
 

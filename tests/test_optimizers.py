@@ -86,7 +86,7 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     alone = cases.optimizers.trained_and_resumed()
     for found in (alone, *two_ranks(cases.optimizers.trained_and_resumed)):
         assert largest_difference(found["whole"], alone["whole"]) < 1e-12
-        assert len(found["resumed"]) >= 8
+        assert len(found["resumed"]) >= 3
         assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
 
 

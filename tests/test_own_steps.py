@@ -48,7 +48,7 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     assert equal(first["whole"], second["whole"])
     for found in (alone, first):
         assert largest_difference(found["whole"], alone["whole"]) < 1e-12
-        assert len(found["resumed"]) >= 14
+        assert len(found["resumed"]) >= 5
         assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
         assert found["history"].keys() == {"train_loss_epoch", "train_generator_epoch", "train_critic_epoch"}
         for name, values in found["history"].items():

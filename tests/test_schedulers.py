@@ -20,7 +20,7 @@ from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
 from tests import ancestor, cases
-from tests.launching import SOAK, run_code
+from tests.launching import run_code, some_of
 from tests.scripts.resumable import CopyStates
 from tests.tasks import (
     Stream,
@@ -436,7 +436,7 @@ def test_from_every_state_also_within_a_decay_a_run_goes_on_to_the_same_bits(tmp
     whole = saved_run(tmp_path, create, checkpoints("whole"))
     phases = {whole.scheduler.get_phase_info(n)["phase"] for n in range(1, 12)}
     assert phases == {"stable", "decay"}
-    for n in range(1, 13):
+    for n in some_of(range(1, 13)):
         state = tmp_path / "states" / f"update-{n:09d}"
         resumed = saved_run(tmp_path / f"from{n}", create, checkpoints(f"again{n}"), resume_from=state)
         assert resumed.noting.rates == whole.noting.rates[n:]
@@ -725,7 +725,7 @@ def test_a_schedule_stepped_after_epochs_resumes_to_the_same_bits(tmp_path, step
     copies = sorted((tmp_path / "copies").glob("*/update-*"))
     assert len(copies) == 18 + 6  # after updates, and after epochs
     assert len(set(whole.noting.rates)) > 1
-    for copy in copies[:: 1 if SOAK else 3]:
+    for copy in some_of(copies):
         resumed = train(tmp_path / copy.parent.name, resume_from=copy)
         assert resumed.noting.rates == whole.noting.rates[18 - len(resumed.noting.rates) :]
         assert equal(weights(resumed.model), weights(whole.model))

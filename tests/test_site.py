@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages, built as ``make docs`` builds them."""
     folder = tmp_path_factory.mktemp("site")
     sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
-    done = launch([*sphinx, "-d", str(folder / "trees"), "docs", str(folder)])
+    done = launch([*sphinx, "-d", str(folder / "trees"), "docs", str(folder)], warm=True)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -30,6 +30,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests import cases
+from tests.launching import TWO_ARE_ENOUGH
 from tests.tasks import Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
 
@@ -503,6 +504,7 @@ def test_senseless_numbers_of_batches_are_refused(arguments, error, match):
 
 
 @pytest.mark.processes
+@TWO_ARE_ENOUGH
 def test_an_evaluation_before_training_leaves_no_trace_on_several_processes(ranks):
     for result in ranks(cases.evaluation.sanity):
         assert equal(result["plain"]["weights"], result["tried"]["weights"])

@@ -6,7 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import warnings
+from contextlib import suppress
 from functools import cache
 from types import TracebackType
 
@@ -14,6 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 _PR_SET_PDEATHSIG = 1
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_HEAD_START = 1.0  # seconds in which the launcher notices the rank that failed first, and ends the others
 
 
 def check_launch(accelerator: Accelerator) -> None:
@@ -62,18 +66,38 @@ def heed_launcher() -> None:
 @cache
 def _report_uncaught_errors() -> None:
     """Make the launcher's summary name the first error, rather than those it caused on other ranks."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     show = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        if "by peer" in str(error):  # the connection was closed or reset: its rank has failed, or was killed
+            time.sleep(_HEAD_START)
         try:
-            raise error  # the handler records the traceback of the exception being handled
+            raise error
         except BaseException:
-            get_error_handler().record_exception(error)
-        show(kind, error.with_traceback(trace), trace)
+            with suppress(OSError):  # a full disk
+                record_error(error)
 
     sys.excepthook = report
+
+
+def record_error(error: BaseException) -> None:
+    """Leave the error that is being handled for the launcher to show.
+
+    It is written as a whole or not at all: the launcher itself fails if it finds a part of it, and may kill this
+    process at any moment because another one has failed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    target = os.environ.get(_ERROR_FILE)
+    if target is None:
+        return
+    temporary = os.environ[_ERROR_FILE] = f"{target}.tmp"
+    try:
+        get_error_handler().record_exception(error)
+        os.replace(temporary, target)
+    finally:
+        os.environ[_ERROR_FILE] = target
 
 
 def _die_with_parent() -> None:

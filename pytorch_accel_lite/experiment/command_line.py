@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_for_users(error):
             raise
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+            from pytorch_accel_lite.distributed.launch import record_error
 
-            get_error_handler().record_exception(error)
+            record_error(error)
         else:
             print(_wrapped(f"error: {error}"), file=sys.stderr)
         return 2

@@ -19,6 +19,7 @@ from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import shared_folder, world_size
 from tests.cases.sharded import make_model, sharding_accelerator, whole
+from tests.launching import some_of
 from tests.tasks import regression_data, small_model, weights
 
 DATA = regression_data(26)
@@ -50,10 +51,10 @@ def made(model: nn.Module) -> Any:
 
 
 def trained_and_resumed() -> dict[str, Any]:
-    """Return weights after a run with a factory, after those that resumed each of its states, and with an optimizer."""
+    """Return weights after a run with a factory, after those that resumed some of its states, and with an optimizer."""
     with shared_folder() as folder:
         first = weights(train_with(factory, folder / "whole").get_model())
-        states = [state for state in sorted((folder / "whole").iterdir()) if state.is_dir()]
+        states = some_of(state for state in sorted((folder / "whole").iterdir()) if state.is_dir())
         again = [train_with(factory, folder / "again", resume_from=state) for state in states]
         resumed = [weights(trainer.get_model()) for trainer in again]
     return {"whole": first, "resumed": resumed, "made": weights(train_with(made).get_model())}

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import shared_folder, world_size
+from tests.launching import some_of
 from tests.tasks import regression_data, small_model, weights
 
 DATA = regression_data(26)
@@ -48,10 +49,10 @@ def train_with_two(folder: Path | None = None, epochs: int = 2, **kwargs: Any) -
 
 
 def trained_and_resumed() -> dict[str, Any]:
-    """Return weights after a run, and after those that resumed each of its states."""
+    """Return weights after a run, and after those that resumed some of its states."""
     with shared_folder() as folder:
         whole = weights(train_with_two(folder / "whole").get_model())
-        states = sorted((folder / "whole").iterdir())
-        again = [train_with_two(folder / "again", resume_from=state) for state in states if state.is_dir()]
+        states = some_of(state for state in sorted((folder / "whole").iterdir()) if state.is_dir())
+        again = [train_with_two(folder / "again", resume_from=state) for state in states]
         resumed = [weights(trainer.get_model()) for trainer in again]
     return {"whole": whole, "resumed": resumed}

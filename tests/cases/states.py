@@ -13,7 +13,7 @@ from torch import nn
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import world_size
-from tests.launching import SOAK
+from tests.launching import SOAK, some_of
 from tests.scripts.resumable import CopyStates, OrderCallback, run
 from tests.tasks import Rows, regression_data
 
@@ -25,7 +25,7 @@ def every_save_point(folder: Path, accumulation: int) -> Any:
     results = [run(folder, resume_from=None, extra=(CopyStates(folder),), **kwargs)]
     copies = sorted((folder / "copies").glob("*/update-*"))
     assert len(copies) == results[0]["progress"]["update"] + 3
-    for copy in copies[:: 1 if SOAK else 3]:  # within epochs and at their ends
+    for copy in some_of(copies):  # within epochs and at their ends
         torch.manual_seed(99)
         results.append(run(folder / f"again-{copy.parent.name}", resume_from=copy, **kwargs))
     return results
@@ -69,7 +69,7 @@ def _train(folder: Path, size: int, batch: int, accumulation: int, stop: int, re
 
 def _drawn_tasks() -> Any:
     draws = random.Random(7)
-    for number in range(15):
+    for number in range(15 if SOAK else 6):
         size, batch, other = draws.randint(9, 60), draws.randint(1, 4), draws.randint(1, 9)
         accumulation, others = draws.randint(1, 3), draws.randint(1, 3)
         updates = -(-size // (2 * batch * accumulation))

@@ -1,6 +1,13 @@
-"""A dataset that fails on one rank only."""
+"""A dataset that fails, or with an argument is killed, on one rank only.
 
+When it fails, it takes longer to end than the other rank, whose connection it has closed by then.
+"""
+
+import atexit
 import os
+import signal
+import sys
+import time
 
 import torch
 
@@ -9,12 +16,16 @@ from tests.tasks import Rows, quiet_trainer, regression_data, small_model
 
 class Fails(Rows):
     def __getitem__(self, index):
+        if index == 7 and sys.argv[1:]:
+            os.kill(os.getpid(), signal.SIGKILL)
         if index == 7:
             raise OSError("sample 7 cannot be read")
         return super().__getitem__(index)
 
 
 torch.set_num_threads(1)
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 0.5)
 trainer = quiet_trainer(small_model())
 assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"]) == 2
 trainer.train(Fails(regression_data(40)), 2, per_device_batch_size=2, train_dataloader_kwargs={"shuffle": False})

@@ -59,7 +59,7 @@ def results_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def with_waits(run: Callable[[int], Trainer], steps: int = 100) -> dict[str, Any]:
+def with_waits(run: Callable[[int], Trainer], steps: int = 40) -> dict[str, Any]:
     """Return what a run of 10 steps and more gives, and what the steps beyond those have waited for."""
     results, waited = {}, []
     for size in (20, 20 + 2 * steps):
