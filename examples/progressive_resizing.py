@@ -94,7 +94,7 @@ def main() -> None:
         for size in (32, 48, 64):  # model, optimizer and history carry over
             trainer.train(
                 images(train, size),
-                num_epochs=2,
+                num_epochs=1,
                 eval_dataset=images(valid, size),
                 per_device_batch_size=16,
                 reset_run_history=False,

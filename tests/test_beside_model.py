@@ -29,7 +29,7 @@ def test_a_loss_function_does_not_learn_from_evaluation_data():
     assert equal(trainer.loss_func.state_dict(), before)
 
 
-def test_a_loss_function_is_in_evaluation_mode_in_evaluations_alone_and_its_parts_keep_their_own_modes():
+def test_a_loss_function_is_in_evaluation_mode_in_evaluations_alone_and_parts_keep_theirs():
     modes: dict[str, list[tuple[bool, bool]]] = {"train": [], "eval": []}
 
     def note(kind: str) -> Any:
@@ -42,7 +42,7 @@ def test_a_loss_function_is_in_evaluation_mode_in_evaluations_alone_and_its_part
     assert set(modes["eval"]) == {(False, False)}
 
 
-def test_a_model_that_is_also_a_part_of_the_loss_function_stays_in_evaluation_mode_after_an_evaluation():
+def test_a_model_that_is_a_part_of_the_loss_function_stays_in_evaluation_mode_after_one():
     trainer = normed_trainer()
     trainer.loss_func.student = trainer.model
     trainer.evaluate(DATA)

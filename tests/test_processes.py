@@ -62,7 +62,7 @@ def test_updates_and_learning_rates_do_not_depend_on_the_number_of_processes(ran
 
 def test_evaluation_and_prediction_count_every_sample_once_for_any_size(ranks):
     for result in ranks(cases.evaluation.dataset_sizes):
-        assert result.keys() == alone(cases.evaluation.dataset_sizes).keys() == set(range(1, 41))
+        assert result.keys() == alone(cases.evaluation.dataset_sizes).keys() == set(range(1, 21))
         for size, (metrics, predictions) in result.items():
             expected_metrics, expected = alone(cases.evaluation.dataset_sizes)[size]
             assert metrics == pytest.approx(expected_metrics, abs=1e-10)

@@ -67,7 +67,7 @@ def train_fold(folder: Path, fold: int, fails_at: int | None = None) -> tuple[di
     return weights(model), trainer.evaluate(Subset(DATA, FOLDS[fold]))["evaluation_loss"]
 
 
-def test_a_cross_validation_that_was_interrupted_ends_in_the_same_bits_and_folds_know_nothing_of_each_other(tmp_path):
+def test_an_interrupted_cross_validation_ends_in_the_same_bits_and_folds_are_independent(tmp_path):
     whole = [train_fold(tmp_path / "whole", fold) for fold in range(3)]
     train_fold(tmp_path / "again", 0)
     with pytest.raises(OSError, match="the disk is gone"):

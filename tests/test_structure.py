@@ -123,3 +123,10 @@ def test_files_are_not_longer_than_one_can_read():
 def test_the_public_interface_is_what_is_written_down():
     """A change is meant, or a mistake: ``python -m tests.interface`` writes it down anew."""
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
+
+
+def test_each_test_file_says_what_it_is_about_and_no_name_is_long():
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text()
+        assert text.startswith('"""') or path.name == "__init__.py", path
+        assert max(map(len, re.findall(r"def (test_\w+)", text)), default=0) <= 90, path

@@ -56,11 +56,11 @@ def _classifier() -> nn.Module:
 
 
 def dataset_sizes() -> Any:
-    """Loss, metric and predictions for every dataset size from 1 to 40."""
+    """Loss, metric and predictions for every dataset size from 1 to 20."""
     results = {}
     model = _classifier()
     trainer = AccuracyTrainer(model, nn.CrossEntropyLoss(), None, callbacks=[])
-    for size in range(1, 41):
+    for size in range(1, 21):
         data = _classes(size)
         metrics = trainer.evaluate(data, per_device_batch_size=3)
         predictions = trainer.predict(data, per_device_batch_size=3)
