@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,12 @@ _SAVED_BY_THEMSELVES = ("model", "optimizer", "scheduler", "registered_objects")
 def modules(trainer: Trainer) -> dict[str, nn.Module]:
     """Return the modules that are attributes, by name, including the loss function but not the model."""
     return _find(trainer, lambda value: isinstance(value, nn.Module))
+
+
+def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Return the buffers of modules and their parts, each by the part and its name there."""
+    parts = (part for module in modules for part in module.modules())
+    return [(part, name) for part in parts for name, _ in part.named_buffers(recurse=False)]
 
 
 def optimizers(trainer: Trainer) -> dict[str, Any]:

@@ -20,12 +20,37 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
+class Buffers:
+    """The buffers of modules as they are now: a forward pass may change them, or assign others in their place.
+
+    :param modules: modules, whose parts are included
+    :param on_host: whether to copy them to host memory
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], on_host: bool = False) -> None:
+        parts = dict.fromkeys(chain.from_iterable(module.modules() for module in modules))
+        self._kept = [
+            (part, name, buffer, None if buffer is None else _copy(buffer, on_host))
+            for part in parts
+            for name, buffer in vars(part)["_buffers"].items()
+        ]
+
+    def restore(self) -> None:
+        """Restore the buffers and their contents."""
+        with torch.no_grad():
+            for part, name, buffer, before in self._kept:
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+                setattr(part, name, buffer)
+
+
 class Snapshot:
     """Captured tensors, states of objects and random generators. Gradients are set aside for the trial.
 
     :param tensors: tensors to copy
     :param parameters: parameters whose gradients are set aside without being copied
     :param owners: objects with ``state_dict()`` and ``load_state_dict(state)``
+    :param modules: modules whose buffers to copy
     :param on_host: whether to copy tensors to host memory, leaving room on the device for the trial
     :ivar gradients: the gradients before the trial, by parameter
     """
@@ -35,10 +60,12 @@ class Snapshot:
         tensors: Iterable[torch.Tensor],
         parameters: Iterable[nn.Parameter],
         owners: Iterable[Any] = (),
+        modules: Iterable[nn.Module] = (),
         on_host: bool = False,
     ) -> None:
         self._generators = capture_generators()
-        self._tensors = [(t, t.detach().to("cpu", copy=True) if on_host else t.detach().clone()) for t in tensors]
+        self._tensors = [(tensor, _copy(tensor, on_host)) for tensor in tensors]
+        self._buffers = Buffers(modules, on_host)
         self._states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners]
         self.gradients = {parameter: parameter.grad for parameter in parameters}
         for parameter in self.gradients:
@@ -58,26 +85,48 @@ class Snapshot:
         with torch.no_grad():
             for tensor, before in self._tensors:
                 tensor.copy_(before)
+        self._buffers.restore()
         for owner, state in self._states:
             owner.load_state_dict(state)
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
 
 
-def snapshot_of_step(trainer: Trainer, with_attributes: bool = False) -> Snapshot:
-    """Capture what a forward and backward pass changes: gradients, buffers, generators and logged values.
+class StepSnapshot(Snapshot):
+    """Captured: what a forward and backward pass may change.
 
-    :param with_attributes: whether to include registered objects, modules that are attributes of the trainer, and what
-        optimizers that are attributes train
+    Gradients, buffers, generators, logged values, registered objects, and what the pass itself trains with optimizers
+    that are attributes of the trainer.
     """
-    model = trainer.get_model()
-    loss = trainer.loss_func.buffers() if isinstance(trainer.loss_func, nn.Module) else ()
-    parameters = chain(model.parameters(), optimized_parameters(trainer.optimizer))
-    if not with_attributes:
-        return Snapshot(chain(model.buffers(), loss), parameters, [trainer.current_run.loss_trackers])
-    parameters = chain(parameters, attributes.all_optimized_parameters(trainer))
-    owners = chain(attributes.trained(trainer).values(), trainer.registered_objects.values())
-    return Snapshot(chain(model.buffers(), loss), parameters, owners)
+
+    def __init__(self, trainer: Trainer) -> None:
+        model = trainer.get_model()
+        beside = attributes.modules(trainer).values()
+        own = [*model.parameters(), *optimized_parameters(trainer.optimizer)]
+        others = chain.from_iterable(optimized_parameters(other) for other in attributes.optimizers(trainer).values())
+        trained = dict.fromkeys(others)
+        steppers = [owner for owner in attributes.trained(trainer).values() if not isinstance(owner, nn.Module)]
+        owners = [trainer.current_run.loss_trackers, *steppers, *trainer.registered_objects.values()]
+        super().__init__(trained, own, owners, [model, *beside])
+        # The pass itself may use these gradients, so they are not set aside.
+        of_others = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
+        self._gradients_beside = [
+            (parameter, parameter.grad, None if parameter.grad is None else _copy(parameter.grad))
+            for parameter in of_others
+            if parameter not in self.gradients
+        ]
+
+    def restore(self) -> None:
+        """Undo the pass."""
+        super().restore()
+        for parameter, gradient, before in self._gradients_beside:
+            if gradient is not None and before is not None:
+                gradient.copy_(before)
+            parameter.grad = gradient
+
+
+def _copy(tensor: torch.Tensor, on_host: bool = False) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone()
 
 
 @contextmanager

@@ -53,7 +53,8 @@ class Run:
     :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
-    :ivar synced_buffers: buffers that it does not synchronise: those of the loss function and of attributes
+    :ivar synced_buffers: buffers that it does not synchronise, by module and name: those of the loss function and of
+        attributes
     :ivar resumed: the training state that is still being restored
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar last_words: called when the run has ended without an error, after all callbacks have handled its end
@@ -92,7 +93,7 @@ class Run:
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
     averaged_here: list[nn.Parameter] = field(default_factory=list)
-    synced_buffers: list[torch.Tensor] = field(default_factory=list)
+    synced_buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
     trained_model: nn.Module | None = None
     resumed: TrainingState | None = None
     batch: Batch | None = None

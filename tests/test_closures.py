@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,51 @@ def test_without_a_change_it_changes_nothing_and_returns_the_loss_of_the_window(
     assert len(trainer.found) == len(sizes)
     mean = sum(loss * size for loss, size in zip(trainer.found, sizes, strict=True)) / 26
     assert mean == pytest.approx(history.get_latest_metric("train_loss_epoch"))
+
+
+def test_buffers_that_are_assigned_count_each_batch_once():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = small_model()
+            self.register_buffer("batches", torch.zeros(()))
+            self.register_buffer("latest", None)
+
+        def forward(self, x):
+            self.batches = self.batches + 1
+            self.latest = x.mean(0) if self.latest is None else x.mean(0) + self.latest
+            return self.layer(x)
+
+    found = []
+    for trainer_class in (Trainer, Looks):
+        model = Counts()
+        trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, **IN_ORDER)
+        found.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    assert found[0]["batches"] == 4
+    assert equal(*found)
+
+
+def test_a_decorated_step_may_compute_gradients_again():
+    losses = []
+
+    def noting(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def call(self):
+            losses.append(step(self))
+
+        return call
+
+    class Decorated(Trainer):
+        @noting
+        def optimizer_step(self):
+            loss = self.recompute_gradients()
+            super().optimizer_step()
+            return float(loss)
+
+    model = small_model()
+    Decorated(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, per_device_batch_size=26)
+    expected = nn.functional.mse_loss(small_model()(DATA.tensors[0]), DATA.tensors[1])
+    assert losses == [pytest.approx(expected.item())]
 
 
 def test_batches_are_kept_only_where_gradients_may_be_computed_again():

@@ -17,7 +17,9 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
+    TerminateOnNaNCallback,
 )
+from pytorch_accel_lite.tracking import Progress
 from tests.tasks import (
     Broken,
     Rows,
@@ -121,6 +123,78 @@ def test_a_sample_that_cannot_be_read_costs_its_batch_only(workers, seed):
     assert [(f["step"], f["indices"]) for f in skip.failures] == [(2, [4, 5])]
     assert "scan 4 is unreadable" in skip.failures[0]["error"]
     assert trainer.progress.update == 3
+
+
+class Watched(nn.MSELoss):
+    """A loss with a mean that each batch assigns anew, and which refuses certain targets afterwards."""
+
+    def __init__(self, poison: float | None, limit: int | None) -> None:
+        super().__init__()
+        self.poison, self.limit = poison, limit
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + outputs.detach().mean()
+        loss = super().forward(outputs * self.scale, targets)
+        if self.limit is not None and len(outputs) > self.limit:
+            raise MemoryError
+        if self.poison is not None and (targets == self.poison).any():
+            loss.backward(retain_graph=True)
+            raise ValueError("cannot digest this")
+        return loss
+
+
+class Critical(Trainer):
+    """Trains a critic in each step, keeps gradients of another for the next one, and counts in a registered object."""
+
+    def __init__(self, poison: float | None = None, limit: int | None = None, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        model, loss = nn.Linear(5, 1).double(), Watched(poison, limit)
+        self.critic, self.slow = (nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)).double() for _ in range(2))
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.1)
+        parameters = [*model.parameters(), *loss.parameters()]
+        super().__init__(model, loss, torch.optim.SGD(parameters, lr=0.1, momentum=0.9), **kwargs)
+        self.progress_of_steps = Progress()
+        self.register_for_checkpointing("steps", self.progress_of_steps)
+
+    def calculate_train_batch_loss(self, batch):
+        outputs = self.model(batch[0])
+        self.critic(outputs.detach()).square().mean().backward()
+        self.critic_optimizer.step()
+        self.critic_optimizer.zero_grad()
+        self.slow(outputs.detach()).square().mean().backward()
+        self.progress_of_steps.step += 1
+        return {"loss": self.loss_func(outputs, batch[1]) + self.critic(outputs).mean()}
+
+    def everything(self) -> dict[str, Any]:
+        modules = nn.ModuleList([self.model, self.loss_func, self.critic, self.slow])
+        gradients = {f"gradient {name}": p.grad for name, p in self.slow.named_parameters()}
+        steps = {"steps": torch.tensor(self.progress_of_steps.step)}
+        moments = {str(key): state["exp_avg"] for key, state in self.critic_optimizer.state_dict()["state"].items()}
+        return weights(modules) | gradients | moments | steps
+
+
+def test_a_batch_that_fails_leaves_no_trace_beside_the_model():
+    poison = regression_data(20)[9][1].item()
+    skip = SkipFailedBatchesCallback()
+    arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": 1}
+    found = Critical(poison, callbacks=[skip])
+    found.train(regression_data(20), 2, train_dataloader_kwargs=IN_ORDER, **arguments)
+    expected = Critical(callbacks=[])
+    expected.train(regression_data(20), 2, train_dataloader_kwargs=ALL_BUT_THE_THIRD | {"num_workers": 0}, **arguments)
+    assert len(skip.failures) == 2
+    assert equal(found.everything(), expected.everything())
+
+
+def test_a_batch_that_does_not_fit_leaves_no_trace_beside_the_model():
+    found, expected = Critical(limit=4, callbacks=[]), Critical(callbacks=[])
+    found.train(regression_data(8), 1, per_device_batch_size=8, train_dataloader_kwargs=IN_ORDER, auto_microbatch=True)
+    expected.train(
+        regression_data(8), 1, per_device_batch_size=4, gradient_accumulation_steps=2, train_dataloader_kwargs=IN_ORDER
+    )
+    assert found.num_microbatches == 2
+    assert largest_difference(found.everything(), expected.everything()) < 1e-12
 
 
 def test_without_the_callback_the_error_ends_the_run():
@@ -294,6 +368,43 @@ def test_parts_of_a_batch_are_weighed_by_their_items():
     for (whole, loss, items), (of_parts, loss_of_parts, items_of_parts) in zip(expected_outputs, outputs, strict=True):
         assert torch.allclose(whole, of_parts)
         assert (loss_of_parts, items_of_parts) == (pytest.approx(loss), items)
+
+
+class FewTokens(Trainer):
+    """A loss over items, of which batches may have none."""
+
+    as_number = False
+
+    def calculate_train_batch_loss(self, batch):
+        x, y = batch
+        mask = x[:, 1:2] > 0
+        loss = ((self.model(x) - y) ** 2 * mask).sum() / mask.sum().clamp(min=1)
+        return {"loss": loss, "num_items_in_batch": int(mask.sum()) if self.as_number else mask.sum()}
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+@pytest.mark.parametrize("divided", [{"auto_microbatch": True}, {"logical_processes": 2}])
+def test_a_divided_batch_without_items_has_a_loss_of_zero(divided, as_number):
+    data = regression_data(12)
+    data.tensors[0][:, 1] = torch.arange(-4, 8)  # none in the first of three batches, and in one sample of the second
+    losses = []
+    note = listener(on_train_step_end=lambda t, batch_output, **_: losses.append(float(batch_output["loss"].detach())))
+
+    def run(model: nn.Module, logical_processes: int | None = None, **kwargs: Any) -> Trainer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        callbacks = [note, TerminateOnNaNCallback]
+        trainer = FewTokens(model, None, optimizer, callbacks, seed=0, logical_processes=logical_processes)
+        trainer.as_number = as_number
+        batch_size = 4 // (logical_processes or 1)
+        trainer.train(data, 1, per_device_batch_size=batch_size, train_dataloader_kwargs=IN_ORDER, **kwargs)
+        return trainer
+
+    found = run(without_dropout(limit=3 if "auto_microbatch" in divided else None), **divided)
+    expected = run(without_dropout())
+    assert histories_agree(found, expected)
+    assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
+    assert losses[0] == losses[3] == 0
+    assert losses[:3] == pytest.approx(losses[3:])
 
 
 def test_a_resumed_run_still_splits_and_ends_in_the_same_bits(tmp_path, capsys):

@@ -26,11 +26,18 @@ def loss_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in _learned_by_loss(trainer).items()}
 
 
-def buffers_beside_model(trainer: Trainer) -> list[torch.Tensor]:
-    """Return the buffers (running statistics, for example) of the loss function and of trained attributes."""
-    of_loss = [value for value in _learned_by_loss(trainer).values() if not isinstance(value, nn.Parameter)]
+def buffers_beside_model(trainer: Trainer) -> list[tuple[nn.Module, str]]:
+    """Return the buffers (running statistics, for example) of the loss function and of trained attributes.
+
+    Each by its module and name, because a forward pass may assign another tensor.
+    """
     modules = [owner for owner in attributes.trained(trainer).values() if isinstance(owner, nn.Module)]
-    return [*of_loss, *(buffer for module in modules for buffer in module.buffers())]
+    of_loss = attributes.buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
+    learned = set(map(id, _learned_by_loss(trainer).values()))
+    return [
+        *((part, name) for part, name in of_loss if id(getattr(part, name)) in learned),
+        *attributes.buffers_in(modules),
+    ]
 
 
 def _learned_by_loss(trainer: Trainer) -> dict[str, torch.Tensor]:

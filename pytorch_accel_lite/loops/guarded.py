@@ -19,7 +19,7 @@ from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.loops.evaluation import unwrapped_model
 from pytorch_accel_lite.loops.training import backward, forward
 from pytorch_accel_lite.pieces import concatenate_if_possible, split_batch
-from pytorch_accel_lite.restoring import snapshot_of_step
+from pytorch_accel_lite.restoring import StepSnapshot
 from pytorch_accel_lite.run import Run
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
     :return: the output of the step, or ``None`` if the batch is skipped
     """
     while True:
-        before = snapshot_of_step(trainer)
+        before = StepSnapshot(trainer)
         counted = run.window.sizes, run.window.items_per_batch
         run.averaged_here = list(before.gradients)
         outputs: list[BatchOutput] = []
@@ -186,10 +186,9 @@ def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
 
 
 def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Any]:
+    """Return the shares of the outputs in what they count together; zeros if that is nothing."""
     total = sum(output[counted] for output in outputs)
-    total = (
-        torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
-    )  # no items: shares of 0
+    total = torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
     return [output[counted] / total for output in outputs]
 
 

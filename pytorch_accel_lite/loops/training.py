@@ -169,7 +169,7 @@ def update(trainer: Trainer, run: Run) -> None:
     if run.averaged_here and trainer.ranks.world_size > 1:
         average_gradients(run.averaged_here, trainer.ranks)
     if run.synced_buffers:
-        trainer.ranks.copy_from_first(run.synced_buffers)
+        trainer.ranks.copy_from_first(getattr(part, name) for part, name in run.synced_buffers)
     hears = trainer.callback_handler.listeners
     run.window.finish(trainer.optimizer)
     run.gradient_norm = None
@@ -240,9 +240,9 @@ def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
     The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
-    from pytorch_accel_lite.restoring import snapshot_of_step
+    from pytorch_accel_lite.restoring import StepSnapshot
 
     run.must_warm_up_ddp = False
-    before = snapshot_of_step(trainer, with_attributes=True)
+    before = StepSnapshot(trainer)
     trainer.backward_step(loss_of(trainer, batch.data))
     before.restore()

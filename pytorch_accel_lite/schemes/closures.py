@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from types import CodeType
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sy
 from pytorch_accel_lite.loops.training import forward, forward_and_backward
 from pytorch_accel_lite.optimizers import needs_closure, parts_of
 from pytorch_accel_lite.randomness import capture_generators, preserving_generators, restore_generators
-from pytorch_accel_lite.restoring import replaced
+from pytorch_accel_lite.restoring import Buffers, replaced
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.tracking import LossTrackers
 from pytorch_accel_lite.utils import is_ours, is_overridden
@@ -74,9 +73,7 @@ class WindowReplay:
 @contextmanager
 def _leaving_no_trace(trainer: Trainer, run: Run) -> Iterator[None]:
     """Restore what going forward and backward changes besides gradients: each batch has been counted already."""
-    modules = [trainer.get_model(), *attributes.modules(trainer).values()]
-    owners = dict.fromkeys(chain.from_iterable(module.modules() for module in modules))
-    before = [(o, name, buffer, buffer.clone()) for o in owners for name, buffer in o.named_buffers(recurse=False)]
+    before = Buffers([trainer.get_model(), *attributes.modules(trainer).values()])
     counts = {
         "batch": run.batch,
         "loss_trackers": LossTrackers(),
@@ -87,9 +84,7 @@ def _leaving_no_trace(trainer: Trainer, run: Run) -> Iterator[None]:
         with preserving_generators(), replaced(run, **counts):
             yield
     finally:
-        with torch.no_grad():
-            for owner, name, buffer, value in before:
-                setattr(owner, name, buffer.copy_(value))  # another may be in its place
+        before.restore()
 
 
 def recompute_gradients(self: Trainer) -> torch.Tensor:

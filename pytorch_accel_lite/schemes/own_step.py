@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.attributes import all_optimized_parameters
+from pytorch_accel_lite.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.distributed.prepared import mixed_precision
 from pytorch_accel_lite.gradients import GradientWindow, average_gradients
@@ -49,7 +49,7 @@ class OwnStep:
         if trainer.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
             trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
-            run.synced_buffers += trainer.model.buffers()
+            run.synced_buffers += buffers_in([trainer.model])
         run.averaged_here = []
 
     def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
@@ -164,7 +164,7 @@ class OwnStep:
         self._update_scaler()
         run.skips_update = not all(self._made)
         if run.synced_buffers:
-            trainer.ranks.copy_from_first(run.synced_buffers)
+            trainer.ranks.copy_from_first(getattr(part, name) for part, name in run.synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             vars(trainer.optimizer)["_opt_called"] = True  # or torch would warn of a schedule that is stepped too early

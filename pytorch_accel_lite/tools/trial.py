@@ -41,8 +41,7 @@ def restoring_state(trainer: Trainer) -> Iterator[None]:
     parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
-    buffers = chain.from_iterable(root.buffers() for root in roots)
-    before = Snapshot(chain(parameters, buffers), parameters, stateful, on_host=True)
+    before = Snapshot(parameters, parameters, stateful, roots, on_host=True)
     try:
         with preserving_modes(chain.from_iterable(root.modules() for root in roots)):
             yield
