@@ -167,9 +167,10 @@ def skip_update(self: Trainer) -> None:
 
     Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
     """
-    self.current_run.skips_update = True
+    run = self.current_run
+    run.skips_update = True
     scaler = self.accelerator.scaler
-    if scaler is not None:  # otherwise it would complain about gradients being unscaled twice
+    if scaler is not None and run.own_step is None:  # otherwise it would complain about gradients being unscaled twice
         scaler.update(scaler.get_scale())
 
 

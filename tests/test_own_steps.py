@@ -185,6 +185,30 @@ def test_spikes_are_those_of_each_optimizer(capsys):
     assert re.findall("Update .* skipped", capsys.readouterr().out) == ["Update 5 of 'critic' skipped"]
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_each_optimizer_has_its_gradient_norms(clip):
+    norms: dict[str, list[float]] = {"generator": [], "critic": []}
+
+    class Norms(GAN):
+        def clip_gradients(self):
+            gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+            norms[self.current_run.own_step.updating].append(float(nn.utils.get_total_norm(gradients)))
+            super().clip_gradients()
+
+    trainer = Norms(callbacks=[GradientNormCallback])
+    trainer.train(FULL, 1, per_device_batch_size=9, gradient_clip_norm=clip)
+    expected = {}
+    for name, values in norms.items():
+        expected[f"gradient_norm_{name}_mean"] = [pytest.approx(sum(values) / 3)]
+        expected[f"gradient_norm_{name}_max"] = [max(values)]
+        if clip is not None:
+            expected[f"clipped_updates_{name}"] = [sum(value > clip for value in values) / 3]
+    found = trainer.run_history.to_dict()
+    assert {name: values for name, values in found.items() if "loss" not in name} == expected | {
+        f"train_{name}_epoch": found[f"train_{name}_epoch"] for name in norms
+    }
+
+
 def test_an_optimizer_that_is_never_updated_is_named_in_advice(capsys):
     class Forgets(GAN):
         def update(self, loss, optimizer):
@@ -250,7 +274,7 @@ def test_scaled_gradients_are_those_of_the_loop_by_hand(scaled_accelerator, accu
     difference = largest_difference(trainer.networks(), expected)
     assert difference < 1e-12 if accumulation > 1 else equal(trainer.networks(), expected)
     assert scaled_accelerator.scaler.get_scale() > 2.0**13
-    assert trainer.run_history.get_latest_metric("gradient_norm_max") < 10
+    assert trainer.run_history.get_latest_metric("gradient_norm_critic_max") < 10
 
 
 def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
@@ -285,6 +309,21 @@ def test_callbacks_skip_updates_of_scaled_gradients(scaled_accelerator):
         name.partition(".")[0] for name, value in trainer.networks().items() if not torch.equal(value, before[name])
     }
     assert changed == {"generator"}
+
+
+def test_an_overflow_lowers_the_scale_though_another_update_of_the_window_is_skipped(scaled_accelerator):
+    class Overflowing(GAN):
+        def update(self, loss, optimizer):
+            super().update(loss * 1e200 * 1e200 if optimizer == "critic" else loss, optimizer)
+
+    def skip(trainer: Trainer) -> None:
+        if trainer.current_run.own_step.updating == "generator":  # which comes after the critic
+            trainer.skip_update()
+
+    trainer = Overflowing(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)
+    trainer.train(FULL, 1, per_device_batch_size=13, gradient_accumulation_steps=2)
+    assert trainer.progress.update == 1
+    assert scaled_accelerator.scaler.get_scale() == 2.0**9
 
 
 # -------------------------------------------------------------------------------------------- bad input

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,8 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.devices import accumulation_dtype, module_of, to_float
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.gradients import total_norm
-from pytorch_accel_lite.optimizers import group_names, is_made
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.optimizers import group_names, is_made, parts_of
+from pytorch_accel_lite.utils import check_positive_int, is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -73,55 +74,84 @@ class GradientNormCallback(TrainerCallback):
     """Record the total norm of the gradients, before they are clipped by norm.
 
     Recorded per epoch: the mean over all updates as ``gradient_norm_mean``, the maximum as ``gradient_norm_max`` and,
-    if the run clips by norm, the fraction of clipped updates as ``clipped_updates``. In an overridden ``train_step``,
-    these are over the updates of all optimizers.
+    if the run clips by norm, the fraction of clipped updates as ``clipped_updates``. An overridden ``train_step``
+    updates several optimizers one by one: each has its own ``gradient_norm_<name>_mean``, ``gradient_norm_<name>_max``
+    and ``clipped_updates_<name>``. Optimizers that step together are clipped together, so they have one norm.
     """
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._sum: Any = 0.0
-        self._max: Any = 0.0
-        self._clipped: Any = 0.0
-        self._count = 0
+        self._norms: dict[str, _Norms] = {}  # by optimizer; "" for a single one, or for several that step together
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
-        clipped = ["clipped_updates"] if request.gradient_clip_norm is not None else []
-        request.metrics.record(self, ["gradient_norm_mean", "gradient_norm_max", *clipped])
+        if request.kind != "training":
+            return
+        knows = is_made(trainer.optimizer) or not is_overridden(trainer, "train_step")
+        names = list(parts_of(trainer.optimizer)) if is_overridden(trainer, "train_step") else []
+        recorded = [f"{_norm_name(name)}_{kind}" for name in names or [""] for kind in ("mean", "max")]
+        if request.gradient_clip_norm is not None:
+            recorded += map(_clipped_name, names or [""])
+        request.metrics.record(self, recorded if knows else (), and_others=not knows)
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._clear()
+        self._norms = {}
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        norm: Any = total_norm(trainer).detach()
-        if norm.is_cpu:
-            norm = to_float(norm)
-            self._max = norm if norm > self._max or math.isnan(norm) else self._max
-        else:
-            self._max = torch.clamp(norm, min=self._max) if self._count else norm
-        trainer.step_metrics["gradient_norm"] = norm
-        self._sum = (norm.to(accumulation_dtype(norm.device)) if isinstance(norm, torch.Tensor) else norm) + self._sum
-        self._count += 1
+        norm = total_norm(trainer).detach()
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        if limit is not None:
-            self._clipped = (norm > limit) + self._clipped
+        own_step = trainer.current_run.own_step
+        name = "" if own_step is None or not parts_of(trainer.optimizer) else own_step.updating
+        value = to_float(norm) if norm.is_cpu else norm
+        trainer.step_metrics[_norm_name(name)] = value
+        self._norms.setdefault(name, _Norms()).add(value, limit)
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if not self._count:
-            return
-        trainer.run_history.update_metric("gradient_norm_mean", float(self._sum) / self._count)
-        trainer.run_history.update_metric("gradient_norm_max", float(self._max))
-        if trainer.run_config is not None and trainer.run_config.gradient_clip_norm is not None:
-            trainer.run_history.update_metric("clipped_updates", float(self._clipped) / self._count)
+        for name, norms in self._norms.items():
+            trainer.run_history.update_metric(f"{_norm_name(name)}_mean", float(norms.sum) / norms.count)
+            trainer.run_history.update_metric(f"{_norm_name(name)}_max", float(norms.max))
+            if norms.clipped is not None:
+                trainer.run_history.update_metric(_clipped_name(name), float(norms.clipped) / norms.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the epoch so far."""
-        return {"sum": self._sum, "max": self._max, "clipped": self._clipped, "count": self._count}
+        """Return the sums of the epoch so far, by optimizer."""
+        return {name: vars(norms).copy() for name, norms in self._norms.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`."""
-        self._sum, self._max, self._clipped, self._count = (state[key] for key in ("sum", "max", "clipped", "count"))
+        by_name = state if all(isinstance(sums, dict) for sums in state.values()) else {"": state}  # of version 0.1
+        self._norms = {name: _Norms(**sums) for name, sums in by_name.items()}
+
+
+@dataclass
+class _Norms:
+    """The norms of an epoch.
+
+    :param clipped: how many were above the limit; ``None`` if there is none
+    """
+
+    sum: Any = 0.0
+    max: Any = 0.0
+    clipped: Any = None
+    count: int = 0
+
+    def add(self, norm: Any, limit: float | None) -> None:
+        """Add a norm, which on a GPU is a tensor that is not read."""
+        if isinstance(norm, torch.Tensor):
+            self.max = torch.clamp(norm, min=self.max) if self.count else norm
+            self.sum = norm.to(accumulation_dtype(norm.device)) + self.sum
+        else:
+            self.max = norm if norm > self.max or math.isnan(norm) else self.max
+            self.sum = norm + self.sum
+        self.count += 1
+        if limit is not None:
+            self.clipped = (norm > limit) + (0.0 if self.clipped is None else self.clipped)
+
+
+def _norm_name(optimizer: str) -> str:
+    return "_".join(filter(None, ("gradient_norm", optimizer)))
+
+
+def _clipped_name(optimizer: str) -> str:
+    return "_".join(filter(None, ("clipped_updates", optimizer)))
 
 
 class ThroughputCallback(TrainerCallback):

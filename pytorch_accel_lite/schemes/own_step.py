@@ -136,7 +136,7 @@ class OwnStep:
                 trainer.optimizer_step()
             trainer.optimizer_zero_grad()
         # Not before the end of a window: the other optimizers accumulate gradients with the same scale.
-        self._must_update_scaler = self._scaler is not None and not run.skips_update
+        self._must_update_scaler = self._scaler is not None
         if self.windows[name].steps == 1:
             self._update_scaler()
         is_made = not run.skips_update and not getattr(stepped, "was_skipped", False)
