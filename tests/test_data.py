@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -46,6 +47,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.data import NamedDatasets, OwnShard, shard
 from pytorch_accel_lite.data.defaults import default_num_workers
+from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.plan import count_global_batches, global_batches, split
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
@@ -391,6 +393,46 @@ def test_a_subset_of_tensors_in_memory_equals_the_same_rows():
         torch.manual_seed(0)
         quiet_trainer(model).train(dataset, 2, per_device_batch_size=3, train_dataloader_kwargs={"num_workers": 0})
     assert equal(models[0].state_dict(), models[1].state_dict())
+
+
+STACKED = {
+    "dict": lambda x, y: StackDataset(x=x, y=TensorDataset(y, x)),
+    "tuple": lambda x, y: StackDataset(TensorDataset(x), y[:, 0]),
+    "nested": lambda x, y: Subset(StackDataset(StackDataset(x=x), y), range(8, 1, -1)),
+}
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("stack", STACKED.values(), ids=STACKED)
+def test_stacked_tensors_are_read_at_once_to_the_same_batches(stack, seed):
+    class Slow(StackDataset):
+        """Not a plain one, so it is read sample by sample."""
+
+    data = stack(*regression_data(9).tensors)
+    slow = copy.deepcopy(data)
+    (slow.dataset if isinstance(slow, Subset) else slow).__class__ = Slow
+
+    def batches(dataset):
+        torch.manual_seed(0)
+        source = DataLoader(dataset, 4, shuffle=True)
+        return list(shard(source, rank_of(0, 1), torch.device("cpu"), seed=seed, training=True)), torch.rand(())
+
+    (at_once, random), (one_by_one, expected) = batches(data), batches(slow)
+    assert tensors_in_memory(data) is not None
+    assert tensors_in_memory(slow) is None
+    assert torch.equal(random, expected)
+    for ours, theirs in zip(at_once, one_by_one, strict=True):
+        (leaves, structure), (expected, of_them) = tree_flatten(ours), tree_flatten(theirs)
+        assert structure == of_them
+        assert all(map(torch.equal, leaves, expected))
+
+
+def test_other_data_in_a_stack_are_read_as_before():
+    x, y = regression_data(3).tensors
+    for data in (StackDataset(x, [1, 2, 3]), StackDataset(list(x), y), StackDataset(x, Subset(y, range(3)))):
+        assert tensors_in_memory(data) is None
+        batch = next(iter(shard(DataLoader(data, 2), rank_of(0, 1), torch.device("cpu"), seed=None, training=True)))
+        assert torch.equal(batch[0], x[:2])
 
 
 class Order(Sampler):

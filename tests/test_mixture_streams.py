@@ -27,6 +27,35 @@ def test_an_epoch_may_end_with_the_first_stream_that_ends():
     assert given(mixed) == [0, 10, 1, 11, 2, 12]
 
 
+def test_a_mixture_that_has_ended_has_nothing_left_to_resume():
+    def create():
+        return MixtureStream({"a": Shelf(range(3)), "b": Shelf(range(10, 30))}, repeat=False)
+
+    mixed, again = create(), create()
+    assert len(given(mixed)) == 6
+    again.load_state_dict(mixed.state_dict())
+    assert given(again) == []
+
+
+def test_a_stream_may_report_a_state_that_it_goes_on_to_change():
+    class Live(Shelf):
+        next = property(lambda self: self.state["next"], lambda self, value: self.state.update(next=value))
+
+        def __init__(self, numbers):
+            self.state = {}
+            super().__init__(numbers)
+
+        def state_dict(self):
+            return self.state
+
+    whole = given(ShuffledStream(Live(range(12)), 4))
+    stream, again = (ShuffledStream(Live(range(12)), 4) for _ in range(2))
+    reader = iter(stream)
+    assert [int(next(reader)[0]) for _ in range(6)] == whole[:6]
+    again.load_state_dict(stream.state_dict())
+    assert given(again) == whole[6:]
+
+
 def test_each_pass_over_a_stream_is_told_its_epoch():
     class Told(Shelf):
         epoch = 0

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
+from pytorch_accel_lite.data import MixtureStream, ShuffledStream
 from tests.cases.data import SavesEachUpdate
-from tests.cases.streams import Keeps, Shelf, train_on
+from tests.cases.streams import Keeps, Shelf, Sums, train_on
 from tests.tasks import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
@@ -98,7 +99,12 @@ def test_a_stateful_stream_goes_on_with_another_batch_size(tmp_path):
     assert resumed["read"] == [*range(12, 26), *range(26)]
 
 
-def test_a_source_that_something_else_began_to_read_meanwhile_is_read_again(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda stream: stream, lambda stream: ShuffledStream(stream, 4), lambda stream: MixtureStream({"a": stream})],
+    ids=["alone", "shuffled", "mixture"],
+)
+def test_a_source_that_something_else_began_to_read_meanwhile_is_read_again(tmp_path, capsys, wrap):
     """A stream that is evaluated in the middle of an epoch reports the position of the evaluation."""
 
     class Copies(Shelf):  # each iteration has a position of its own, the latest is reported
@@ -118,14 +124,34 @@ def test_a_source_that_something_else_began_to_read_meanwhile_is_read_again(tmp_
         stream, model, keeps = Copies(range(20)), torch.nn.Linear(2, 1), Keeps()
         callbacks = [keeps, StepBasedEvaluationCallback(2), SavesEachUpdate(tmp_path)]
         trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=callbacks, seed=0)
-        trainer.train(stream, 1, stream, per_device_batch_size=4, **kwargs)
+        train = wrap(stream)
+        trainer.train(train, None, stream, per_device_batch_size=4, max_num_train_steps=5, **kwargs)
         return keeps.seen
 
     whole = run()
     assert same(run(resume_from=tmp_path / "4"), whole[4:])
-    assert "read again from Copies: the training state holds no position" in capsys.readouterr().out
+    name = type(wrap(Copies(()))).__name__
+    assert f"read again from {name}: the training state holds no position" in capsys.readouterr().out
     assert same(run(resume_from=tmp_path / "3"), whole[3:])  # read before the evaluation
     assert "read again" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seed", "states"), [(0, 5), (None, 0)])
+def test_states_are_asked_for_only_where_a_run_may_keep_them(seed, states):
+    """Not in evaluations, nor in an epoch whose order no state could repeat."""
+    asked = []
+
+    class Counts(Shelf):
+        def state_dict(self):
+            asked.append(self)
+            return super().state_dict()
+
+    model = torch.nn.Linear(2, 1)
+    train, evaluated = Counts(range(20)), Counts(range(20))
+    trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=[], seed=seed)
+    trainer.calculate_eval_batch_loss = trainer.calculate_train_batch_loss
+    trainer.train(train, 1, evaluated, per_device_batch_size=4, train_dataloader_kwargs={})
+    assert asked == [train] * states
 
 
 def test_a_position_that_does_not_fit_is_an_error_that_says_so(tmp_path):

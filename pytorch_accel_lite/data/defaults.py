@@ -45,7 +45,7 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
     """Return the default arguments of a dataloader."""
     workers = default_num_workers(dataset, accelerator.num_processes)
     memory = tensors_in_memory(dataset)
-    can_be_pinned = memory is None or all(tensor.is_cpu for tensor in memory[0])
+    can_be_pinned = memory is None or all(tensor.is_cpu for tensor in memory.tensors)
     kwargs: dict[str, Any] = {
         "batch_size": batch_size,
         "num_workers": workers,

@@ -55,7 +55,7 @@ class _ReadInTurn(ShardedLoader):
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
-        self._tracker = _create_tracker(source)
+        self._tracker = _create_tracker(source, keeps=options.fill and options.seed is not None)
         self._batches_per_step = 1  # that this process reads
 
     def position(self) -> Any:
@@ -258,14 +258,17 @@ def create_loader(
     return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)
 
 
-def _create_tracker(source: Any) -> PositionTracker | None:
-    """Return what tracks the position in a source, if that can report it."""
+def _create_tracker(source: Any, keeps: bool) -> PositionTracker | None:
+    """Return what tracks the position in a source, if that can report it.
+
+    :param keeps: whether a training state may ask for it: only in training whose order follows from a seed
+    """
     batches = source.batches if isinstance(source, OwnShard) else source
     if not any(hasattr(item, "load_state_dict") for item in (batches, getattr(batches, "dataset", None))):
         return None
     from pytorch_accel_lite.data.stateful import PositionTracker, can_track  # rarely needed
 
-    return PositionTracker(batches) if can_track(batches) else None
+    return PositionTracker(batches, keeps) if can_track(batches) else None
 
 
 def _cannot_split(what: str) -> ValueError:

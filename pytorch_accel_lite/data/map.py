@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    StackDataset,
     Subset,
     TensorDataset,
     default_collate,
@@ -253,9 +256,9 @@ class MapLoader(ShardedLoader):
             if batches in self._with_workers:  # not stopped meanwhile
                 self._idle = loader
 
-    def _read_memory(self) -> Iterator[list[torch.Tensor]]:
+    def _read_memory(self) -> Iterator[Any]:
         assert self._memory is not None
-        tensors, subset = self._memory
+        tensors, subset, arrange = self._memory
         rows = len(self.source.dataset)
         on_host = all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
@@ -269,7 +272,8 @@ class MapLoader(ShardedLoader):
                 batch = [tensor.index_select(0, chosen) for tensor in tensors]
             else:
                 batch = [tensor.index_select(0, chosen.to(tensor.device, non_blocking=True)) for tensor in tensors]
-            yield [tensor.pin_memory() if tensor.is_cpu else tensor for tensor in batch] if pin else batch
+            batch = [tensor.pin_memory() if tensor.is_cpu else tensor for tensor in batch] if pin else batch
+            yield batch if arrange is None else arrange(batch)
 
     def stop_workers(self) -> None:
         super().stop_workers()
@@ -293,17 +297,44 @@ class MapLoader(ShardedLoader):
         return self._shares.ends_in_one()
 
 
-def tensors_in_memory(dataset: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-    """Return the tensors of a ``TensorDataset`` and, for a ``Subset`` of one, the indices; ``None`` for other data."""
+class InMemory(NamedTuple):
+    """Data in memory.
+
+    :param tensors: tensors, which have a row for each sample
+    :param subset: the rows of a ``Subset``; ``None`` for all
+    :param arrange: makes a batch from a list of rows of each tensor; ``None`` if that list is the batch
+    """
+
+    tensors: Sequence[torch.Tensor]
+    subset: torch.Tensor | None = None
+    arrange: Callable[[list[torch.Tensor]], Any] | None = None
+
+
+def tensors_in_memory(dataset: Any) -> InMemory | None:
+    """Return the tensors of a ``TensorDataset``, or of a ``StackDataset`` or a ``Subset`` of such; or ``None``."""
     if type(dataset) is TensorDataset:
-        return dataset.tensors, None
+        return InMemory(dataset.tensors)
+    if type(dataset) is StackDataset:
+        tensors, structure = tree_flatten(_stacked(dataset))
+        is_all = all(tensor is not None for tensor in tensors)
+        return InMemory(tensors, arrange=partial(tree_unflatten, treespec=structure)) if is_all else None
     if type(dataset) is Subset:
         inner = tensors_in_memory(dataset.dataset)
         if inner is not None:
-            tensors, chosen = inner
             indices = _from_front(dataset.indices, len(dataset.dataset))  # type: ignore[arg-type]
-            return tensors, indices if chosen is None else chosen[indices]
+            return inner._replace(subset=indices if inner.subset is None else inner.subset[indices])
     return None
+
+
+def _stacked(dataset: Any) -> Any:
+    """Return the tensors of a dataset, arranged as in a batch, with ``None`` for other data."""
+    if type(dataset) is TensorDataset:
+        return list(dataset.tensors)
+    if type(dataset) is not StackDataset:
+        return dataset if type(dataset) is torch.Tensor else None
+    if isinstance(dataset.datasets, dict):
+        return {name: _stacked(part) for name, part in dataset.datasets.items()}
+    return [_stacked(part) for part in dataset.datasets]
 
 
 def _reader_of(dataset: Any) -> Callable[[Any], Any]:

@@ -35,12 +35,14 @@ class PositionTracker:
     """Keeps the state of a source after the batch used last; batches are read ahead of those that are used.
 
     :param batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
+    :param keeps: whether to keep states at all: asking for them and copying them takes time
     :ivar position: the state; ``None`` if it is unknown
     :ivar obstacle: why the state is never known; empty if it is
     """
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Any, keeps: bool = True) -> None:
         dataset = getattr(batches, "dataset", None)
+        self._keeps = keeps
         self._source: Any = batches if _is_stateful(batches) else dataset
         self._read = [id(read) for read in (batches if dataset is None else dataset, *streams_in(dataset, []))]
         self.name = type(self._source).__name__
@@ -76,8 +78,9 @@ class PositionTracker:
 
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, keeping the state of the source after each."""
+        keeps = self._keeps and not self.obstacle
         for batch in batches:
-            is_known = not self.obstacle and all(_latest.get(read) is self for read in self._read)
+            is_known = keeps and all(_latest.get(read) is self for read in self._read)
             self._ahead.append(copy.deepcopy(self._source.state_dict()) if is_known else None)
             yield batch
 
