@@ -73,6 +73,14 @@ class CrashAt(TrainerCallback):
             raise ZeroDivisionError
 
 
+class CrashAtFirst(CrashAt):
+    """Crashes unless the launcher has started the process again."""
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            super().on_train_step_end(trainer, **kwargs)
+
+
 class OwnTrainer(Trainer):
     """Makes its own model and optimizer, as the trainer of a GAN does."""
 

@@ -118,6 +118,10 @@ def test_nothing_is_made_before_it_is_needed(file):
     experiment = read(file, "--data.train", "tests.experiment_parts.fails")
     assert len(experiment.eval_dataset) == 8
     assert experiment.test_dataset is None
+    assert experiment.dataset("eval") is experiment.eval_dataset
+    with pytest.raises(ExperimentError, match=r"data\.test: there is none"):
+        experiment.dataset("test")
+    assert len(read(file, "--data.test=tests.experiment_parts.load_data").test_dataset) == 24
     with pytest.raises(KeyError) as caught:
         experiment.train()
     assert caught.value.__notes__ == ["This happened while command line: data.train was made."]
@@ -478,6 +482,14 @@ def test_predictions_are_those_of_the_weights_asked_for(file, capsys):
         found = read_predictions("runs/small/predictions/eval")
         assert found.shape == (8, 1)
         assert bool(found.any()) == bool(scale)
+
+
+def test_predictions_follow_the_data_of_the_file(file, capsys):
+    read(file).train().save_model("weights.safetensors")
+    for size in (8, 5):
+        file.write_text(FILE.replace("{size: 8}", f"{{size: {size}}}"))
+        assert run("predict", file, "--weights=weights.safetensors", capsys=capsys)[0] == 0
+        assert len(read_predictions("runs/small/predictions/eval")) == size
 
 
 def test_weights_of_another_model_are_refused(file, capsys):

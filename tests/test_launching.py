@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,26 +16,37 @@ from torch.distributed.launcher import api
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
-from pytorch_accel_lite.experiment import LaunchError, launch
+from pytorch_accel_lite.experiment import Experiment, LaunchError, launch
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.launching import choose_devices
+from pytorch_accel_lite.experiment.weights import find_weights, load_weights
 from tests import experiment_parts as parts
 from tests.launching import ROOT, WarmPython, run_elastic, run_forked
-from tests.test_experiments import FILE
+from tests.test_experiments import FILE, STATES, assert_equal, weights
 
 #: Number, load in percent, memory in use and in total.
 GPUS = [(0, 96, 70_000, 80_000), (1, 0, 500, 80_000), (2, 3, 400, 80_000), (3, 0, 60_000, 80_000), (4, 0, 300, 80_000)]
 
 
 @pytest.fixture
-def gpus(tmp_path, monkeypatch) -> None:
-    """A machine whose driver lists five GPUs, of which two are in use."""
-    rows = [f"{number}, GPU-{number}{number}, {load}, {used}, {total}" for number, load, used, total in GPUS]
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo {shlex.quote(row)}\n" for row in rows))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def list_gpus(tmp_path, monkeypatch) -> Callable[..., None]:
+    """A machine whose driver lists GPUs."""
+
+    def list_them(gpus: list[tuple[Any, ...]]) -> None:
+        rows = [f"{number}, GPU-{number}{number}, {load}, {used}, {total}" for number, load, used, total in gpus]
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text("#!/bin/sh\n" + "".join(f"echo {shlex.quote(row)}\n" for row in rows))
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return list_them
+
+
+@pytest.fixture
+def gpus(list_gpus) -> None:
+    """Five GPUs, of which two are in use."""
+    list_gpus(GPUS)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -46,6 +59,15 @@ def test_idle_devices_are_those_with_the_least_load_and_memory_in_use(monkeypatc
     assert choose_devices("idle", 2) == ["GPU-11", "GPU-22"]
     with pytest.raises(ValueError, match=r"there is no GPU 4, only 0, 1, 2\."):
         choose_devices("4", None)
+
+
+def test_values_that_the_driver_does_not_know_count_neither_way(list_gpus):
+    """Those of the load on a GPU that is divided (MIG), or of the memory on one that shares the host's."""
+    rows = [(0, "[N/A]", 70_000, 80_000), (1, "[N/A]", 400, 80_000), (2, 5, "[N/A]", "[Not Supported]")]
+    list_gpus([*rows, (3, 8, 400, 80_000), (4, "[N/A]", "[N/A]", "[N/A]")])
+    assert choose_devices("idle", 3) == ["GPU-33", "GPU-11", "GPU-22"]
+    with pytest.raises(ValueError, match=r"there are 3 .*GPU 2: load 5 %, memory unknown; .*; GPU 4: load unkn"):
+        choose_devices("idle", 4)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -122,3 +144,18 @@ def test_processes_of_the_command_line_end_in_the_bits_of_torchruns(tmp_path, mo
     ours, theirs = (torch.load(f"{name}/best_model.pt", weights_only=True) for name in ("ours", "theirs"))
     for name, value in ours["model_state_dict"].items():
         assert torch.equal(value, theirs["model_state_dict"][name])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.programs
+def test_restarts_alone_start_a_process_again_after_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(FILE)
+    whole = Experiment.from_file("small.yaml", [*STATES, "--output_dir=whole"]).train()
+    crash = [*STATES, "--callbacks+=tests.experiment_parts.CrashAtFirst", "--callbacks.update=4", "--output_dir=again"]
+    assert main(["train", "small.yaml", "--restarts", "1", *crash, "--resume", "latest"]) == 0
+    last = Experiment.from_file("small.yaml", [*STATES, "--output_dir=again"]).trainer
+    load_weights(last, find_weights(last, "last"))
+    assert_equal(weights(last), weights(whole))

@@ -85,15 +85,56 @@ def test_what_is_finished_is_skipped_until_its_checkpoint_changes(trained, capsy
     assert read_predictions("tests/best/default/test/predictions").unique().numel() == 1
 
 
+def test_what_depends_on_something_else_is_tested_again(trained):
+    data = parts.load_data(6)
+
+    def doubled(scale: float = 2.0, **kwargs: Any) -> float:
+        run_tests(trained, data, inference={"double": {"scale": scale}}, worst=0, **kwargs)
+        return read_predictions("tests/best/double/test/predictions").sum().item()
+
+    first = doubled()
+    assert doubled(-2.0) == -first  # the setting of that name
+    data.tensors[0].zero_()
+    assert doubled(-2.0) == -first
+    assert abs(doubled(-2.0, depends_on={"data": "zeros"})) != abs(first)
+    assert doubled(-2.0, depends_on={"data": "zeros"}) == doubled(-2.0, depends_on={"data": "of zeros"})
+
+
+def test_samples_that_were_not_listed_before_are(trained):
+    data = parts.load_data(6)
+    for worst in (0, 2, 3):
+        run_tests(trained, data, worst=worst, predictions=False)
+    assert len(json.loads(Path("tests/best/default/test/worst.json").read_text())) == 3
+    assert not Path("tests/best/default/test/predictions").exists()
+    run_tests(trained, data, worst=3)
+    assert len(read_predictions("tests/best/default/test/predictions")) == 6
+
+
+def test_checkpoints_that_would_share_a_folder_are_refused(trained):
+    trained.save_model("best_model.safetensors")
+    with pytest.raises(ValueError, match=r"would share folders: \['best_model', 'best_model'\]\. Test them"):
+        run_tests(trained, parts.load_data(6), ["best_model.pt", "best_model.safetensors"])
+    assert not Path("tests").exists()
+
+
 def test_averages_of_the_best_and_the_last(trained):
-    states = sorted(Path("training_states").glob("update-*"))
-    means = []
-    for path in states:
-        trained.load_training_state(path)
-        means.append(trained.model.layers[0].weight.double().clone())
-    run_tests(trained, parts.load_data(6), ["average_last_3", "average_best_2"], worst=0, predictions=False)
-    run_tests(trained, parts.load_data(6), ["average_last_3"], worst=0, predictions=False, save_dir="others")
-    assert torch.equal(trained.model.layers[0].weight, (sum(means[::-1]) / 3).float())
+    weight = trained.model.layers[0].weight
+
+    def loaded(paths: list[Path]) -> list[torch.Tensor]:
+        found = []
+        for path in paths:
+            (trained.load_training_state if path.is_dir() else trained.load_checkpoint)(path)
+            found.append(weight.detach().double())
+        return found
+
+    def averaged(name: str) -> torch.Tensor:
+        run_tests(trained, parts.load_data(6), [name], worst=0, predictions=False)
+        return weight.detach().clone()
+
+    of_last = loaded(sorted(Path("training_states").glob("update-*")))
+    of_best = loaded([Path(f"best_model-epoch{epoch:04d}.pt") for epoch in (2, 3)])
+    assert torch.equal(averaged("average_last_3"), (sum(of_last[::-1]) / 3).float())
+    assert torch.equal(averaged("average_best_2"), (sum(of_best[::-1]) / 2).float())
     with pytest.raises(FileNotFoundError, match=r"There are 3 of the 4 last weights: .* max_checkpoints=4 or more"):
         run_tests(trained, parts.load_data(6), ["average_last_4"])
 
@@ -142,5 +183,12 @@ def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     assert "checkpoint best, inference b, dataset eval, evaluation_loss " in printed
     folder = Path("runs/small/tests/best")
     assert len(json.loads((folder / "a" / "eval" / "worst.json").read_text())) == 1
+    text = Path("small.yaml").read_text()
+    Path("small.yaml").write_text(text.replace("{size: 8}", "{size: 6}").replace("scale: 3.0", "scale: 4.0"))
+    assert main(["test", "small.yaml"]) == 0
+    assert len(json.loads((folder / "a" / "eval" / "worst.json").read_text())) == 2
+    single, scaled = (read_predictions(folder / name / "eval" / "predictions") for name in "ab")
+    assert len(single) == 6
+    assert torch.equal(4 * single, scaled)
     assert main(["test", "small.yaml", "--test.wurst", "1"]) == 2
     assert "Did you mean 'worst'?" in capsys.readouterr().err

@@ -205,14 +205,15 @@ def _predict(options: argparse.Namespace, rest: list[str]) -> None:
 
     trainer, weights, dataset, arguments = _load(experiment, options, "test")
     directory = experiment.output_dir / "predictions" / _source(experiment, options, "test")
-    trainer.callback_handler.add_callback(
-        predictions_of(
-            trainer, weights, directory, model=experiment.config.get("model"), data=experiment.config["data"]
-        )
-    )
+    trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory, **_described(experiment)))
     for _ in trainer.predict_iter(dataset, **arguments):
         pass
     trainer.print(f"The predictions are in {directory}: read_predictions({os.fspath(directory)!r}) returns them")
+
+
+def _described(experiment: Experiment) -> dict[str, Any]:
+    """Return what results depend on besides the weights."""
+    return {name: experiment.config.get(name) for name in ("model", "data")}
 
 
 def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:
@@ -275,6 +276,7 @@ def _test(options: argparse.Namespace, rest: list[str]) -> None:
     dataset = experiment.dataset(name)
     datasets = dataset if isinstance(dataset, dict) else {name: dataset}
     arguments = experiment.tool_arguments("test")
+    arguments["depends_on"] = _described(experiment), arguments["depends_on"]
     rows = run_tests(experiment.trainer, datasets, save_dir=folder, **arguments)
     for row in rows:
         experiment.trainer.print(", ".join(f"{key} {format_metric(value)}" for key, value in row.items()))

@@ -88,24 +88,31 @@ class Experiment:
 
     @cached_property
     def train_dataset(self) -> Any:
-        """The dataset of ``data.train``."""
-        return self.dataset("train")
+        """The dataset of ``data.train``.
+
+        :raises ExperimentError: if there is none
+        """
+        return self._make_dataset("train")
 
     @cached_property
     def eval_dataset(self) -> Any:
         """The dataset of ``data.eval``, or ``None``."""
-        return self.dataset("eval") if self._is_given("data.eval") else None
+        return self._make_dataset("eval") if self._is_given("data.eval") else None
 
     @cached_property
     def test_dataset(self) -> Any:
         """The dataset of ``data.test``, or ``None``."""
-        return self.dataset("test") if self._is_given("data.test") else None
+        return self._make_dataset("test") if self._is_given("data.test") else None
 
     def dataset(self, name: str) -> Any:
-        """Make the dataset of ``data.train``, ``data.eval`` or ``data.test``.
+        """Return the dataset of ``data.train``, ``data.eval`` or ``data.test``.
 
         :raises ExperimentError: if the experiment has none
         """
+        found = getattr(self, f"{name}_dataset")
+        return self._make_dataset(name) if found is None else found  # the former says what is missing
+
+    def _make_dataset(self, name: str) -> Any:
         if not self._is_given(f"data.{name}"):
             raise ExperimentError(f"data.{name}: there is none. Name a class, or a function, that returns a dataset.")
         return self._make(f"data.{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -131,7 +132,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 class _Device:
     number: str
     uuid: str
-    load: float
+    load: float  # NaN where the driver does not know a value, as on a GPU that is divided, or shares the host's memory
     used: float
     total: float
 
@@ -141,12 +142,23 @@ class _Device:
         return 100 * self.used / self.total
 
     @property
+    def known(self) -> list[float]:
+        """The load and the memory in use, as far as the driver knows them."""
+        return [value for value in (self.load, self.memory) if not math.isnan(value)]
+
+    @property
     def is_idle(self) -> bool:
         """Whether nobody else seems to use it."""
-        return max(self.load, self.memory) <= _IDLE
+        return bool(self.known) and max(self.known) <= _IDLE
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Its place among idle ones: the more is known of it, and the less of it is in use, the earlier."""
+        return -len(self.known), *self.known
 
     def __str__(self) -> str:
-        return f"GPU {self.number}: load {self.load:.0f} %, memory {self.memory:.0f} %"
+        values = ("unknown" if math.isnan(value) else f"{value:.0f} %" for value in (self.load, self.memory))
+        return f"GPU {self.number}: " + ", ".join(map(" ".join, zip(("load", "memory"), values, strict=True)))
 
 
 def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -> list[str] | None:
@@ -177,7 +189,7 @@ def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -
 
 
 def _idle_devices(count: int) -> list[str]:
-    found = sorted(_list_devices(), key=lambda device: (device.load, device.memory))
+    found = sorted(_list_devices(), key=lambda device: device.order)
     idle = [device for device in found if device.is_idle]
     if len(idle) < count:
         states = "; ".join(map(str, sorted(found, key=lambda device: device.number))) or "there is no GPU"
@@ -189,6 +201,14 @@ def _idle_devices(count: int) -> list[str]:
     return [device.uuid for device in idle[:count]]
 
 
+def _to_number(text: str) -> float:
+    """Return a value of the driver's tool, or NaN if it writes ``[N/A]`` or the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _list_devices() -> list[_Device]:
     """Return the GPUs that this process may use, as the driver's tool lists them."""
     try:
@@ -196,7 +216,7 @@ def _list_devices() -> list[_Device]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[field.strip() for field in line.split(",")] for line in output.splitlines() if line.strip()]
-    devices = [_Device(number, name, *(float(value) for value in values)) for number, name, *values in rows]
+    devices = [_Device(number, name, *map(_to_number, values)) for number, name, *values in rows]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices

@@ -35,6 +35,7 @@ def run_tests(
     *,
     worst: int = 10,
     predictions: bool = True,
+    depends_on: Any = None,
     per_device_batch_size: int = 8,
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
@@ -43,8 +44,8 @@ def run_tests(
 
     Each combination has a folder, ``save_dir/checkpoint/setting/dataset``, with ``metrics.json``, ``worst.json`` and
     ``predictions/``, which :func:`~pytorch_accel_lite.callbacks.read_predictions` reads. A combination that is finished
-    is skipped, unless its checkpoint has changed; predictions that were interrupted are resumed at the first sample
-    that is missing. ``results.md`` and ``results.csv`` have a row for each combination.
+    is skipped, unless its checkpoint or its settings have changed; predictions that were interrupted are resumed at the
+    first sample that is missing. ``results.md`` and ``results.csv`` have a row for each combination.
 
     :param trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
     :param datasets: datasets by name; or one, which is called ``test``
@@ -54,6 +55,8 @@ def run_tests(
         ``{"beam": {"beam_width": 4, "model.temperature": 0.5}}``; by default one, ``default``, that sets nothing
     :param worst: number of samples with the largest losses that are listed; 0 for none
     :param predictions: whether to write the predictions of all samples
+    :param depends_on: what else the results depend on, such as the version of the data, as JSON could hold it: when it
+        has changed, everything is tested again
     :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics
     :raises FileNotFoundError: if there is no such checkpoint
     :raises AttributeError: if the trainer does not have an attribute of a setting
@@ -82,7 +85,8 @@ def run_tests(
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
                 folder = Path(save_dir) / checkpoint / setting / name
                 with _attributes(trainer, attributes):
-                    metrics = _test(trainer, path, dataset, folder, worst, predictions, reading, dict(attributes))
+                    about = {"inference": dict(attributes), "depends_on": depends_on}
+                    metrics = _test(trainer, path, dataset, folder, worst, predictions, reading, about)
                 rows.append(row | metrics)
     trainer.ranks.run_together(lambda: _write_tables(rows, Path(save_dir)), only_first=True)
     return rows
@@ -120,17 +124,20 @@ def _test(
     worst: int,
     predictions: bool,
     reading: dict[str, Any],
-    attributes: dict[str, Any],
+    about: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the metrics of one combination, from its folder if it is finished."""
-    source = source_of(weights, inference=attributes, worst=worst, predictions=predictions)
+    """Return the metrics of one combination, from its folder if it is finished.
+
+    :param about: what the results depend on besides the weights and the dataset
+    """
+    source = source_of(weights, worst=worst, predictions=predictions, **about)
     known = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
     if known is not None:
         trainer.print(f"{folder} is finished: skipped")
         return known
     load_weights(trainer, weights)
     if predictions:
-        with _callback(trainer, predictions_of(trainer, weights, folder / "predictions", inference=attributes)):
+        with _callback(trainer, predictions_of(trainer, weights, folder / "predictions", **about)):
             for _ in trainer.predict_iter(dataset, **reading):
                 pass
     collector = WorstSamplesCallback(worst) if worst else None
