@@ -17,7 +17,7 @@ from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestMode
 from pytorch_accel_lite.checkpoint.__main__ import inspect
 from tests import cases
 from tests.cases import sharded
-from tests.cases.adapters import bert, run, with_lora
+from tests.cases.adapters import bert, rows, run, with_lora
 from tests.launching import CAN_SHARD
 from tests.tasks import equal, listener, make_trainer, train, weights
 
@@ -165,6 +165,25 @@ def test_adapters_are_saved_as_peft_does(tmp_path):
     assert equal(weights(again.model), weights(trainer.model))
     with pytest.raises(ValueError, match=r"adapters in PEFT's format. .*load_adapter\(path, 'default', is_trainable"):
         again.load_checkpoint(folder)
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")  # PEFT knows its own keys not
+def test_adapters_to_which_ranks_were_allocated_are_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    schedule = {"tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 4}
+    config = peft.AdaLoraConfig(task_type="SEQ_CLS", init_r=4, target_r=1, target_modules=["query"], **schedule)
+    model = peft.get_peft_model(bert(), config)
+    allocate = listener(on_optimizer_step_start=lambda t: t.model.base_model.update_and_allocate(t.progress.update + 1))
+    trainer = make_trainer([allocate], model, loss_func=None)
+    trainer.train(rows(), 2, per_device_batch_size=4)
+    assert 0 < sum(map(sum, config.rank_pattern.values())) < 2 * 4
+    trainer.save_model(tmp_path / "adapters", trainable_only=True)
+    loaded = peft.PeftModel.from_pretrained(bert(), tmp_path / "adapters").eval()
+    batch = {"input_ids": rows()[0]["input_ids"][None]}
+    assert torch.equal(loaded(**batch).logits, trainer.model.eval()(**batch).logits)
+    model.base_model.model.bert.pooler.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"more is trained: .*pooler.dense.weight"):
+        trainer.save_model(tmp_path / "adapters", trainable_only=True)
 
 
 def test_adapters_that_transformers_added_are_saved_as_such(tmp_path):

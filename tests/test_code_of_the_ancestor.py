@@ -164,6 +164,25 @@ def test_the_other_names_say_at_once_that_they_are_taken(name, value):
         type("Holding", (Trainer,), {name: value})
 
 
+@pytest.mark.parametrize("name", ["current_run", "open_runs", "prepared_model", "logical", "registered_objects"])
+def test_names_on_which_the_trainer_relies_are_refused_at_the_latest_when_it_runs(name):
+    class Before(Trainer):
+        def __init__(self, *args, **kwargs):
+            setattr(self, name, "mine")
+            super().__init__(*args, **kwargs)
+
+    class After(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            setattr(self, name, "mine")
+
+    with pytest.raises(AttributeError, match=rf"Before\.{name} is reserved.*my_{name}"):
+        make_trainer(trainer_class=Before)
+    trainer = make_trainer(trainer_class=After)
+    with pytest.raises(AttributeError, match=rf"After\.{name} is reserved.*Choose another name, for example my_{name}"):
+        train(trainer)
+
+
 def test_the_message_says_what_a_name_stands_for():
     with pytest.raises(AttributeError, match=r"the trainer itself \(Whether a training, evaluation or prediction run"):
         make_trainer().is_running = True

@@ -312,7 +312,14 @@ class Recomputes(Trainer):
         self.recompute_gradients()
 
 
+class NormsItsErrors(nn.MSELoss):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(1, affine=False)
+
+
 REFUSED = {
+    "SyncBatchNorm, which mixes": {"loss_func": NormsItsErrors()},
     "an overridden train_step": {"trainer_class": OwnStep},
     "recompute_gradients": {"trainer_class": Recomputes},
     r"sparse gradients \(nn.Embedding\(sparse=True\)\)": {"model": nn.Embedding(4, 1, sparse=True)},

@@ -227,6 +227,7 @@ def test_sigterm_to_the_launcher_saves_one_state_to_resume_from(tmp_path, job):
     assert "forcefully exiting" not in errors  # the launcher did not have to kill ranks that waited for their workers
     assert not (folder / "final.pt").exists()
     manifest = verify_state(states(folder)[-1])
+    assert verify_state(str(states(folder)[-1])) == manifest
     assert manifest["world_size"] == 2, errors
     job(2).run(run_to_the_end, folder, workers=2)
     assert_same(final(folder), final(tmp_path / "whole"))

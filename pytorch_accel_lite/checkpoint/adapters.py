@@ -6,7 +6,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def _check_adapters_are_all(model: Any) -> None:
 
     own = model.state_dict(keep_vars=True)
     tensors: set[int] = set()
-    for adapter in model.peft_config:
-        with warnings.catch_warnings():
+    for adapter, config in model.peft_config.items():
+        with warnings.catch_warnings(), _without_allocated_ranks(config):
             warnings.simplefilter("ignore")  # saving repeats these warnings
             state = get_peft_model_state_dict(model, own, adapter)
         tensors |= {id(tensor) for tensor in state.values()}
@@ -75,3 +76,16 @@ def _check_adapters_are_all(model: Any) -> None:
             f"Adapters alone would be saved, but more is trained: {listed(left_out)}. Name those modules in "
             "modules_to_save of PEFT's config, freeze them, or save everything with trainable_only=False."
         )
+
+
+@contextmanager
+def _without_allocated_ranks(config: Any) -> Iterator[None]:
+    """Let PEFT return AdaLoRA's matrices themselves in a block, rather than copies of the ranks allocated to them."""
+    if getattr(config, "rank_pattern", None) is None or config.peft_type != "ADALORA":
+        yield
+        return
+    ranks, config.rank_pattern = config.rank_pattern, None
+    try:
+        yield
+    finally:
+        config.rank_pattern = ranks

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pytorch_accel_lite.checkpoint.files import checksum, load_plain, sync, write_plain, write_tensors
+from pytorch_accel_lite.checkpoint.files import StrPath, checksum, load_plain, sync, write_plain, write_tensors
 from pytorch_accel_lite.distributed import Ranks
 
 FORMAT_VERSION = 1
@@ -191,11 +191,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify_state(directory: Path) -> dict[str, Any]:
+def verify_state(directory: StrPath) -> dict[str, Any]:
     """Check that a state is complete and every byte is intact, and return its manifest.
 
     :raises DamagedStateError: if it is damaged; names the file
     """
+    directory = Path(directory)
     manifest = read_manifest(directory)
     for name, entry in manifest["files"].items():
         path = directory / name

@@ -11,6 +11,14 @@ from pytorch_accel_lite.lazy import LazyMethod
 
 C = TypeVar("C", bound=type)
 
+#: Attributes that a trainer sets and relies on, with the names of their classes; no property, so that reading is fast.
+_OWN_ATTRIBUTES = {
+    "current_run": ("Run",),
+    "open_runs": ("list",),
+    "prepared_model": ("PreparedModel", "NoneType"),
+    "logical": ("LogicalProcesses", "NoneType"),
+    "registered_objects": ("dict",),
+}
 _METHODS = ("__init__", "train", "evaluate", "predict", "predict_iter")
 
 
@@ -28,6 +36,7 @@ def answering_method(method: Callable[..., Any], cls: type | None = None) -> Cal
     :param cls: the class it belongs to; by default that of the instance
     """
     known = inspect.signature(method).parameters.keys()
+    own = _OWN_ATTRIBUTES if hasattr(cls, "train") else {}  # none in callbacks
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +45,9 @@ def answering_method(method: Callable[..., Any], cls: type | None = None) -> Cal
             from pytorch_accel_lite.checks.known_elsewhere import answers
 
             raise TypeError(" ".join(answers(cls or type(self), method, kwargs.keys() - known)))
+        for name, kinds in own.items():
+            if name in vars(self) and type(vars(self)[name]).__name__ not in kinds:
+                raise AttributeError(Refusal(name, "").message(type(self)))
         if method.__name__ != "__init__" and "current_run" not in vars(self):
             needed = "super().__init__(model, loss_func, optimizer)"
             raise RuntimeError(f"{type(self).__name__}.__init__ does not call {needed}.")
