@@ -57,6 +57,7 @@ def by_hand(task: Task, batches: list[Any]) -> list[float]:
 
 def ours(task: Task, batches: list[Any]) -> list[float]:
     from pytorch_accel_lite import Trainer, get_default_callbacks
+    from pytorch_accel_lite.optimizers import take_step
 
     marks: list[float] = []
 
@@ -68,11 +69,11 @@ def ours(task: Task, batches: list[Any]) -> list[float]:
             backward(loss)
 
         def optimizer_step(self) -> None:
-            step()
+            step(self.optimizer)
 
     model = task.make_model()
     optimizer = task.make_optimizer(model)
-    backward, step = marked(marks, torch.Tensor.backward), marked(marks, optimizer.step)
+    backward, step = marked(marks, torch.Tensor.backward), marked(marks, take_step)
     model.forward = marked(marks, model.forward)  # type: ignore[method-assign]
     trainer = Marked(model, marked(marks, task.loss_func), optimizer, get_default_callbacks(progress_bar=False))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

@@ -35,17 +35,19 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
     :raises ValueError: if the size cannot be determined
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else None
-    if isinstance(first, torch.Tensor) and first.ndim and expected in (None, first.shape[0]):
-        return first.shape[0]  # the usual case, without slow checks of abstract types
+    if isinstance(first, torch.Tensor) and first.ndim:
+        length = first.shape[0]
+        if expected is None or expected == length:
+            return length  # the usual case, without slow checks of abstract types
     if expected is not None and any(is_as_long(part, expected) for part in parts_in(batch)):
         return expected
-    length = next((len(tensor) for tensor in tensors_in(batch)), expected)
-    if length is None:
+    found = next((len(tensor) for tensor in tensors_in(batch)), expected)
+    if found is None:
         raise ValueError(
             f"The batch size cannot be determined from a batch of type {type(batch).__name__} without tensors. Return "
             "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss."
         )
-    return length
+    return found
 
 
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:

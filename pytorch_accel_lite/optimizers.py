@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torchs
 
 from pytorch_accel_lite.lazy import loaded_when_named
 
@@ -21,6 +22,11 @@ Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
 OptimizerFactory = Callable[..., Optimizers]
 #: A function that creates a scheduler from an optimizer, or a dict of such functions by optimizer name.
 SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+#: The code of what torch wraps around the ``step`` of every class of optimizers.
+_WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+# torch has no public names for these. If one of them is ever gone, every step is wrapped.
+_GLOBAL_HOOKS = [getattr(torchs, f"_global_optimizer_{when}_hooks", {"": "unknown"}) for when in ("pre", "post")]
+_is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 class OfParts:
@@ -65,6 +71,25 @@ def clear_gradients(optimizer: Any) -> None:
                 parameter.grad = None
     else:
         optimizer.zero_grad()
+
+
+def take_step(optimizer: Any, *closure: Callable[[], torch.Tensor]) -> None:
+    """Step an optimizer like ``optimizer.step()``, but make a record for profilers only while one is running.
+
+    torch makes that record, which takes as long as a small layer, where it calls hooks, if there are any.
+    """
+    wrapped = type(optimizer).step
+    is_only_recorded = (
+        getattr(wrapped, "__code__", None) is _WRAPPER
+        and "step" not in vars(optimizer)  # where schedulers replace it
+        and not getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        and not getattr(optimizer, "_optimizer_step_post_hooks", True)
+        and not any(_GLOBAL_HOOKS)
+    )
+    if is_only_recorded and not _is_profiling():
+        wrapped.__wrapped__(optimizer, *closure)
+    else:
+        optimizer.step(*closure)
 
 
 def parts_of(optimizer: Any) -> dict[str, Optimizer]:

@@ -427,7 +427,7 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        self.optimizer.step(*self.current_run.closure)
+        optimizers.take_step(self.optimizer, *self.current_run.closure)
 
     def scheduler_step(self) -> None:
         """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""

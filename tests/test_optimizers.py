@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
@@ -70,6 +71,37 @@ def test_without_windows_the_bits_are_those_of_the_loop():
                 optimizer.step()
                 optimizer.zero_grad()
     assert equal(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_hooks_profiles_and_a_replaced_step_see_every_update(several):
+    seen: list[str] = []
+    model = small_model()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    rest = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    trainer = quiet_trainer(model, optimizer=[optimizer, rest] if several else optimizer)
+
+    def train() -> list[str]:
+        seen.clear()
+        trainer.train(DATA, 1, per_device_batch_size=len(DATA))
+        return list(seen)
+
+    assert train() == []
+    own = optimizer.register_step_post_hook(lambda *_: seen.append("own"))
+    every = register_optimizer_step_pre_hook(lambda *_: seen.append("every"))
+    # Several optimizers step as one, of which each is a part.
+    assert train() == ["every"] * several + ["every", "own"] + ["every"] * several
+    own.remove()
+    every.remove()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train()
+    names = [event.name for event in profiler.events()]
+    assert names.count("Optimizer.step#SGD.step") == 1 + several
+    step = optimizer.step
+    optimizer.step = lambda: seen.append("replaced") or step()  # type: ignore[method-assign]
+    before = weights(model)
+    assert train() == ["replaced"]
+    assert not equal(weights(model), before)
 
 
 def test_a_list_of_optimizers_is_numbered():

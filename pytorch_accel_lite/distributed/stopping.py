@@ -21,6 +21,8 @@ class StopCoordinator:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        #: Whether :meth:`sync` may have anything to do: on several ranks always, otherwise once there is a request.
+        self.must_sync = ranks.world_size > 1
         self._asked: dict[str, tuple[int, Exception]] = {}
         self._calls = 0
         self._updates = 0
@@ -40,6 +42,7 @@ class StopCoordinator:
     def request(self, error: Exception) -> None:
         """Request a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
         self._asked.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
+        self.must_sync = True
 
     def forget(self) -> None:
         """Discard all requests."""
@@ -52,7 +55,7 @@ class StopCoordinator:
         :param can_save: whether a run could resume exactly from here; only then is a :class:`RunPausedError` raised
         """
         self._calls += 1
-        if self.ranks.world_size == 1 and not self._asked:
+        if not self.must_sync:
             return
         self._updates += 1
         stop, pause = (float(what in self._asked) for what in ("stop", "pause"))

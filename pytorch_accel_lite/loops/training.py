@@ -92,20 +92,19 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
 def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
     step = run.progress.step
-    window = run.window
     hears = trainer.callback_handler.listeners
-    ends_window = batch.is_last or (step + 1) % window.steps == 0
+    ends_window = batch.is_last or (step + 1) % run.window.steps == 0
     run.batch = batch
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     try:
         compute = run.special_step or forward_and_backward
-        if window.steps == 1:
+        if run.window.steps == 1:
             output = compute(trainer, run, batch)
         else:
             with gradient_sync(trainer.accelerator, trainer.model, ends_window):
                 output = compute(trainer, run, batch)
-        updates = ends_window and window.sizes is not None  # None: all its batches were skipped
+        updates = ends_window and run.window.sizes is not None  # None: all its batches were skipped
         if updates:
             (update if run.own_step is None else run.own_step.finish)(trainer, run)
     except Exception as error:
@@ -120,7 +119,8 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
             trainer.call_event("on_update_end", step=step)
         if hears["on_train_step_checkpoint"]:
             trainer.call_event("on_train_step_checkpoint", step=step)
-        run.control.sync(can_save=True)
+        if run.control.must_sync:
+            run.control.sync(can_save=True)
 
 
 def forward_and_backward(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:

@@ -9,7 +9,14 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.optimizers import OfParts, clear_gradients, follows_metric, optimized_parameters, parts_of
+from pytorch_accel_lite.optimizers import (
+    OfParts,
+    clear_gradients,
+    follows_metric,
+    optimized_parameters,
+    parts_of,
+    take_step,
+)
 
 
 class CombinedOptimizer(OfParts, Optimizer):
@@ -78,7 +85,7 @@ class CombinedOptimizer(OfParts, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part in self._parts.values():
-            part.step()
+            take_step(part)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
