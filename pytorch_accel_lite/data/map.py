@@ -39,9 +39,9 @@ from pytorch_accel_lite.randomness import mix, seed_generators
 from pytorch_accel_lite.utils import find_length
 
 #: Number of samples of this share and of all shares in a step, whether the step is the last, indices of the samples,
-#: name of the dataset of a mixture that they are from, number of the share, whether it is this process's last in the
-#: step.
-_Counts = tuple[int, int, bool, Any, str | None, int, bool]
+#: name of the dataset of a mixture that they are from, seed of the share, its number, whether it is this process's last
+#: in the step.
+_Counts = tuple[int, int, bool, Any, str | None, int | None, int, bool]
 
 
 class _EpochShares:
@@ -80,12 +80,13 @@ class _EpochShares:
         return counts
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the indices to read in each step; with a seed, together with their place unless data are in memory."""
+        """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
         epoch, position, limit, min_share, counts = self._next
         num_shares, numbers = self._divided
         at_least = min(min_share, self._per_step // num_shares)
-        place = None if self._seed is None or self._rows is not None else mix(self._seed, epoch)
-        name = None
+        place = None if self._seed is None else mix(self._seed, epoch)
+        is_seeded = place is not None and self._rows is None
+        name = seed = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             flat = list(chain(*group)) if self._own_batches else group
             size = len(flat)
@@ -101,9 +102,11 @@ class _EpochShares:
                 own = end - begin
                 if own or (self._fill and number == numbers[0]):
                     mine = flat if own == size else flat[begin:end]
-                    counts.append((own, size, is_last, mine, name, number, end == size or number == numbers[-1]))
-                    first, indices = (begin, mine) if own else (0, flat[:at_least])
-                    yield indices if place is None else (place, position + first, indices)
+                    first, indices = (position + begin, mine) if own else (position, flat[:at_least])
+                    if place is not None:
+                        seed = mix(first, after=place)
+                    counts.append((own, size, is_last, mine, name, seed, number, end == size or number == numbers[-1]))
+                    yield (seed, place, first, indices) if is_seeded else indices
             position += size
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
@@ -192,20 +195,19 @@ class MapLoader(ShardedLoader):
         )
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        seed = self.options.seed
         shares = self.options.shares
         share = None
-        place = None if seed is None else mix(seed, epoch, self._ranks.rank if shares is None else 0)
+        place = 0 if shares is None else mix(self.options.seed or 0, epoch, 0)
         counts = self._shares.begin(epoch, start, self._left, self._min_share)
         read = self._read_here if self._memory is None else self._read_memory
         for batch in self._read_in_workers() if self.source.num_workers else read():
-            own, total, is_last, indices, name, number, ends_step = counts.popleft()
-            if place is not None:
+            own, total, is_last, indices, name, seed, number, ends_step = counts.popleft()
+            if seed is not None:
                 # Reading in this process advances python's and numpy's generators, reading in workers does not. So
-                # each step seeds them from its place.
-                here = mix(start, after=place)
-                seed_generators(here, with_torch=False)
-                share = None if shares is None else shares.share_at(number, here, ends_step)
+                # they are seeded again for the step, which must not draw the numbers that reading has drawn.
+                seed_generators(~seed, with_torch=False)
+            if shares is not None:
+                share = shares.share_at(number, mix(start, after=place), ends_step)
                 start += total if ends_step else 0
             yield Batch(batch, own, total, is_last, indices, name, share)
 

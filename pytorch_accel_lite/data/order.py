@@ -38,6 +38,11 @@ class WithOwnSampler(Dataset[Any]):
         raise NotImplementedError
 
 
+#: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
+#: follow; the position of the first sample; the indices of the samples.
+SeededShare = tuple[int, int, int, list[Any]]
+
+
 class BatchReader(Dataset[Any]):
     """Reads batches with randomness that is a function of (seed, epoch, position).
 
@@ -50,14 +55,11 @@ class BatchReader(Dataset[Any]):
         self.dataset = dataset
         self._reads_batches = reads_batches(dataset)
 
-    def __getitems__(self, share: tuple[int, int, list[Any]]) -> Any:
-        """Return the samples of a share.
-
-        :param share: the mixed seed and epoch, the position of the first sample, and the indices of the samples
-        """
-        place, first, indices = share
+    def __getitems__(self, share: SeededShare) -> Any:
+        """Return the samples of a share."""
+        seed, place, first, indices = share
         if self._reads_batches:
-            seed_generators(mix(first, after=place))
+            seed_generators(seed)
             return self.dataset.__getitems__(indices)
         samples = []
         for position, index in enumerate(indices, first):
