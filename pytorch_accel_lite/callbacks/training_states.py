@@ -17,7 +17,7 @@ from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int, check_positive_number, wrapped
+from pytorch_accel_lite.utils import check_positive_int, check_positive_number, is_overridden, wrapped
 from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
@@ -152,6 +152,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._value = math.nan
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if not is_overridden(self, "on_train_step_checkpoint"):
+            listens = self.save_every_n_steps is not None or self.save_every_n_minutes is not None
+            trainer.callback_handler.set_listening(self, listens, "on_train_step_checkpoint")
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         every = self.save_every_n_steps
