@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytorch_accel_lite import replicas as replicas
+    from pytorch_accel_lite.backends import BackendSettings
     from pytorch_accel_lite.checkpoint import saving as saving
     from pytorch_accel_lite.distributed import collectives as collectives
     from pytorch_accel_lite.distributed import rewrapping as rewrapping
@@ -56,6 +57,15 @@ def method_adapters(model: nn.Module, loss_func: Any, methods: Any) -> dict[str,
     from pytorch_accel_lite.schemes.model_methods import adapters_of
 
     return adapters_of(model, loss_func, methods)
+
+
+def create_backend_settings(*settings: bool | None) -> BackendSettings | None:
+    """Return the settings of torch that hold for a trainer's runs, if it has any."""
+    if settings == (None, None, None):
+        return None
+    from pytorch_accel_lite.backends import BackendSettings
+
+    return BackendSettings(*settings)
 
 
 def create_logical_processes(trainer: Trainer, count: int | None) -> LogicalProcesses | None:

@@ -296,7 +296,7 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with nullcontext() if trainer.logical is None else trainer.logical.computing_alike(trainer):
+        with computing(trainer):
             yield
     finally:
         if trainer.current_run is run and run.before is not None:
@@ -314,6 +314,16 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
             release_model(trainer)
         for loader in run.made_loaders:
             loader.stop_workers()
+
+
+@contextmanager
+def computing(trainer: Trainer) -> Iterator[None]:
+    """Let the settings of torch that a trainer has asked for hold in a block."""
+    with (
+        nullcontext() if trainer.backend_settings is None else trainer.backend_settings.in_force(),
+        nullcontext() if trainer.logical is None else trainer.logical.computing_alike(trainer),
+    ):
+        yield
 
 
 def prepare_model(trainer: Trainer, training: bool) -> None:

@@ -14,6 +14,7 @@ from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.backends import BackendSettings
     from pytorch_accel_lite.logical import LogicalProcesses
 
 
@@ -106,6 +107,7 @@ class TrainerRunConfig:
     :param seed: the seed of the trainer, or ``None``
     :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
         are those of a logical process then
+    :param deterministic: that argument of the trainer, if it was given; likewise ``cudnn_benchmark`` and ``tf32``
     """
 
     num_epochs: int | None
@@ -133,6 +135,9 @@ class TrainerRunConfig:
     auto_microbatch: bool = False
     sanity_eval_batches: int = 0
     logical_processes: int | None = None
+    deterministic: bool | None = None
+    cudnn_benchmark: bool | None = None
+    tf32: bool | None = None
 
     __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_run_config")
     _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_run_config")
@@ -159,6 +164,7 @@ def resolve_run_config(
     batch_size: int,
     seed: int | None,
     logical: LogicalProcesses | None = None,
+    backends: BackendSettings | None = None,
 ) -> TrainerRunConfig:
     """Derive the settings of a run from the request and the length of its data.
 
@@ -193,6 +199,7 @@ def resolve_run_config(
         num_processes=accelerator.num_processes,
         seed=seed,
         logical_processes=None if logical is None else logical.count,
+        **({} if backends is None else vars(backends)),
     )
 
 

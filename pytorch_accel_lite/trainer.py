@@ -97,6 +97,10 @@ class Trainer:
         :meth:`calculate_train_batch_loss` returns. Without ``"eval"``, evaluations call the first.
     :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
         bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
+    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is none
+    :param cudnn_benchmark: let cuDNN measure which kernels are the fastest for shapes that recur
+    :param tf32: compute products and convolutions of float32 values in TF32, faster and less precise, on GPUs with it.
+        ``None`` leaves each of these three settings as torch has it; after a run they are what they were before.
     :ivar progress: the progress of the current or last run (:class:`~pytorch_accel_lite.Progress`)
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
@@ -158,6 +162,9 @@ class Trainer:
         check_replicas: bool = True,
         model_methods: Mapping[str, str] | None = None,
         logical_processes: int | None = None,
+        deterministic: bool | None = None,
+        cudnn_benchmark: bool | None = None,
+        tf32: bool | None = None,
     ) -> None:
         launch.heed_launcher()
         arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
@@ -175,6 +182,7 @@ class Trainer:
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
+        self.backend_settings = optional.create_backend_settings(deterministic, cudnn_benchmark, tf32)
         self.scheduler: Any = None
         self.create_scheduler_fn: Any = None
         self.registered_objects: dict[str, Any] = {}
@@ -322,7 +330,8 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
         kwargs = run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size, self.seed, self.logical
-        return resolve_run_config(replace(run.request, **asked), self.accelerator, run.train_loader, *kwargs)
+        source = replace(run.request, **asked), self.accelerator, run.train_loader
+        return resolve_run_config(*source, *kwargs, self.backend_settings)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches. Override it to create your own.

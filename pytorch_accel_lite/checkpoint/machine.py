@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from pytorch_accel_lite.backends import describe_settings
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -18,10 +21,12 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
     threads = torch.get_num_threads() if trainer.logical is None else 1
     on_cpu = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
     on_cuda = {"CUDA": torch.version.cuda, "cuDNN": _cudnn_version()} if is_cuda else {}
+    with nullcontext() if trainer.backend_settings is None else trainer.backend_settings.in_force():
+        settings = describe_settings(is_cuda)
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         "torch": str(torch.__version__),
-        "precision of float32 products": torch.get_float32_matmul_precision(),
+        **settings,
         **(on_cpu if device.type == "cpu" else on_cuda),
     }
 

@@ -19,7 +19,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "optimizer": "optim optimizers",
         "callbacks": "callback hooks",
         "run_history": "history logger loggers",
-        "seed": "random_seed random_state deterministic",
+        "seed": "random_seed random_state",
+        "deterministic": "full_determinism use_deterministic_algorithms",
+        "cudnn_benchmark": "benchmark",
+        "tf32": "allow_tf32",
         "compile_model": "compile torch_compile",
         # arguments of its methods
         "train_dataset": "dataset data train_data train_ds train_set train_dataloader train_dataloaders train_loader x",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import attributes
+from pytorch_accel_lite.backends import BackendSettings
 from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.data.loader import Batch
 from pytorch_accel_lite.data.plan import split
@@ -125,20 +125,14 @@ class LogicalProcesses:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Let torch choose deterministic kernels in a block, and raise an error where it has none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product of matrices on a GPU
-    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
-    fills, benchmarks = settings.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    if not algorithms[0]:
-        torch.use_deterministic_algorithms(True)
+    fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False  # it takes time, and nothing reads that memory
-    torch.backends.cudnn.benchmark = False  # which chooses kernels by their speed
     try:
-        yield
+        with BackendSettings(deterministic=True).in_force():
+            yield
     finally:
-        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
         settings.fill_uninitialized_memory = fills
-        torch.backends.cudnn.benchmark = benchmarks
 
 
 def _check(trainer: Trainer, run: Run, count: int) -> None:

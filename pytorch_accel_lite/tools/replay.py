@@ -10,6 +10,7 @@ from accelerate.utils import send_to_device
 
 from pytorch_accel_lite.callbacks.nan_report import NonFinite, RecordedStep, find_non_finite, non_finite_gradients
 from pytorch_accel_lite.checkpoint import fit_model_state, read_checkpoint
+from pytorch_accel_lite.run import computing
 from pytorch_accel_lite.tools.trial import prepared_for_trial
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def replay(path: str | os.PathLike[str], trainer: Trainer) -> Replay:
         raise ValueError(f"The file {os.fspath(path)!r} is not a NaNReportCallback report: it has no 'steps'.")
     if trainer.is_running:
         raise RuntimeError("replay() cannot be called within a run.")
-    with prepared_for_trial(trainer):
+    with computing(trainer), prepared_for_trial(trainer):
         model = trainer.get_model()
         model.load_state_dict(fit_model_state(model, report["model_state_dict"], path))
         for name, module in model.named_modules():
