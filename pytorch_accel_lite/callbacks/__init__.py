@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.ema import ModelEmaCallback
     from pytorch_accel_lite.callbacks.evaluation import StepBasedEvaluationCallback
     from pytorch_accel_lite.callbacks.failures import OutOfMemoryCallback, SkipFailedBatchesCallback
+    from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback
     from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
     from pytorch_accel_lite.callbacks.metrics import MetricsCallback
     from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
@@ -67,6 +68,7 @@ __all__ = [
     "GradientNormCallback",
     "GradientSpikeCallback",
     "GradualUnfreezingCallback",
+    "HangWatchCallback",
     "KeepBest",
     "LearningRateMonitorCallback",
     "LimitBatchesCallback",
@@ -118,6 +120,7 @@ _LOADED_WHEN_NAMED = {
     "ema": ("ModelEmaCallback",),
     "evaluation": ("StepBasedEvaluationCallback",),
     "failures": ("OutOfMemoryCallback", "SkipFailedBatchesCallback"),
+    "hang_watch": ("HangWatchCallback",),
     "limits": ("LimitBatchesCallback", "LimitEvalStepsCallback"),
     "metrics": ("MetricsCallback",),
     "metrics_file": ("MetricsFileCallback",),

@@ -17,11 +17,13 @@ from pytorch_accel_lite.gradients import total_norm
 from pytorch_accel_lite.utils import check_range, cores_per_process, is_terminal, wrapped
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.callbacks.slow_ranks import ForwardTimes
     from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
 _STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
+_TIMED_EVENTS = ("on_train_step_start", "on_backward_start")
 
 
 class AdviceCallback(TrainerCallback):
@@ -30,6 +32,7 @@ class AdviceCallback(TrainerCallback):
     It reports that
 
     - the model waited for data for at least a fifth of the epoch and at least ``min_seconds``;
+    - one of several processes keeps the others waiting, because it reads or computes more slowly;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
     - an overridden ``train_step`` has never updated one of the optimizers;
@@ -37,7 +40,8 @@ class AdviceCallback(TrainerCallback):
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
       or has not yet raised it to a hundredth of the optimizer's own.
 
-    Only the first epoch of a run is measured, on the first process. For a closer look at speed before a run, see
+    Only the first epoch of a run is measured, on the first process; to compare the processes, forward passes of the
+    first steps are timed. For a closer look at speed before a run, see
     :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
 
     :param min_seconds: shortest wait for data, in seconds, that is worth reporting
@@ -48,6 +52,7 @@ class AdviceCallback(TrainerCallback):
         self._watches = False
         self._trained = True
         self._advice: list[str] = []
+        self._times: ForwardTimes | None = None  # with several processes
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         request.measures_waiting = True
@@ -69,6 +74,19 @@ class AdviceCallback(TrainerCallback):
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         looks = self._limit is not None or trainer.scheduler is not None or trainer.accelerator.scaler is not None
         trainer.callback_handler.set_listening(self, looks, *_STEP_EVENTS)
+        trainer.callback_handler.set_listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
+        if trainer.ranks.world_size > 1:
+            from pytorch_accel_lite.callbacks.slow_ranks import ForwardTimes  # not loaded by a single process
+
+            self._times = ForwardTimes(trainer.device)
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self._times is not None:
+            self._times.start()
+
+    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if self._times is not None and self._times.stop():
+            trainer.callback_handler.set_listening(self, False, *_TIMED_EVENTS)
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._limit is not None:
@@ -90,7 +108,7 @@ class AdviceCallback(TrainerCallback):
             self._watches = False
             self._skipped += trainer.current_run.skipped_updates
             trainer.current_run.request.measures_waiting = False
-            trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS)
+            trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS, *_TIMED_EVENTS)
             self._advice = list(self._advise(trainer))
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -111,6 +129,8 @@ class AdviceCallback(TrainerCallback):
                 f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
                 f"{faster_data(trainer)}"
             )
+        if self._times is not None:
+            yield from self._times.advise(trainer, epoch, self.min_seconds)
         clipped = float(self._clipped) / max(self._clippings, 1)
         if clipped >= 0.5:
             yield (

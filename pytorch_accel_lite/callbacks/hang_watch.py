@@ -1,0 +1,283 @@
+"""Telling where every process is when a run makes no progress."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections import defaultdict
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytorch_accel_lite.callbacks.stacks import stack_of, waits_for_others, where
+from pytorch_accel_lite.distributed.side_channel import GroupTimeouts, connect
+from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.utils import check_range
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
+
+#: Exit code of a program ended by the watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
+EXIT_CODE = 75
+_LONGEST_INTERVAL = 5.0
+_END = "end"
+_STAY = "stay"
+
+
+class HangWatchCallback(TrainerCallback):
+    """Print where every process is when a run makes no progress for some time, and optionally end the job.
+
+    Progress is a training or evaluation step, or the end of an epoch; choose a time that the slowest of them never
+    takes, including the callbacks within it and the saving of states. A thread in each process watches, and sends what
+    it sees to the others beside their collectives, so it works while those hang. The report names the processes that
+    are behind first::
+
+        No progress for 60 seconds.
+          rank 1, epoch 1, step 5: reading data, in load_batch of data.py:12
+          rank 0, epoch 1, step 5: backward pass, in _engine_run_backward of graph.py:841
+
+    and continues with the stack of each. A process that cannot answer is named, too. If native code keeps Python from
+    running, the process prints its stacks itself.
+
+    A step only counts; it reads no clock.
+
+    :param seconds: how long a run may make no progress
+    :param end: after the report, end every process with exit code 75, so that a launcher restarts the job from its last
+        training state. The time limit of all process groups is then lowered to a little more than twice ``seconds``,
+        in case a process cannot end itself. Both apply only after the first update of a run, which may take longer, for
+        example to compile the model; before it, a hang is only reported.
+    """
+
+    def __init__(self, seconds: float = 300, end: bool = False) -> None:
+        self.seconds = check_range("seconds", seconds, above=0)
+        self.end = end
+        self._timeouts = GroupTimeouts()
+        self._watch: _Watch | None = None
+        self._steps = 0
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._stop()
+        self._steps = 0
+        trainer.callback_handler.set_listening(self, True, "on_update_end")
+        name = trainer.broadcast_object(uuid.uuid4().hex)  # a restarted job may find the keys of the one before it
+        self._watch = _Watch(self, trainer, connect(f"hang_watch/{name}"))
+        self._watch.start()
+
+    def _count(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._steps += 1
+
+    on_train_epoch_start = on_train_step_end = on_train_batch_skipped = on_train_epoch_end = _count
+    on_eval_epoch_start = on_eval_step_end = on_eval_epoch_end = on_training_run_epoch_end = _count
+
+    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.callback_handler.set_listening(self, False, "on_update_end")  # only the first counts
+        if self.end and self._watch is not None:
+            self._watch.may_end = True
+            self._timeouts.set(2 * self.seconds + 6 * _LONGEST_INTERVAL)
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
+        self._stop(f"has left the run: {type(exception).__name__}: {exception}")
+
+    def _stop(self, reason: str = "") -> None:
+        self._timeouts.restore()
+        if self._watch is not None:
+            self._watch.stop(reason)
+        self._watch = None
+
+    @property
+    def steps(self) -> int:
+        """Number of steps and ends of epochs so far, for the watching thread."""
+        return self._steps
+
+
+class _Position(NamedTuple):
+    """Where a process is.
+
+    :param waits: whether it seems to wait for other processes
+    :param place: what it does, in a line
+    :param stack: its stack, as Python prints it
+    """
+
+    epoch: int
+    step: int
+    waits: bool
+    place: str
+    stack: str
+
+
+class _Watch(threading.Thread):
+    """Looks regularly whether the run makes progress.
+
+    The process that first sees that it does not opens a report, the others answer, and it prints what they say. The
+    store holds the number of reports so far, and the answers to each by rank.
+
+    :ivar may_end: whether a report may end the job
+    """
+
+    def __init__(self, callback: HangWatchCallback, trainer: Trainer, store: Any) -> None:
+        super().__init__(name="HangWatchCallback", daemon=True)
+        self.may_end = False
+        self._callback = callback
+        self._trainer = trainer
+        self._rank = trainer.ranks.rank
+        self._world_size = trainer.ranks.world_size
+        self._store = store
+        self._watched = threading.get_ident()
+        self._interval = min(callback.seconds / 10, _LONGEST_INTERVAL)
+        self._is_over = threading.Event()
+        self._steps = 0
+        self._since = time.monotonic()
+        self._reports = 0
+        self._is_reported = False
+
+    def run(self) -> None:
+        while not self._is_over.wait(self._interval):
+            _dump_stacks_unless_called_again(self._callback.seconds, self.may_end)
+            try:
+                self._look()
+            except RuntimeError:  # the process that serves the store has ended
+                self._store = None
+
+    def stop(self, reason: str) -> None:
+        """End the watch of this process.
+
+        :param reason: for reports of the others, if they are still in the run
+        """
+        self._is_over.set()
+        self.join(2 * _LONGEST_INTERVAL)
+        self._note_progress()
+        faulthandler.cancel_dump_traceback_later()
+        if self._store is not None and reason:
+            with suppress(RuntimeError):
+                self._store.set(f"left/{self._rank}", reason)
+        self._store = None
+
+    def _look(self) -> None:
+        self._note_progress()
+        is_late = time.monotonic() - self._since >= self._callback.seconds and not self._is_reported
+        reports = self._reports if self._store is None else self._store.add("reports", 0)
+        if reports > self._reports:
+            self._reports = reports
+            self._answer()
+        elif is_late and self._opens_report():
+            self._report()
+
+    def _note_progress(self) -> None:
+        if self._steps == self._callback.steps:
+            return
+        now = time.monotonic()
+        if self._is_reported:
+            _say(f"Rank {self._rank} makes progress again after {now - self._since:.0f} seconds.")
+        self._steps = self._callback.steps
+        self._since = now
+        self._is_reported = False
+
+    def _opens_report(self) -> bool:
+        """Whether this process, rather than another one, makes the next report."""
+        if self._store is None:
+            return True
+        if self._store.add(f"{self._reports + 1}/opened", 1) > 1:
+            return False
+        self._reports = self._store.add("reports", 1)
+        return True
+
+    def _position(self) -> _Position:
+        stack = stack_of(self._watched)
+        self._is_reported = True
+        progress = self._trainer.progress
+        printed = "".join(traceback.format_list(stack))
+        return _Position(progress.epoch, progress.step, waits_for_others(stack), where(stack), printed)
+
+    def _answer(self) -> None:
+        self._store.set(f"{self._reports}/{self._rank}", json.dumps(self._position()))
+        if not self._callback.end:
+            return
+        verdict = _END if self.may_end else _STAY
+        with suppress(RuntimeError):  # the process that reports may serve the store, and have ended
+            self._store.wait([f"{self._reports}/verdict"], timedelta(seconds=4 * _LONGEST_INTERVAL))
+            verdict = self._store.get(f"{self._reports}/verdict").decode()
+        if verdict == _END:
+            _end()
+
+    def _report(self) -> None:
+        positions = {self._rank: self._position()}
+        deadline = time.monotonic() + 2 * self._interval + 2
+        others = set(range(self._world_size)) - {self._rank} if self._store is not None else set()
+        while others and time.monotonic() < deadline:
+            for rank in [rank for rank in others if self._store.check([f"{self._reports}/{rank}"])]:
+                positions[rank] = _Position(*json.loads(self._store.get(f"{self._reports}/{rank}")))
+                others.discard(rank)
+            time.sleep(0.05)
+        left = {
+            rank: self._store.get(f"left/{rank}").decode() for rank in others if self._store.check([f"left/{rank}"])
+        }
+        silent = {rank: left.get(rank, _SILENCE) for rank in others}
+        ending = f"The job ends with exit code {EXIT_CODE}." if self.may_end else ""
+        _say(describe(self._callback.seconds, positions, silent, ending))
+        if self._store is not None:
+            self._store.set(f"{self._reports}/verdict", _END if self.may_end else _STAY)
+        if self.may_end:
+            time.sleep(1)  # if this process serves the store: until the others have read the verdict
+            _end()
+
+
+_SILENCE = "does not answer: its process has ended, or native code keeps Python from running"
+
+
+def describe(seconds: float, positions: dict[int, _Position], silent: dict[int, str], ending: str = "") -> str:
+    """Return a report: a line for each place, then the stacks.
+
+    Processes that are behind, and those that do not wait for others, come first.
+
+    :param positions: the positions of processes by rank
+    :param silent: what is known of the other processes, by rank
+    """
+    together: dict[tuple[int, int, bool, str], list[int]] = defaultdict(list)
+    for rank, position in sorted(positions.items()):
+        together[position[:4]].append(rank)
+    groups = sorted(together.items(), key=lambda item: (item[0][:3], len(item[1])))
+    lines = [f"No progress for {seconds:g} seconds."]
+    lines += [f"  rank {rank} {said}" for rank, said in sorted(silent.items())]
+    lines += [f"  {_ranks(ranks)}, epoch {epoch}, step {step}: {place}" for (epoch, step, _, place), ranks in groups]
+    for _, ranks in groups:
+        lines += [f"Stack of {_ranks(ranks[:1])}:", positions[ranks[0]].stack.rstrip("\n")]
+    return "\n".join([*lines, *filter(None, [ending])])
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ranks in a few words: ``ranks 0-3, 7``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    said = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(said)}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _dump_stacks_unless_called_again(seconds: float, end: bool) -> None:
+    """Make C code print the stacks if this thread cannot run for so long, because native code holds Python's lock."""
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):  # it is no file
+            faulthandler.dump_traceback_later(seconds + _LONGEST_INTERVAL, exit=end, file=sys.__stderr__)
+
+
+def _end() -> None:
+    """End this process at once: its other threads hang."""
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(EXIT_CODE)

@@ -1,0 +1,95 @@
+"""Processes that wait for one another, and what is said of that."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback
+from pytorch_accel_lite.distributed.side_channel import _timeout_of
+from tests.cases.common import IN_ORDER, rank, world_size
+from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
+
+
+class Stuck(Rows):
+    """A dataset that reads one sample very slowly: the one that the last rank gets in its fourth step."""
+
+    def load_sample(self, index: int) -> Any:
+        if index == 3 * world_size() + world_size() - 1:
+            time.sleep(1.2)
+        return self.data[index]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.load_sample(index)
+
+
+def stuck_while_reading(**kwargs: Any) -> dict[str, torch.Tensor]:
+    """Train with a watch on data that are stuck once."""
+    model = small_model()
+    trainer = quiet_trainer(model, callbacks=[HangWatchCallback(0.3, **kwargs)])
+    data = Stuck(regression_data(6 * world_size()))
+    trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER | {"num_workers": 0})
+    return weights(model)
+
+
+class LeavesEarly(TrainerCallback):
+    """Fails on the last rank, for which the others wait before they fail."""
+
+    def on_train_step_end(self, trainer: Any, step: int, **kwargs: Any) -> None:
+        if step == 2:
+            if rank() < world_size() - 1:
+                trainer.barrier()
+            raise OSError("no disk")
+
+
+def one_has_left() -> None:
+    """Train while the last rank has an error of its own, and joins the others later."""
+    trainer = quiet_trainer(small_model(), callbacks=[LeavesEarly(), HangWatchCallback(0.3)])
+    with suppress(OSError):
+        trainer.train(regression_data(6 * world_size()), 1, per_device_batch_size=1)
+    if rank() == world_size() - 1:
+        time.sleep(1)
+        trainer.barrier()
+
+
+class LooksAtTimeouts(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[timedelta] = []
+
+    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        self.seen.append(_timeout_of(dist.group.WORLD))
+
+
+def timeouts() -> tuple[list[timedelta], timedelta]:
+    """How long collectives may take at the start of each step, and after the run."""
+    looks = LooksAtTimeouts()
+    trainer = quiet_trainer(small_model(), callbacks=[looks, HangWatchCallback(50, end=True)])
+    trainer.train(regression_data(3 * world_size()), 1, per_device_batch_size=1)
+    return looks.seen, _timeout_of(dist.group.WORLD)
+
+
+def _slow_to(read: float, compute: float) -> None:
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(read * (rank() == 1))
+            return super().__getitem__(index)
+
+    model = small_model()
+    model.register_forward_pre_hook(lambda *_: time.sleep(compute * (rank() == 1)))
+    trainer = quiet_trainer(model, callbacks=[AdviceCallback(min_seconds=0.05)])
+    data = Slow(regression_data(30 * world_size()))
+    trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
+
+
+def slow_to_read() -> None:
+    _slow_to(0.01, 0.0)
+
+
+def slow_to_compute() -> None:
+    _slow_to(0.0, 0.02)

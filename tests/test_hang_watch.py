@@ -1,0 +1,92 @@
+"""Processes that hang, or are slower than the others, are named."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+
+from pytorch_accel_lite.callbacks import HangWatchCallback
+from tests import cases
+from tests.launching import Fork, run_elastic_script
+from tests.scripts.resumable import run_to_the_end
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
+
+
+def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys):
+    cases.hanging.stuck_while_reading()
+    said = capsys.readouterr().err
+    assert "No progress for 0.3 seconds." in said
+    assert re.search(r"^  rank 0, epoch 1, step 3: reading data, in load_sample of hanging.py:\d+$", said, re.MULTILINE)
+    assert re.search(r"Stack of rank 0:\n(.*\n)*.*in load_sample\n +time.sleep\(1.2\)", said)
+    assert re.search(r"Rank 0 makes progress again after \d+ seconds\.", said)
+
+
+def test_all_processes_are_named_those_that_are_behind_first(ranks):
+    results = ranks(cases.hanging.stuck_while_reading)
+    last = ranks.world_size - 1
+    others = "rank 0" if last == 1 else f"ranks 0-{last - 1}"
+    behind = rf"  rank {last}, epoch 1, step 3: reading data, in load_sample of hanging.py:\d+\n"
+    waiting = rf"  {others}, epoch 1, step 3: backward pass, in _engine_run_backward of graph.py:\d+\n"
+    assert re.search(behind + waiting, results.output)
+    assert all(equal(results[0], weights) for weights in results)
+
+
+def test_a_process_that_has_left_the_run_is_named_with_its_error(two_ranks):
+    lines = two_ranks(cases.hanging.one_has_left).output.splitlines()
+    place = lines.index("  rank 1 has left the run: OSError: no disk")
+    assert lines[place + 1].startswith("  rank 0, epoch 1, step 3: in barrier of distributed_c10d.py:")
+    assert lines[place + 1].partition(", called by ")[2].startswith("on_train_step_end of hanging.py:")
+
+
+def test_the_timeout_of_collectives_is_lowered_after_the_first_update_and_restored(two_ranks):
+    for within, after in two_ranks(cases.hanging.timeouts):
+        assert within == [after, timedelta(seconds=130), timedelta(seconds=130)]
+        assert after > timedelta(seconds=130)
+
+
+@pytest.mark.processes
+def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, job, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    folder = tmp_path / "hung"
+    folder.mkdir()
+    done = run_elastic_script(2, "tests/scripts/hanging.py", str(folder), max_restarts=1)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"  rank 1, epoch 2, step \d: in on_train_step_end of hanging.py:\d+", done.stdout)
+    assert "The job ends with exit code 75." in done.stdout
+    job(2).run(run_to_the_end, tmp_path / "whole")
+    hung, whole = (torch.load(path / "final.pt", weights_only=False) for path in (folder, tmp_path / "whole"))
+    assert equal(hung["weights"], whole["weights"])
+    assert hung["order"] == whole["order"]
+
+
+def test_the_program_ends_at_once_when_asked(tmp_path):
+    output = tmp_path / "output"
+    process = Fork(partial(cases.hanging.stuck_while_reading, end=True), output)
+    assert process.wait() == 75
+    assert output.read_text().endswith("The job ends with exit code 75.\n")
+
+
+def test_before_the_first_update_a_hang_is_only_reported(capsys):
+    slow = listener(on_train_step_start=lambda t, **_: time.sleep(0.6 if not t.progress.update else 0))
+    trainer = quiet_trainer(small_model(), callbacks=[slow, HangWatchCallback(0.2, end=True)])
+    trainer.train(regression_data(6), 1, per_device_batch_size=3)
+    assert trainer.progress.update == 2
+    assert "No progress for 0.2 seconds." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "60", float("nan")])
+def test_the_time_is_checked(seconds):
+    with pytest.raises((TypeError, ValueError), match="seconds="):
+        HangWatchCallback(seconds)
+
+
+def test_a_process_that_reads_or_computes_more_slowly_is_named_in_the_advice(two_ranks):
+    assert "Rank 1 waited for data for" in two_ranks(cases.hanging.slow_to_read).output
+    output = two_ranks(cases.hanging.slow_to_compute).output
+    assert re.search(r"Forward passes take \d+\S* ms on rank 1, .* times as long as on the other processes", output)
+    assert "waited for data" not in output
