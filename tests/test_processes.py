@@ -551,7 +551,7 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
 
 
 def test_the_signal_that_killed_a_rank_is_the_root_cause_and_not_the_lost_connection():
-    rarely = "--monitor-interval=0.5"  # the launcher looks at the ranks, which leaves the other the time to fail
+    rarely = "--monitor-interval=1"  # the launcher looks at the ranks, which leaves the other the time to fail
     done = launch([*TORCHRUN, "2", rarely, "tests/scripts/failing_rank.py", "killed"], warm=True)
     assert "Signal 9 (SIGKILL)" in done.stderr.split("Root Cause")[1]
 

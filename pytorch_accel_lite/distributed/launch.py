@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_HEAD_START = 1.0  # seconds in which the launcher notices the rank that failed first, and ends the others
+_HEAD_START = 3.0  # seconds in which the launcher notices the rank that failed first, and ends the others
 
 
 def check_launch(accelerator: Accelerator) -> None:
