@@ -28,7 +28,7 @@ class RunRequest:
     :param kind: whether the run trains, evaluates or predicts
     :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
     :param skips_failed_batches: skip training batches that fail
-    :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1 and SIGINT
+    :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
     :param measures_waiting: measure how long an epoch waits for data, in ``seconds_waited`` of the training dataloader
     :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
     :param first_sample: position of the first sample to predict

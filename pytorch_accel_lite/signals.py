@@ -10,11 +10,14 @@ from typing import Any
 
 from pytorch_accel_lite.events import RunInterruptedError
 
+_HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
+
 
 @contextmanager
 def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Iterator[None]:
-    """In a block, make SIGTERM, SIGUSR1 and SIGINT request the end of the run; a second signal ends it immediately.
+    """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
 
+    The same signal again ends the program immediately; another one does not, as schedulers may send several in a row.
     Does nothing in threads other than the main one, which receive no signals. Handlers are restored afterwards.
     """
     if not wanted or threading.current_thread() is not threading.main_thread():
@@ -23,11 +26,10 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
     before: dict[signal.Signals, Any] = {}
 
     def handle(signum: int, frame: object) -> None:
-        for number in before:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         request(RunInterruptedError(signum))
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in _HANDLED:
         before[number] = signal.signal(number, handle)
     try:
         yield
@@ -37,6 +39,13 @@ def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Itera
 
 
 def exit_for(interruption: Exception | None) -> None:
-    """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number."""
+    """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
+
+    A handler that the program had installed for this signal is called first: submitit's, for example, returns the job
+    to the queue.
+    """
     if isinstance(interruption, RunInterruptedError):
+        handler = signal.getsignal(interruption.signum)
+        if callable(handler) and handler is not signal.default_int_handler:
+            handler(interruption.signum, None)
         raise KeyboardInterrupt if interruption.signum == signal.SIGINT else SystemExit(128 + interruption.signum)

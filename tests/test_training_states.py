@@ -233,7 +233,7 @@ def test_sigterm_to_the_launcher_saves_one_state_to_resume_from(tmp_path, job):
     assert_same(final(folder), final(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, None)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR2, 140), (signal.SIGINT, None)])
 def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
     class SendsSignal(TrainerCallback):
         ended = False
@@ -245,13 +245,13 @@ def test_a_signal_ends_a_run_in_order(tmp_path, number, code):
         def on_training_run_end(self, trainer, **kwargs):
             self.ended = True
 
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)]
     sends = SendsSignal()
     with pytest.raises(KeyboardInterrupt if code is None else SystemExit) as raised:
         run(tmp_path, extra=(sends,), save_every_n_steps=None)
     assert code is None or raised.value.code == code
     assert sends.ended
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)] == before
     assert [path.name for path in states(tmp_path)] == ["update-000000008"]
     assert_same(run(tmp_path, save_every_n_steps=None), run(tmp_path / "whole", save_every_n_steps=None))
 

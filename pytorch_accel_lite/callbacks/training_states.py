@@ -56,7 +56,10 @@ class SaveTrainingStateCallback(TrainerCallback):
     :param save_every_n_minutes: save when this many minutes have passed since the last state
     :param save_at_end: save when the run ends or is stopped early
     :param max_checkpoints: number of newest states to keep; ``None`` keeps all
-    :param save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C
+    :param save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1, SIGUSR2 (Slurm's warnings) and Ctrl-C.
+        Handlers that the program has installed for them are called afterwards.
+    :param requeue: when SIGUSR1 or SIGUSR2 has ended the run of a Slurm job, return the job to the queue, with
+        ``scontrol requeue``. Does nothing after SIGTERM, which ``scancel`` sends, or outside of Slurm.
     :param asynchronous: make training wait only for a copy in host memory, which is written in the background. Errors
         are raised at the next save or at the end of the run.
     :param continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends
@@ -77,6 +80,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         *,
         save_every_n_minutes: float | None = None,
         save_on_signal: bool = True,
+        requeue: bool = False,
         asynchronous: bool = False,
         continue_on_error: bool = False,
         keep_best: KeepBest | None = None,
@@ -91,6 +95,8 @@ class SaveTrainingStateCallback(TrainerCallback):
                 check_positive_int(name, value)
         if save_every_n_minutes is not None:
             check_positive_number("save_every_n_minutes", save_every_n_minutes)
+        if requeue and not save_on_signal:
+            raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
         self.save_dir = place(save_dir)
         self.save_every_n_epochs = save_every_n_epochs
         self.save_every_n_steps = save_every_n_steps
@@ -98,6 +104,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.save_at_end = save_at_end
         self.max_checkpoints = max_checkpoints
         self.save_on_signal = save_on_signal
+        self.requeue = requeue
         self.asynchronous = asynchronous
         self.continue_on_error = continue_on_error
         self.keep_best = keep_best
@@ -152,6 +159,18 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._value = math.nan
         if self.asynchronous:
             self._writer = BackgroundWriter(trainer.accelerator)
+        if self.requeue:
+            trainer.ranks.run_together(lambda: self._check_requeue(trainer), only_first=True)
+
+    def _check_requeue(self, trainer: Trainer) -> None:
+        from pytorch_accel_lite.integrations import slurm
+
+        slurm.check_requeue()
+        if slurm.was_requeued() and trainer.progress.update == 0 and self._store.has_states():
+            raise RuntimeError(
+                f"Slurm has started this job again, and there are training states in {os.fspath(self.save_dir)!r}, but "
+                "train() was not asked to resume: it would start over each time. Pass resume_from='latest'."
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if not is_overridden(self, "on_train_step_checkpoint"):
@@ -195,7 +214,15 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._store.unlock()
         if trainer.current_run.interruption is not None:
             self._say_how_to_resume(trainer)
+            if self.requeue and trainer.accelerator.is_main_process:
+                trainer.current_run.last_words.append(lambda: self._requeue(trainer))
         self._saved = None
+
+    def _requeue(self, trainer: Trainer) -> None:
+        from pytorch_accel_lite.integrations import slurm
+
+        if said := slurm.requeue_after(trainer.current_run.interruption):
+            trainer.print(said)
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: do not wait for them

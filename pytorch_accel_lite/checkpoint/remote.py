@@ -300,6 +300,10 @@ class RemoteStore:
             )
         return None
 
+    def has_states(self) -> bool:
+        """Whether there are any complete states."""
+        return bool(self._complete())
+
     def rotate(self, keep: int | None, protected: set[str]) -> None:
         """Remove all but the newest ``keep`` states, sparing those with protected names; ``None`` keeps all."""
         names = self._complete()

@@ -93,6 +93,10 @@ class StateStore:
         path = ranks.broadcast_object(lambda: self.find_latest(report))
         return None if path is None else read_state(path, ranks)
 
+    def has_states(self) -> bool:
+        """Whether there are any states, intact or not."""
+        return bool(self._states())
+
     def find_latest(self, report: Callable[[str], object]) -> Path | None:
         """Return the newest intact state, or ``None`` if there is no state at all.
 

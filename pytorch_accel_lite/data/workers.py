@@ -60,7 +60,7 @@ def _begin(
     if collects:
         gc.enable()
     if leaves_signals:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     if worker_init_fn is not None:
         worker_init_fn(worker_id)

@@ -39,6 +39,7 @@ class Surroundings:
         warnings.filters[:] = self._filters  # type: ignore[index]
         for number, handler in zip(SIGNALS, self._handlers, strict=True):
             signal.signal(number, handler)
+        faulthandler.register(signal.SIGUSR2)  # runs that end in order at signals replace it
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
@@ -61,7 +62,6 @@ def call(module: str, function: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def main(socket: str) -> None:
-    faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     surroundings = Surroundings()
