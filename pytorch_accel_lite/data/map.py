@@ -134,6 +134,8 @@ class _EpochShares:
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
         if isinstance(order, (list, range)):
             return map(list, map(order.__getitem__, starmap(slice, bounds)))
+        if type(self._sampler) is RandomSampler and hasattr(order, "parts"):  # computed
+            return map(torch.Tensor.tolist, order.parts(bounds)) if self._rows is None else order.parts(bounds)
         sizes = [end - begin for begin, end in bounds]
         if isinstance(order, torch.Tensor):
             parts = order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]

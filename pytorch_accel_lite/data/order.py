@@ -11,6 +11,10 @@ from torch.utils.data import ConcatDataset, Dataset, RandomSampler, SequentialSa
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 
+#: Number of samples up to which a random order is torch's own, which takes 8 bytes for each on every process. Larger
+#: ones are computed, see :class:`~pytorch_accel_lite.data.computed_order.ComputedOrder`.
+LARGEST_STORED = 10**7
+
 
 def inner_datasets(dataset: Any) -> list[Any]:
     """Return the datasets inside one of torch's dataset wrappers; an empty list for any other dataset."""
@@ -80,7 +84,10 @@ def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iter
 
         return draw_from(sampler, ranks, seed, epoch)
     if seed is None:
-        return _shuffled(sampler) if ranks.world_size == 1 else ranks.broadcast_object(lambda: list(sampler))
+        if ranks.world_size == 1:
+            return _shuffled(sampler)
+        is_stored = len(sampler) <= LARGEST_STORED
+        return ranks.broadcast_object(lambda: list(sampler) if is_stored else _shuffled(sampler))
     with preserving_generators():
         seed_generators(mix(seed, epoch))
         return _shuffled(sampler)
@@ -92,7 +99,11 @@ def _is_plain_shuffle(sampler: Any) -> bool:
     return is_random and len(sampler) == len(sampler.data_source)
 
 
-def _shuffled(sampler: Any) -> torch.Tensor:
-    """Return the order of a plain ``RandomSampler`` as a tensor, consuming the same random numbers."""
-    generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return torch.randperm(len(sampler), generator=generator)
+def _shuffled(sampler: Any) -> Iterable[Any]:
+    """Return the order of a plain ``RandomSampler``, consuming the same random numbers: a tensor, or computed."""
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    if len(sampler) > LARGEST_STORED:
+        from pytorch_accel_lite.data.computed_order import ComputedOrder  # not loaded for data of ordinary size
+
+        return ComputedOrder(len(sampler), seed)
+    return torch.randperm(len(sampler), generator=torch.Generator().manual_seed(seed))

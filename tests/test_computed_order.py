@@ -1,0 +1,99 @@
+"""The random order of very many samples is computed: it takes no memory, and is as exact as a stored one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler
+
+from benchmarks.order import by_trainer, measured
+from pytorch_accel_lite.data import order
+from pytorch_accel_lite.data.computed_order import ComputedOrder
+from tests import cases
+from tests.cases.computed_order import SIZE, orders_of_epochs
+from tests.tasks import Rows, listener, quiet_trainer, regression_data, small_model
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])
+def test_every_index_is_there_once(size):
+    for key in range(3):
+        computed = ComputedOrder(size, key).at(0, size)
+        assert computed.dtype == torch.int64
+        assert sorted(computed.tolist()) == list(range(size))
+
+
+def test_a_part_is_the_same_wherever_it_begins():
+    whole = ComputedOrder(50_000, key=5).at(0, 50_000)
+    for step, start in ((7, 0), (1000, 333), (20_000, 1), (50_000, 0)):
+        bounds = [(begin, min(begin + step, 50_000)) for begin in range(start, 50_000, step)]
+        assert torch.equal(torch.cat(list(ComputedOrder(50_000, key=5).parts(bounds))), whole[start:])
+
+
+def test_the_order_is_random():
+    """Places and indices are independent, neighbours too, and keys give different orders."""
+    drawn = torch.stack([ComputedOrder(1000, key).at(0, 1000) for key in range(200)]).double()
+    places = torch.arange(1000.0, dtype=torch.float64)
+    for first, second in ((drawn.flatten(), places.repeat(200)), (drawn[:, 1:].flatten(), drawn[:, :-1].flatten())):
+        assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.01
+    fixed_points = (drawn == places).sum(1).double()
+    assert abs(fixed_points.mean() - 1) < 0.3
+    counts = torch.histc(drawn[:, 0], 10, 0, 1000)
+    assert ((counts - 20) ** 2 / 20).sum() < 30  # chi squared with 9 degrees of freedom
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    monkeypatch.setattr(order, "LARGEST_STORED", 10)
+
+
+@pytest.mark.parametrize("wrap", [Rows, lambda data: data], ids=["one by one", "in memory"])
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_run_sees_every_sample_once_in_another_order_each_epoch(computed, wrap, seed):
+    first, second = orders_of_epochs(wrap, seed)
+    assert sorted(first) == sorted(second) == list(range(SIZE))
+    assert first != second
+    if seed is not None:
+        assert orders_of_epochs(wrap, seed) == [first, second]
+
+
+def test_the_order_does_not_depend_on_the_number_of_processes(computed, ranks):
+    alone = orders_of_epochs(Rows, 3)
+    for together, unseeded in ranks(cases.computed_order.on_ranks):
+        assert together == alone
+        assert all(sorted(epoch) == list(range(SIZE)) for epoch in unseeded)
+
+
+def test_a_run_resumes_in_the_middle_of_a_computed_order(computed, tmp_path):
+    seen: list[int] = []
+
+    def look(trainer: Any, **kwargs: Any) -> None:
+        seen.extend(trainer.batch_indices)
+        if trainer.progress.update == 13:
+            trainer.save_training_state(tmp_path / "state")
+
+    def train(**kwargs: Any) -> None:
+        trainer = quiet_trainer(small_model(), callbacks=[listener(on_train_step_end=look)], seed=3)
+        trainer.train(Rows(regression_data(SIZE)), 2, per_device_batch_size=4, **kwargs)
+
+    train()
+    whole = [*seen]
+    seen.clear()
+    train(resume_from=tmp_path / "state")
+    assert seen == whole[SIZE + 3 * 4 :]
+
+
+def test_smaller_data_keep_the_order_of_torch():
+    torch.manual_seed(1)
+    torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does for its workers
+    expected = list(RandomSampler(range(SIZE)))
+    torch.manual_seed(1)
+    assert orders_of_epochs(Rows, None)[0] == expected
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_the_order_of_very_many_samples_takes_little_memory(seed):
+    seconds, megabytes = measured(lambda: by_trainer(10**8, seed))
+    assert seconds > 0
+    assert megabytes < 100
