@@ -522,7 +522,7 @@ class Trainer:
         if not handler.listeners[event]:
             return
         control = self.current_run.control
-        if self.ranks.world_size > 1:
+        if control.ranks.world_size > 1:
             handler.call_each(event, control.request, self, **kwargs)
             return
         try:

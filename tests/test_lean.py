@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
 
 STEPS = 40
@@ -102,6 +103,12 @@ QUIET = get_default_callbacks(progress_bar=False)
 def test_a_step_calls_no_more_functions_than_this(trainer_class, data, callbacks, kwargs, budget):
     total, found = calls_per_step(trainer_class, data, callbacks, **kwargs)
     assert total <= budget, found.most_common()
+
+
+def test_training_states_cost_a_step_what_a_seed_does(tmp_path):
+    callbacks = [SaveTrainingStateCallback(tmp_path, save_at_end=False)]
+    total, found = calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)
+    assert total <= 29, found.most_common()
 
 
 def calls_by_hand(data: list[Any]) -> int:
