@@ -254,6 +254,8 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
     trackers.log(name, value, weight)
     if self.model.training:
         run.step_metrics[name] = value
+        if self.logical is not None:
+            self.logical.note(name, value)
 
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tests.launching import Fork, run_elastic
@@ -70,7 +71,9 @@ def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator)
         time.sleep(0.005)
     time.sleep(torch.rand(1, generator=generator).item() * 0.1)
     is_alive = process.poll() is None
-    process.kill()  # a launcher's ranks die with it
+    ranks = psutil.Process(process.pid).children(recursive=True) if is_alive else []
+    process.kill()
+    psutil.wait_procs(ranks, timeout=60)  # a launcher's ranks die with it, on a busy machine some time later
     return is_alive
 
 

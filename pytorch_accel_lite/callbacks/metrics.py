@@ -84,6 +84,8 @@ class MetricsCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._ranks = trainer.ranks
+        if self.train_metrics is not None:  # of as many logical processes as a state to resume from has
+            self._reset(trainer, self.train_metrics)
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.train_metrics is not None:

@@ -44,7 +44,8 @@ class LogOutputsCallback(TrainerCallback):
                 f"LogOutputsCallback: the training step returned no {missing[0]!r}."
                 f"{did_you_mean(missing[0], batch_output)} It returned {', '.join(map(repr, batch_output))}."
             )
-        self._log(trainer, batch_output)
+        for output in [batch_output] if trainer.logical is None else trainer.logical.each_output():
+            self._log(trainer, output)
 
     def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         self._log(trainer, batch_output)

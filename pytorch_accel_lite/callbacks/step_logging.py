@@ -18,6 +18,7 @@ from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.logical import LogicalProcesses
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -87,8 +88,10 @@ class _Row(NamedTuple):
     update: int
     epoch: int
     names: list[str]  # of the step metrics
-    numbers: list[float | None]  # the sums of losses and weights, then the metrics; None if it is in ``copied``
+    # Sums of losses and weights, then metrics, of this process or its logical ones; None if it is in ``copied``.
+    numbers: list[float | None]
     copied: AsyncCopy | None
+    logical: LogicalProcesses | None
 
 
 class StepLogger(TrainerCallback, ABC):
@@ -142,16 +145,21 @@ class StepLogger(TrainerCallback, ABC):
 
     def _begin(self, trainer: Trainer) -> _Row:
         """Start a row, copying numbers on a device to host memory asynchronously."""
-        tracker = trainer.current_run.loss_trackers["loss"]
-        metrics = dict(sorted(trainer.step_metrics.items()))
-        values = [tracker.total_loss, tracker.running_count, *metrics.values()]
-        numbers = [_number(name, value) for name, value in zip(("", "", *metrics), values, strict=True)]
-        there = [value for value, number in zip(values, numbers, strict=True) if number is None]
+        logical = trainer.logical
+        if logical is None:
+            tracker = trainer.current_run.loss_trackers["loss"]
+            metrics = sorted(trainer.step_metrics.items())
+            values = [("", tracker.total_loss), ("", tracker.running_count), *metrics]
+        else:
+            values = logical.row_values(trainer)
+        names = list(dict.fromkeys(name for name, _ in values if name))
+        numbers = [_number(name, value) for name, value in values]
+        there = [value for (_, value), number in zip(values, numbers, strict=True) if number is None]
         copied = None
         if there:
             dtype = accumulation_dtype(trainer.device)
             copied = AsyncCopy(torch.stack([value.detach().to(dtype).reshape(()) for value in there]))
-        return _Row(trainer.progress.update, trainer.progress.epoch, list(metrics), numbers, copied)
+        return _Row(trainer.progress.update, trainer.progress.epoch, names, numbers, copied, logical)
 
     def _average(self, keep: int) -> None:
         """Average and write pending rows, except the latest ``keep``."""
@@ -161,15 +169,19 @@ class StepLogger(TrainerCallback, ABC):
             # Unless all rows are flushed, the copy has long since arrived.
             copied = iter([] if row.copied is None else row.copied.read().tolist())
             mine = [next(copied) if number is None else number for number in row.numbers]
-            self._finish_row(row, *self._ranks.sum(mine))
+            if row.logical is None:
+                total, count, *summed = self._ranks.sum(mine)
+                means = {name: value / self._ranks.world_size for name, value in zip(row.names, summed, strict=True)}
+            else:
+                total, count, means = row.logical.mean_row(self._ranks, row.names, mine)
+            self._finish_row(row, total, count, means)
 
-    def _finish_row(self, row: _Row, total: float, count: float, *summed: float) -> None:
+    def _finish_row(self, row: _Row, total: float, count: float, values: dict[str, float]) -> None:
         assert self._ranks is not None
         epoch, total_before, count_before = self._sums
         if epoch != row.epoch:
             total_before = count_before = 0.0
         self._sums = row.epoch, total, count
-        values = {name: value / self._ranks.world_size for name, value in zip(row.names, summed, strict=True)}
         if count > count_before:
             values = {"loss": (total - total_before) / (count - count_before), **values}
         self._last_row = {"update": row.update, "epoch": row.epoch, "values": values}

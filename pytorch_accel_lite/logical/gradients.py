@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -109,11 +110,13 @@ class GradientSum:
         for (places, with_flags), part in zip(self._groups(), self._slices, strict=True):
             whole = part.new_empty(len(part) * self._ranks.world_size)
             dist.all_gather_into_tensor(_bytes(whole), _bytes(part))
-            sizes = [self._parameters[place].numel() for place in places]
-            pieces = whole.split([*sizes, len(whole) - sum(sizes)])  # type: ignore[no-untyped-call]
-            for place, values in zip(places, pieces, strict=False):
-                parameter = self._parameters[place]
-                parameter.grad = torch.empty_like(parameter).copy_(values.view(parameter.shape))
+            parameters = [self._parameters[place] for place in places]
+            sizes = [parameter.numel() for parameter in parameters]
+            *pieces, _ = whole.split([*sizes, len(whole) - sum(sizes)])  # type: ignore[no-untyped-call]
+            gradients = [torch.empty_like(parameter) for parameter in parameters]
+            torch._foreach_copy_(gradients, [v.view(p.shape) for v, p in zip(pieces, parameters, strict=True)])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
             if with_flags and self._missed:
                 flags = whole[sum(sizes) :].tolist()
                 unused = {place for place in self._missed if not flags[place]}
@@ -131,18 +134,20 @@ class GradientSum:
             yield places, number == 0
 
     def _sum_slice(self, places: list[int], with_flags: bool) -> torch.Tensor:
-        """Return this rank's slice of the sum of some gradients over all processes."""
+        """Return this rank's slice of the sum of some gradients over all processes, and free them."""
         world_size = self._ranks.world_size
         flat = [self._flatten(node.value, places, with_flags) for node in self._tree.nodes]
+        num_nodes = len(flat)
         length = len(flat[0]) // world_size
-        mine = flat[0]
-        if len(flat) > 1:
-            mine = torch.stack(flat).view(-1, world_size, length).transpose(0, 1).reshape(-1)
-        sent = [len(flat) * length] * world_size
+        slices = zip(*(vector.split(length) for vector in flat), strict=True)  # type: ignore[no-untyped-call]
+        mine = flat[0] if num_nodes == 1 else torch.cat(list(chain.from_iterable(slices)))
+        del flat, slices
+        sent = [num_nodes * length] * world_size
         received = [len(blocks) * length for blocks in self._blocks]
         found = mine.new_empty(sum(received))
         scale = mine.element_size()
         dist.all_to_all_single(_bytes(found), _bytes(mine), [n * scale for n in received], [n * scale for n in sent])
+        del mine
         tree = TreeSum[torch.Tensor](torch.Tensor.add_)
         blocks = (block for of_rank in self._blocks for block in of_rank)
         for (level, start), part in zip(blocks, found.split(length), strict=True):  # type: ignore[no-untyped-call]
@@ -150,16 +155,17 @@ class GradientSum:
         return tree.total().clone()  # does not keep the others in memory
 
     def _flatten(self, gradients: Gradients, places: list[int], with_flags: bool) -> torch.Tensor:
-        """Return some gradients as one vector that divides evenly among the ranks.
+        """Return some gradients as one vector that divides evenly among the ranks, and drop them.
 
         :param with_flags: whether to append, for every parameter, whether it has a gradient
         """
         first = self._parameters[places[0]]
+        flags = [float(gradient is not None) for gradient in gradients] if with_flags else []
         parts: list[torch.Tensor] = []
         for place in places:
             gradient = gradients[place]
             parts.append(torch.zeros_like(self._parameters[place]).neg_() if gradient is None else gradient)
-        flags = [float(gradient is not None) for gradient in gradients] if with_flags else []
+            gradients[place] = None
         size = sum(part.numel() for part in parts) + len(flags)
         tail = torch.zeros(len(flags) + -size % self._ranks.world_size, dtype=first.dtype, device=first.device)
         if all(flags):

@@ -16,6 +16,7 @@ from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.data.loader import Batch
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.logical.losses import SharedLossTrackers
 from pytorch_accel_lite.logical.step import LogicalStep
 from pytorch_accel_lite.randomness import capture_generators, mix, preserving_generators, restore_generators, seed_all
@@ -38,6 +39,7 @@ class LogicalProcesses:
     :ivar shares: those of this process
     :ivar is_computing: whether the forward or backward pass of one of them is under way in training
     :ivar outputs: batches and outputs of the latest training step, by number of the logical process
+    :ivar num_steps: number of training steps begun, the same on every process
     :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
     """
 
@@ -59,6 +61,9 @@ class LogicalProcesses:
         self.current = self.shares.own[0]
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
         self.is_computing = False
+        self.num_steps = 0
+        #: The latest value that each logical process of this process has logged under a name, after its step's number.
+        self._logged: dict[tuple[int, str], tuple[int, Any]] = {}
 
     def __repr__(self) -> str:
         own = self.shares.own
@@ -77,6 +82,57 @@ class LogicalProcesses:
             self.begin_share(batch)
             return capture_generators()
 
+    def note(self, name: str, value: Any) -> None:
+        """Note a value that a logical process logs in a training step, for rows of step metrics."""
+        self._logged[self.current, name] = self.num_steps, value
+
+    def each_output(self) -> Iterator[BatchOutput]:
+        """Yield the outputs of the latest training step; what is logged for one is logged by its logical process."""
+        for number, (share, output) in self.outputs.items():
+            if share.num_samples:
+                self.current = number
+                yield output
+
+    def row_values(self, trainer: Trainer) -> list[tuple[str, Any]]:
+        """Return what this process adds to a row of step metrics: names and numbers of each of its logical processes.
+
+        First its sums of losses and of their weights, without a name; then for every metric the number of the step in
+        which it has logged that (-1 for values that callbacks measure), without a name, and the value.
+        """
+        trackers = trainer.current_run.loss_trackers
+        assert isinstance(trackers, SharedLossTrackers)
+        metrics = sorted(trainer.step_metrics.items())
+        values: list[tuple[str, Any]] = []
+        for number in self.shares.own:
+            loss = trackers.by_number[number]["loss"]
+            values += ("", loss.total_loss), ("", loss.running_count)
+            for name, latest in metrics:
+                step, value = self._logged.get((number, name), (-1, latest))
+                values += ("", step), (name, value)
+        return values
+
+    def mean_row(self, ranks: Ranks, names: list[str], values: list[float]) -> tuple[float, float, dict[str, float]]:
+        """Return a row of all processes: the sums of losses and of their weights, and the mean of each step metric.
+
+        It is the mean over the logical processes that have logged one in the latest step with any. Call it on every
+        process.
+        """
+        total = count = 0.0
+        found: dict[str, list[tuple[float, float]]] = {}
+        for names_there, values_there in ranks.all_gather_object((names, values)):
+            numbers = iter(values_there)
+            for own_total, own_count in zip(numbers, numbers, strict=False):
+                total += own_total
+                count += own_count
+                for name in names_there:
+                    found.setdefault(name, []).append((next(numbers), next(numbers)))
+        means = {}
+        for name, pairs in sorted(found.items()):
+            latest = max(step for step, _ in pairs)
+            chosen = [value for step, value in pairs if step == latest]
+            means[name] = sum(chosen) / len(chosen)
+        return total, count, means
+
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""
         return SharedLossTrackers(self)
@@ -87,6 +143,7 @@ class LogicalProcesses:
         :raises ValueError: if anything in the run does not work with them
         """
         _check(trainer, run, self.count)
+        self._logged.clear()
         LogicalStep(trainer, run)
 
     def capture(self, trainer: Trainer) -> dict[str, Any]:
@@ -140,21 +197,33 @@ def _check(trainer: Trainer, run: Run, count: int) -> None:
     wholes = [trainer.model, *attributes.modules(trainer).values()]
     modules = [module for whole in wholes for module in whole.modules()]
     sparse = (nn.Embedding, nn.EmbeddingBag)
-    reasons = {
-        "a sharded model": trainer.is_sharded,
-        "an overridden train_step": run.own_step is not None,
-        "an optimizer that needs a closure, nor with recompute_gradients()": run.replay is not None,
-        "mixed_precision='fp16' (bf16 works)": trainer.accelerator.scaler is not None,
-        "auto_microbatch=True: choose more logical processes and a smaller per_device_batch_size instead": (
-            run.request.auto_microbatch
+    refused = {
+        "a sharded model": (
+            trainer.is_sharded,
+            "each process needs all weights. Replicate the model, or train without logical processes",
         ),
-        "SyncBatchNorm, which mixes the batches of real processes": any(
-            isinstance(module, nn.SyncBatchNorm) for module in modules
+        "an overridden train_step": (
+            run.own_step is not None,
+            "its updates would come before the gradients of other logical processes. Override "
+            "calculate_train_batch_loss, which several optimizers can share",
         ),
-        "sparse gradients (nn.Embedding(sparse=True))": any(
-            isinstance(module, sparse) and module.sparse for module in modules
+        "an optimizer that needs a closure, nor with recompute_gradients()": (
+            run.replay is not None,
+            "gradients are computed once per update. Use another optimizer, or do not override optimizer_step",
+        ),
+        "mixed_precision='fp16'": (
+            trainer.accelerator.scaler is not None,
+            "its scaling depends on overflows of a process. Use bf16",
+        ),
+        "SyncBatchNorm": (
+            any(isinstance(module, nn.SyncBatchNorm) for module in modules),
+            "it mixes the batches of real processes. Use BatchNorm, or GroupNorm",
+        ),
+        "sparse gradients (nn.Embedding(sparse=True))": (
+            any(isinstance(module, sparse) and module.sparse for module in modules),
+            "they have no fixed size to exchange. Use sparse=False",
         ),
     }
-    for what, applies in reasons.items():
+    for what, (applies, why) in refused.items():
         if applies:
-            raise ValueError(f"logical_processes={count} does not work with {what}.")
+            raise ValueError(f"logical_processes={count} does not work with {what}: {why}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,16 @@ from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.gradients import Count, GradientWindow, as_weight
 from pytorch_accel_lite.logical.gradients import GradientSum
 from pytorch_accel_lite.logical.losses import SharedLossTrackers
-from pytorch_accel_lite.loops.guarded import BatchFailure, merge_outputs
+from pytorch_accel_lite.loops.guarded import (
+    DONE,
+    FAILED,
+    BatchFailure,
+    agree,
+    is_out_of_memory,
+    merge_outputs,
+    split_further,
+    split_into_parts,
+)
 from pytorch_accel_lite.loops.training import backward, forward
 from pytorch_accel_lite.pieces import concatenate_if_possible
 from pytorch_accel_lite.randomness import seed_all
@@ -79,38 +89,45 @@ class LogicalWindow(GradientWindow):
 
 
 class _Attempt:
-    """A step that may fail, and be skipped if the run skips such steps: what else would have changed."""
+    """A step that may fail, to be skipped or repeated in smaller parts: what else would have changed."""
 
     def __init__(self, run: Run, window: LogicalWindow) -> None:
         self._run = run
         self._window = window
         self._failures: list[BatchFailure] = []
         self._error: Exception | None = None
-        if run.request.skips_failed_batches:
+        self._may_fail = run.request.skips_failed_batches or run.request.auto_microbatch
+        if self._may_fail:
             self._logged = _trackers(run).capture_logged()
             self._items = dict(window.items)
 
     def note(self, run: Run, number: int, error: Exception) -> None:
-        """Note the failure of a share, or raise its error if the run skips none."""
-        if not run.request.skips_failed_batches:
+        """Note the failure of a share, or raise its error if the run neither skips nor splits batches."""
+        if not self._may_fail:
             raise error
-        self._error = error
+        if self._error is None or is_out_of_memory(self._error):  # any other error counts more
+            self._error = error
         self._failures.append(BatchFailure(number, run.batch_indices, f"{type(error).__name__}: {error}"))
+        if is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the share
 
-    def has_failed(self, trainer: Trainer) -> bool:
-        """Whether any share of the step has failed on any process."""
-        if not self._run.request.skips_failed_batches:
-            return False
-        self._failures = list(chain.from_iterable(trainer.ranks.all_gather_object(self._failures)))
-        return bool(self._failures)
+    def outcome(self, trainer: Trainer, batch: Batch) -> tuple[int, int]:
+        """Return the outcome of the step, the same on every process, and the number of samples in the largest share."""
+        if not self._may_fail:
+            return DONE, 0
+        return agree(trainer, self._run, max(batch.data, key=lambda share: share.num_samples or 0), self._error)
 
-    def skip(self, trainer: Trainer, batch: Batch) -> None:
-        """Undo what the step has logged and counted, and report the failures of all processes."""
+    def undo(self) -> None:
+        """Undo what the step has logged and counted."""
         _trackers(self._run).restore_logged(self._logged)
         self._window.items = self._items
+
+    def report(self, trainer: Trainer, batch: Batch) -> None:
+        """Report the failures of all processes."""
+        failures = list(chain.from_iterable(trainer.ranks.all_gather_object(self._failures)))
         self._run.batch = batch
         step = self._run.progress.step
-        trainer.call_event("on_train_batch_skipped", failures=self._failures, error=self._error, step=step)
+        trainer.call_event("on_train_batch_skipped", failures=failures, error=self._error, step=step)
 
 
 class LogicalStep:
@@ -119,13 +136,16 @@ class LogicalStep:
     def __init__(self, trainer: Trainer, run: Run) -> None:
         assert trainer.logical is not None
         self._logical = trainer.logical
+        self._ranks = trainer.ranks
         batch_size = run.required_config.train_per_device_batch_size
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
-        self._modules = [trainer.model, *attributes.modules(trainer).values()]
+        self._wholes = [trainer.model, *attributes.modules(trainer).values()]
+        self._with_buffers: list[nn.Module] = []
         run.window = self._window
         run.averaged_here = []
         run.synced_buffers = []
         run.special_step = self.forward_and_backward
+        self._find_buffers()
         shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
         trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
 
@@ -136,24 +156,34 @@ class LogicalStep:
         """
         assert batch.share is not None
         assert batch.total_samples is not None
-        attempt = _Attempt(run, self._window)
+        sums = self._window.sums
+        self._logical.num_steps += 1
+        self._find_buffers()
         before = _copies(self._buffers())
-        self._window.sums.begin_step(self._trained(trainer))
-        first = self._compute_shares(trainer, run, batch, before, attempt)
-        run.progress.add_samples(batch.total_samples)
-        if attempt.has_failed(trainer):
-            self._window.sums.forget_step()
+        while True:
+            attempt = _Attempt(run, self._window)
+            sums.begin_step(self._trained(trainer))
+            first = self._compute_shares(trainer, run, batch, before, attempt)
+            outcome, largest = attempt.outcome(trainer, batch)
+            if outcome == DONE:
+                break
+            attempt.undo()
+            sums.forget_step()
             _restore(self._buffers(), before)
-            seed_all(batch.share.place)
-            attempt.skip(trainer, batch)
-            return None
-        self._window.sums.end_step()
+            if outcome == FAILED:
+                run.progress.add_samples(batch.total_samples)
+                seed_all(batch.share.place)
+                attempt.report(trainer, batch)
+                return None
+            split_further(trainer, run, largest)
+        run.progress.add_samples(batch.total_samples)
+        sums.end_step()
         _restore(self._buffers(), first)
         _broadcast(self._buffers(), trainer.ranks)
         nominal, true = self._window.sizes or (self._window.nominal, 0)
         self._window.sizes = nominal, true + batch.total_samples
         seed_all(batch.share.place)
-        return self._put_together(run, batch)
+        return self._put_together(trainer, run, batch)
 
     def _compute_shares(
         self, trainer: Trainer, run: Run, batch: Batch, before: list[torch.Tensor], attempt: _Attempt
@@ -183,29 +213,40 @@ class LogicalStep:
             raise share.data.error
         window = self._window
         window.number = self._logical.current
+        outputs: list[BatchOutput] = []
         self._logical.is_computing = True
         try:
-            output = forward(trainer, share)
-            if share.num_samples:
-                backward(trainer, run, share, output, *share.samples(output))
-                window.sums.take(window.number)
-            else:
-                window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+            for part in split_into_parts(share, run.num_microbatches if run.request.auto_microbatch else 1):
+                run.batch = part
+                output = forward(trainer, part)
+                if share.num_samples:
+                    backward(trainer, run, part, output, *part.samples(output))
+                else:
+                    window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+                outputs.append(recursively_apply(torch.Tensor.detach, output))
         finally:
             self._logical.is_computing = False
-        detached: BatchOutput = recursively_apply(torch.Tensor.detach, output)
-        return detached
+            run.batch = share
+        if share.num_samples:
+            window.sums.take(window.number)
+        return merge_outputs(outputs)
 
-    def _put_together(self, run: Run, batch: Batch) -> BatchOutput:
-        """Track the losses of the shares, and return the output of this process's part of the step."""
+    def _put_together(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
+        """Track the losses of the shares, and return the output of this process's part of the step.
+
+        Without anyone to see them, batches and outputs are not concatenated.
+        """
         for number, (share, output) in self._logical.outputs.items():
             self._logical.current = number
             if share.num_samples:
                 run.loss_trackers.add(output)
         shares, outputs = zip(*self._logical.outputs.values(), strict=True)
-        data = shares[0].data if len(shares) == 1 else concatenate_if_possible([share.data for share in shares])
+        is_seen = trainer.callback_handler.listeners["on_train_step_end"]
+        data = shares[0].data
+        if is_seen and len(shares) > 1:
+            data = concatenate_if_possible([share.data for share in shares])
         run.batch = batch._replace(data=data)
-        whole = merge_outputs(outputs)
+        whole = merge_outputs([output if is_seen else _numbers_of(output) for output in outputs])
         if batch.num_samples:  # the loss of any share may be the one that is not finite
             loss = whole["loss"]
             run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss
@@ -216,8 +257,14 @@ class LogicalStep:
         parameters = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)]
         return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
 
+    def _find_buffers(self) -> None:
+        """Find the modules that have buffers, which may change between steps: walking through all takes long."""
+        modules = chain.from_iterable(whole.modules() for whole in self._wholes)
+        self._with_buffers = [m for m in dict.fromkeys(modules) if any(True for _ in m.buffers(recurse=False))]
+
     def _buffers(self) -> list[torch.Tensor]:
-        return list(dict.fromkeys(chain.from_iterable(module.buffers() for module in self._modules)))
+        own = (module.buffers(recurse=False) for module in self._with_buffers)
+        return list(dict.fromkeys(chain.from_iterable(own)))
 
 
 def _trackers(run: Run) -> SharedLossTrackers:
@@ -235,15 +282,18 @@ def _restore(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
             torch._foreach_copy_(list(tensors), list(values))
 
 
+def _numbers_of(output: BatchOutput) -> BatchOutput:
+    """Return the loss of an output, and what it is a mean over."""
+    return {key: output[key] for key in ("loss", "batch_size", "num_items_in_batch") if key in output}
+
+
 def _broadcast(tensors: Sequence[torch.Tensor], ranks: Ranks) -> None:
-    """Copy the first process's buffers to all others, in one message for each dtype."""
-    if ranks.world_size == 1:
+    """Copy the first process's buffers to all others, in one message."""
+    if ranks.world_size == 1 or not tensors:
         return
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    for group in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        dist.broadcast(flat, src=0)
-        parts = flat.split([tensor.numel() for tensor in group])  # type: ignore[no-untyped-call]
-        _restore(group, [part.view(tensor.shape) for part, tensor in zip(parts, group, strict=True)])
+    tensors = sorted(tensors, key=torch.Tensor.element_size, reverse=True)  # each begins at a multiple of its size
+    pieces = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = torch.cat(pieces)
+    dist.broadcast(flat, src=0)
+    parts = flat.split([piece.numel() for piece in pieces])  # type: ignore[no-untyped-call]
+    _restore(tensors, [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)])

@@ -25,7 +25,7 @@ from pytorch_accel_lite.run import Run
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
-_DONE, _OUT_OF_MEMORY, _FAILED = range(3)
+DONE, OUT_OF_MEMORY, FAILED = range(3)
 
 
 class BatchFailure(NamedTuple):
@@ -63,20 +63,20 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
             raise
         except Exception as failure:
             error = failure
-        outcome, largest = _agree(trainer, run, batch, error)
-        if outcome == _DONE:
+        outcome, largest = agree(trainer, run, batch, error)
+        if outcome == DONE:
             before.add_gradients()
             output = merge_outputs(outputs)
             run.track_step(output, batch)
             return output
         before.restore()
         run.window.sizes, run.window.items_per_batch = counted
-        if outcome == _FAILED:
+        if outcome == FAILED:
             _skip(trainer, run, batch, error)
             return None
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
-        _split_further(trainer, run, largest)
+        split_further(trainer, run, largest)
 
 
 def _attempt(trainer: Trainer, run: Run, batch: Batch) -> list[BatchOutput]:
@@ -85,7 +85,7 @@ def _attempt(trainer: Trainer, run: Run, batch: Batch) -> list[BatchOutput]:
         raise batch.data.error
     outputs: list[BatchOutput] = []
     run.window.is_split = run.num_microbatches > 1
-    parts = _split(batch, run.num_microbatches)
+    parts = split_into_parts(batch, run.num_microbatches)
     try:
         for part in parts:
             run.batch = part
@@ -97,30 +97,31 @@ def _attempt(trainer: Trainer, run: Run, batch: Batch) -> list[BatchOutput]:
     return outputs
 
 
-def _agree(trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
+def agree(trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
     """Return the outcome of the step, the same on every process, and the number of samples in the largest batch."""
     splits = run.request.auto_microbatch
     skips = run.request.skips_failed_batches
-    outcome = _DONE
+    outcome = DONE
     size = 0
     if splits and not isinstance(batch.data, FailedRead):
         size = find_batch_size(batch.data, batch.num_samples or None)
     if error is not None:
         if splits and is_out_of_memory(error):
-            outcome = _OUT_OF_MEMORY
+            outcome = OUT_OF_MEMORY
         elif skips:
-            outcome = _FAILED
+            outcome = FAILED
         else:
             raise error
     worst, largest = map(int, trainer.ranks.max([outcome, size]))
-    if worst == _OUT_OF_MEMORY and run.num_microbatches >= largest:
+    if worst == OUT_OF_MEMORY and run.num_microbatches >= largest:
         if not skips:
             raise error or RuntimeError("Another process ran out of memory with a single sample.")
-        worst = _FAILED
+        worst = FAILED
     return worst, largest
 
 
-def _split_further(trainer: Trainer, run: Run, largest: int) -> None:
+def split_further(trainer: Trainer, run: Run, largest: int) -> None:
+    """Split batches into twice as many parts from now on, and free the memory of the last attempt."""
     clear_device_cache(garbage_collection=True)
     samples = -(-largest // run.num_microbatches)
     run.num_microbatches = min(2 * run.num_microbatches, largest)
@@ -140,7 +141,7 @@ def _skip(trainer: Trainer, run: Run, batch: Batch, error: Exception | None) -> 
     trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)
 
 
-def _split(batch: Batch, parts: int) -> list[Batch]:
+def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
     """Split a batch into parts that together count in the window as the full batch does."""
     if parts <= 1 or batch.num_samples == 0:
         return [batch]

@@ -14,18 +14,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import (
+    GradientNormCallback,
+    GradualUnfreezingCallback,
+    LogOutputsCallback,
     MetricsCallback,
     ModelEmaCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
+from pytorch_accel_lite.callbacks.step_logging import StepLogger
+from pytorch_accel_lite.data import Mixture
+from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.cases.common import world_size
 from tests.scripts.resumable import CopyStates
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
@@ -67,12 +75,41 @@ def result_of(trainer: Trainer, **more: Any) -> dict[str, Any]:
 
 
 class Logs(Trainer):
-    """Logs a number of its own."""
+    """Logs a number of its own in each step, and another one in every other step.
+
+    :cvar is_weighted: whether the loss is a weighted mean over the samples
+    """
+
+    is_weighted = False
 
     def calculate_train_batch_loss(self, batch):
         output = super().calculate_train_batch_loss(batch)
+        if self.is_weighted:
+            losses = nn.functional.cross_entropy(output["model_outputs"], batch[1], reduction="none")
+            items = 0.3 + batch[1]
+            output |= {"loss": (losses * items).sum() / items.sum(), "num_items_in_batch": items.sum()}
         self.log("size", output["model_outputs"].abs().mean())
+        if self.progress.step % 2 == 0:
+            self.log("largest", output["model_outputs"].max())
         return output
+
+
+class KeepRows(StepLogger):
+    """Keeps its rows, which only the first process gets."""
+
+    def __init__(self) -> None:
+        super().__init__(every_n_updates=1)
+        self.rows: list[Any] = []
+
+    def write_row(self, update, epoch, values):
+        self.rows.append((update, epoch, values))
+
+    def state_dict(self):
+        return super().state_dict() | {"rows": list(self.rows)}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.rows = list(state["rows"])
 
 
 def images(
@@ -80,6 +117,7 @@ def images(
     size: int = 50,
     accumulation: int = 2,
     workers: int = 0,
+    weighted: bool = False,
     extra: tuple[TrainerCallback, ...] = (),
     **kwargs: Any,
 ) -> dict[str, Any]:
@@ -89,14 +127,16 @@ def images(
     squares = MetricsCallback(
         MeanSquaredError(), lambda batch, output: (output["model_outputs"][:, 0], batch[1]), train=True
     )
+    rows = KeepRows()
     trainer = Logs(
         model,
         nn.CrossEntropyLoss(),
         torch.optim.AdamW(model.parameters(), lr=0.01),
-        [ema, squares, StepBasedEvaluationCallback(2), *extra],
+        [ema, squares, StepBasedEvaluationCallback(2), GradientNormCallback(), rows, *extra],
         seed=3,
         logical_processes=logical,
     )
+    trainer.is_weighted = weighted
     options = {"num_workers": workers}
     trainer.train(
         Noisy(size),
@@ -110,21 +150,22 @@ def images(
         eval_dataloader_kwargs=options,
         **kwargs,
     )
-    return result_of(trainer, average=weights(ema.ema_model.module), predicted=trainer.predict(Noisy(21)))
+    kept = trainer.ranks.broadcast_object(lambda: rows.rows)
+    return result_of(trainer, average=weights(ema.ema_model.module), predicted=trainer.predict(Noisy(21)), rows=kept)
 
 
-def saved(folder: Path) -> dict[str, Any]:
+def saved(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """A run that keeps a state after each update and each epoch."""
     saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, save_every_n_epochs=1)
-    return images(extra=(saving, CopyStates(folder)))
+    return images(extra=(saving, CopyStates(folder)), **(options or {}))
 
 
-def resumed(state: Path, logical: int | None = 8) -> dict[str, Any]:
+def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """What is left of it. Until then, the random numbers are others."""
     torch.manual_seed(99)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The training state holds the state of callback 'SaveTrainingStateCallback'")
-        return images(logical, resume_from=state)
+        return images(resume_from=state, **(options or {}))
 
 
 def with_workers() -> dict[str, Any]:
@@ -237,12 +278,129 @@ def skipping() -> dict[str, Any]:
     return result_of(trainer, failures=skips.failures)
 
 
-ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, skipping]
+class Picky(nn.Module):
+    """Has memory for a few samples at a time in training."""
+
+    def __init__(self, limit: int, inner: nn.Module) -> None:
+        super().__init__()
+        self.limit = limit
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x) > self.limit:
+            raise torch.OutOfMemoryError("out of memory.")
+        return self.inner(x)
+
+
+def microbatches() -> dict[str, Any]:
+    """Batches that do not fit are split, everywhere from the same step on."""
+    model = Picky(2, convolution())
+    rows = KeepRows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = Logs(model, nn.CrossEntropyLoss(), optimizer, [rows], seed=3, logical_processes=4)
+    options = {"num_workers": 0}
+    trainer.train(Noisy(50), 2, None, 6, train_dataloader_kwargs=options, auto_microbatch=True)
+    kept = trainer.ranks.broadcast_object(lambda: rows.rows)
+    return result_of(trainer, parts=trainer.num_microbatches, rows=kept)
+
+
+class Methods(nn.Module):
+    """Computes its own losses, with a frozen layer and a trained adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)).requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Dropout(0.3), nn.Linear(2, 8, bias=False))
+        self.head = nn.Linear(8, 1)
+
+    def losses(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        outputs = self.head(torch.tanh(self.frozen(x) + self.adapter(x)))
+        return {"loss": nn.functional.mse_loss(outputs, y), "model_outputs": outputs, "size": outputs.abs().mean()}
+
+
+class Names(TrainerCallback):
+    """Remembers which dataset each step is from."""
+
+    def __init__(self) -> None:
+        self.seen: list[str | None] = []
+
+    def on_train_step_end(self, trainer, **kwargs):
+        self.seen.append(trainer.train_dataset_name)
+
+
+def mixture(**kwargs: Any) -> Mixture:
+    datasets = {"small": regression_data(11, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
+    return Mixture(datasets, {"small": 1.0, "large": 2.0}, **kwargs)
+
+
+def combined() -> dict[str, Any]:
+    """Methods of the model, an adapter, optimizers and schedules by name, batches of one dataset of a mixture."""
+    model = Methods()
+    optimizers = {
+        "adapter": torch.optim.AdamW(model.adapter.parameters(), lr=0.01),
+        "head": torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
+    }
+    schedules = {"head": partial(OneCycleLR, max_lr=0.1, total_steps=P.MAX_NUM_TRAIN_STEPS)}
+    names = Names()
+    rows = KeepRows()
+    callbacks = [names, LogOutputsCallback(), rows]
+    methods = {"train": "losses", "eval": "losses"}
+    trainer = Trainer(model, None, optimizers, callbacks, seed=2, logical_processes=5, model_methods=methods)
+    trainer.train(
+        mixture(mix_batches=False, batch_sizes={"small": 1}),
+        2,
+        regression_data(13, dtype=FLOATS),
+        per_device_batch_size=2,
+        gradient_accumulation_steps=2,
+        create_scheduler_fn=schedules,
+    )
+    return result_of(trainer, names=names.seen, rows=trainer.ranks.broadcast_object(lambda: rows.rows))
+
+
+def unfreezing() -> dict[str, Any]:
+    """Layers that are frozen first, an optimizer that the trainer makes, batches of a mixture of all datasets."""
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 1)
+    model = nn.Sequential(*layers)
+    ModelFreezer(model).freeze()
+    factory = partial(torch.optim.AdamW, lr=0.01)
+    trainer = quiet_trainer(
+        model, optimizer=factory, callbacks=[GradualUnfreezingCallback(1)], seed=2, logical_processes=4
+    )
+    trainer.train(mixture(), 3, per_device_batch_size=3)
+    return result_of(trainer)
+
+
+ALL: list[Callable[[], Any]] = [
+    images,
+    with_workers,
+    few_samples,
+    tokens,
+    metrics,
+    skipping,
+    microbatches,
+    combined,
+    unfreezing,
+]
 
 
 def too_few() -> str:
     try:
         quiet_trainer(small_model(), seed=1, logical_processes=1)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def with_shards() -> str:
+    """What is said of a model that is sharded."""
+    accelerator = Accelerator(cpu=True)
+    model = small_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+    trainer = quiet_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)
+    try:
+        trainer.train(regression_data(16), 1, per_device_batch_size=1)
     except ValueError as error:
         return str(error)
     return "accepted"

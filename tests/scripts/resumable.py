@@ -117,7 +117,7 @@ def run(
         callbacks=[
             order,
             SaveBestModelCallback(folder / "best.pt", load_saved_checkpoint=False),
-            EarlyStoppingCallback(early_stopping_patience=50),
+            EarlyStoppingCallback(early_stopping_patience=1000),
             saving,
             *extra,
         ],
