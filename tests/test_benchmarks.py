@@ -53,11 +53,14 @@ def test_the_parts_of_a_step_are_those_of_both_loops():
 
 
 def test_logical_processes_are_measured_against_ddp_by_hand():
-    done = run_module("benchmarks.logical", "--quick", "--rounds", "1", "--updates", "1", "--batch", "2")
+    done = run_module("benchmarks.logical", "--quick", "--rounds", "1", "--updates", "3", "--batch", "2")
     assert done.returncode == 0, done.stdout
-    rows = dict(line.split("|")[1:3] for line in done.stdout.splitlines()[2:])
-    assert len(rows) == 4
-    assert all(float(ratio.split()[0]) > 0 for ratio in rows.values())
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| DDP", "| ours"))]
+    assert [len(row) for row in rows] == [2, 2, 4, 4, 4, 4]
+    for _, ratio, fastest, sent in rows[2:]:
+        assert float(ratio.split()[0]) > 0
+        assert float(fastest) > 0
+        assert sent.strip() == "0.00 MB"  # of one process
 
 
 def test_every_path_is_measured_against_the_loop_on_the_same_data():
