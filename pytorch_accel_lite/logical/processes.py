@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import attributes
 from pytorch_accel_lite.backends import BackendSettings
-from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.batches import BatchOutput, is_number
 from pytorch_accel_lite.data.loader import Batch
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.data.shares import Shares
@@ -148,8 +148,16 @@ class LogicalProcesses:
 
     def capture(self, trainer: Trainer) -> dict[str, Any]:
         """Return what a training state keeps of them. Call it on every process."""
-        sums = trainer.ranks.all_gather_object(trainer.current_run.loss_trackers.own_sums())
-        return {"losses": list(chain.from_iterable(sums)), "generators": capture_generators()}
+        run = trainer.current_run
+        logged = [(*key, step, float(value)) for key, (step, value) in self._logged.items()]
+        losses, all_logged = zip(*trainer.ranks.all_gather_object((run.loss_trackers.own_sums(), logged)), strict=True)
+        return {
+            "losses": list(chain.from_iterable(losses)),
+            "generators": capture_generators(),
+            "num_steps": self.num_steps,
+            "logged": list(chain.from_iterable(all_logged)),
+            "step_metrics": {name: float(value) for name, value in run.step_metrics.items() if is_number(value)},
+        }
 
     def restore(self, trainer: Trainer, state: TrainingState) -> None:
         """Restore what :meth:`capture` returned; if their number has changed, only what does not depend on it.
@@ -158,11 +166,17 @@ class LogicalProcesses:
         """
         is_same = state.metadata.get("logical_processes") == self.count
         kept: dict[str, Any] = state.shared["logical"] if is_same else {"losses": [state.shared["losses"]]}
-        trackers = trainer.current_run.loss_trackers
-        if isinstance(trackers, SharedLossTrackers):
-            trackers.load_sums(kept["losses"])
+        run = trainer.current_run
+        if isinstance(run.loss_trackers, SharedLossTrackers):
+            run.loss_trackers.load_sums(kept["losses"])
         if is_same:
             restore_generators(kept["generators"])
+            self.num_steps = kept.get("num_steps", 0)
+            run.step_metrics.update(kept.get("step_metrics", {}))
+            for number, name, step, value in kept.get("logged", ()):
+                run.step_metrics.setdefault(name, value)  # logged on another process
+                if number in self.shares.own:
+                    self._logged[number, name] = step, value
 
     @contextmanager
     def computing_alike(self, trainer: Trainer) -> Iterator[None]:

@@ -75,7 +75,7 @@ def result_of(trainer: Trainer, **more: Any) -> dict[str, Any]:
 
 
 class Logs(Trainer):
-    """Logs a number of its own in each step, and another one in every other step.
+    """Logs a number of its own in each step, and another one in every third step.
 
     :cvar is_weighted: whether the loss is a weighted mean over the samples
     """
@@ -89,7 +89,7 @@ class Logs(Trainer):
             items = 0.3 + batch[1]
             output |= {"loss": (losses * items).sum() / items.sum(), "num_items_in_batch": items.sum()}
         self.log("size", output["model_outputs"].abs().mean())
-        if self.progress.step % 2 == 0:
+        if self.progress.step % 3 == 0:
             self.log("largest", output["model_outputs"].max())
         return output
 
