@@ -28,6 +28,12 @@ from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
 NOISE = 16
 
 
+def load_images() -> TensorDataset:
+    """Return the digits with values from -1 to 1, of shape (1, 8, 8)."""
+    images = torch.tensor(load_digits().images, dtype=torch.float32) / 16
+    return TensorDataset(2 * images.unsqueeze(1) - 1)
+
+
 def create_generator() -> nn.Module:
     return nn.Sequential(
         nn.Linear(NOISE, 64 * 2 * 2),
@@ -127,14 +133,12 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32) / 16
-    data = TensorDataset(2 * images.unsqueeze(1) - 1)
     pictures = PictureCallback(args.output, every_n_epochs=max(args.epochs // 6, 1))
     trainer = GANTrainer(callbacks=[*get_default_callbacks(), pictures], seed=args.seed)
-    trainer.train(data, num_epochs=args.epochs, per_device_batch_size=64)
+    trainer.train(load_images(), num_epochs=args.epochs, per_device_batch_size=64)
 
-    judge = LogisticRegression(max_iter=2000).fit(images.flatten(1), digits.target)
+    digits = load_digits()
+    judge = LogisticRegression(max_iter=2000).fit(digits.data / 16, digits.target)
     drawn = trainer.draw(
         torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1))
     )

@@ -49,6 +49,14 @@ def load_lines() -> list[torch.Tensor]:
     return [torch.tensor([*line[: LENGTH - 1], END]) for line in lines if line.strip()]
 
 
+def load_split(name: str) -> list[torch.Tensor]:
+    """Return the lines to train on, or every 20th line to validate on."""
+    lines = load_lines()
+    if name == "valid":
+        return lines[::20]
+    return [line for i, line in enumerate(lines) if i % 20]
+
+
 def collate(lines: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(lines, batch_first=True, padding_value=PADDING)
 
@@ -81,6 +89,7 @@ class LanguageModelTrainer(Trainer):
             "loss": loss,
             "batch_size": len(lines),
             "num_items_in_batch": num_tokens,
+            "model_outputs": logits,
         }
 
     def calculate_train_batch_loss(self, batch):
@@ -88,6 +97,14 @@ class LanguageModelTrainer(Trainer):
 
     def calculate_eval_batch_loss(self, batch):
         return self._loss(batch)
+
+
+def bits_per_byte(logits: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+    """Return a number for each line, by which language_model.yaml lists the worst."""
+    losses = cross_entropy(
+        logits.transpose(1, 2), lines, ignore_index=PADDING, reduction="none"
+    )
+    return losses.sum(1) / (lines != PADDING).sum(1) / math.log(2)
 
 
 @torch.no_grad()
@@ -106,9 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--updates", type=int, default=150)
     args = parser.parse_args()
-    lines = load_lines()
-    valid = lines[::20]
-    train = [line for i, line in enumerate(lines) if i % 20]
+    valid = load_split("valid")
     torch.manual_seed(0)
     model = LanguageModel()
     trainer = LanguageModelTrainer(
@@ -119,7 +134,7 @@ def main() -> None:
         seed=0,
     )
     trainer.train(
-        train,
+        load_split("train"),
         max_num_train_steps=args.updates,
         eval_dataset=valid,
         per_device_batch_size=32 // trainer.accelerator.num_processes,

@@ -270,7 +270,7 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         limit=request.max_batches,
         channels_last=trainer.channels_last,
         shares=None if trainer.logical is None else trainer.logical.shares,
-        yields_failures=training and request.skips_failed_batches,
+        yields_failures=request.skips_failed_batches if training else request.on_failed_batch is not None,
     )
     if loader is not source:
         run.made_loaders.add(loader)

@@ -329,9 +329,9 @@ class Trainer:
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
-        source = replace(run.request, **asked), self.accelerator, run.train_loader
-        loading = run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
-        return resolve_run_config(*source, *loading, self.seed, self.logical, self.backend_settings)
+        request = replace(run.request, **asked)
+        data = run.train_loader, run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
+        return resolve_run_config(request, self.accelerator, *data, self.seed, self.logical, self.backend_settings)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches. Override it to create your own.

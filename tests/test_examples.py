@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 
@@ -25,12 +26,8 @@ def test_the_first_example_learns_real_digits_and_leaves_its_model_and_curves(tm
 
 
 def test_the_first_example_is_also_described_in_a_file(tmp_path):
-    pytest.importorskip("jsonargparse")
-    for command in (["train", "--train.num_epochs=8"], ["test"]):
-        name, *options = *command, f"--output_dir={tmp_path}"
-        done = run_module("pytorch_accel_lite", name, "examples/digits.yaml", *options)
-        assert done.returncode == 0, done.stdout
-    assert float(re.search(r"dataset test, .*accuracy ([\d.]+)", done.stdout)[1]) >= 0.98
+    printed = run_commands_of("digits", tmp_path, "--train.num_epochs=8")
+    assert float(re.search(r"dataset test, .*accuracy ([\d.]+)", printed)[1]) >= 0.98
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert len(json.loads((tmp_path / "tests" / "best" / "default" / "test" / "worst.json").read_text())) == 20
 
@@ -58,10 +55,29 @@ def test_an_event_of_the_users_own_reaches_the_callback():
     assert len(re.search(r"the digits \[([\d, ]+)\]", output)[1].split(", ")) == 8
 
 
-def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates():
+def run_commands_of(name, folder, *options):
+    """Run the commands of an example's page, with options that make them quick; each takes those of its own."""
+    pytest.importorskip("jsonargparse")
+    page = (ROOT / "docs" / "examples" / f"{name}.md").read_text()
+    commands = re.findall(r"^python -m pytorch_accel_lite (.*)$", page, re.MULTILINE)
+    assert commands[0] == f"train examples/{name}.yaml"
+    for command in commands:
+        kind = command.partition(" ")[0]
+        own = [option for option in options if not option.startswith("--test.") or kind == "test"]
+        done = run_module("pytorch_accel_lite", *command.split(), *own, f"--output_dir={folder}")
+        assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates(tmp_path):
     output = run_script("examples/language_model.py", "--updates", "50")
     bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+50 updates", output)
     assert float(bits[1]) < 3.5  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
+    run_commands_of("language_model", tmp_path, "--train.max_num_train_steps=50", "--test.worst=3")
+    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert f"{row['eval_loss_epoch'] / math.log(2):.2f}" == bits[1]
+    worst = json.loads((tmp_path / "tests" / "best" / "default" / "eval" / "worst.json").read_text())
+    assert worst[0]["bits_per_byte"] > worst[2]["bits_per_byte"] > float(bits[1])
 
 
 def test_a_gan_learns_to_draw_digits(tmp_path):
@@ -70,6 +86,9 @@ def test_a_gan_learns_to_draw_digits(tmp_path):
     assert float(sure) > 50
     assert int(kinds) >= 5
     assert len(list(tmp_path.glob("epoch_*.png"))) == 6
+    run_commands_of("gan", tmp_path / "file", "--train.num_epochs=1", "--callbacks.every_n_epochs=1")
+    of_file = tmp_path / "file" / "pictures" / "epoch_001.png"
+    assert of_file.read_bytes() == (tmp_path / "epoch_001.png").read_bytes()
 
 
 def test_progressive_resizing_trains_one_model_on_growing_images():

@@ -12,15 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback, read_predictions
+from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions
 from pytorch_accel_lite.experiment import Experiment, run_tests
 from pytorch_accel_lite.experiment.command_line import main
+from pytorch_accel_lite.experiment.testing import _callbacks
 from tests import experiment_parts as parts
+from tests.cases import testing
 from tests.launching import SOAK, run_forked
+from tests.tasks import listener
 from tests.test_experiments import FILE
 
 SETTINGS = {"plain": {}, "double": {"scale": 2.0}}
@@ -155,7 +160,7 @@ def test_what_cannot_be_tested_is_refused_before_anything_is_written(trained, ar
 
 def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
     data = parts.load_data(12)
-    options = {"inference": SETTINGS, "worst": 2, "per_device_batch_size": 2}
+    options = {"inference": SETTINGS, "worst": 2, "per_device_batch_size": 2, "shard_size": 4}
     run_tests(trained, data, **options, save_dir="whole")
     folder = Path.cwd()
     for step in [*range(2, 22)] if SOAK else [3, 8, 13]:
@@ -169,6 +174,114 @@ def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
     whole, killed = files("whole"), files("killed")
     assert whole == killed
     assert len(whole) > 8
+    for folder in Path("killed").rglob("predictions"):
+        assert dict_of(folder).keys() == {*range(12)}
+
+
+def test_samples_are_ranked_by_any_function_of_outputs_and_targets(trained):
+    data = parts.load_data(7)
+    run_tests(trained, data, worst=3, worst_by=parts.absolute_error, per_device_batch_size=3)
+    worst = json.loads(Path("tests/best/default/test/worst.json").read_text())
+    errors = (read_predictions("tests/best/default/test/predictions") - data.tensors[1]).abs().flatten()
+    assert [sample["index"] for sample in worst] == errors.topk(3).indices.tolist()
+    assert [sample["absolute_error"] for sample in worst] == errors.topk(3).values.tolist()
+    assert "loss" not in worst[0]
+    again = run_tests(trained, data, worst=3, worst_by=parts.absolute_error)
+    assert again == run_tests(trained, data, worst=3, worst_by=parts.absolute_error)
+
+
+class ListTrainer(parts.ScaledTrainer):
+    """Gives a dict for each sample, of tensors that differ in length, as detection models do."""
+
+    def calculate_eval_batch_loss(self, batch):
+        return super().calculate_eval_batch_loss(batch) | {"model_outputs": self.calculate_predict_batch_output(batch)}
+
+    def calculate_predict_batch_output(self, batch):
+        return [{"found": value.expand(int(10 * value.abs()) + 1)} for value in self.model(batch[0])]
+
+
+def test_outputs_may_differ_in_length_between_samples(trained):
+    trainer = ListTrainer(trained.model, nn.MSELoss(), None, [*trained.callbacks], seed=0)
+
+    def missed(outputs, targets):
+        return [abs(float(output["found"][0] - target)) for output, target in zip(outputs, targets, strict=True)]
+
+    data = parts.load_data(7)
+    run_tests(trainer, data, worst=2, worst_by=missed, per_device_batch_size=3, shard_size=3)
+    found = read_predictions("tests/best/default/test/predictions")
+    values = torch.stack([output["found"][0] for output in found])
+    assert torch.allclose(values, trainer.model(data.tensors[0]).flatten().detach())
+    worst = json.loads(Path("tests/best/default/test/worst.json").read_text())
+    errors = (values - data.tensors[1].flatten()).abs()
+    assert [sample["index"] for sample in worst] == errors.topk(2).indices.tolist()
+    assert worst[0]["prediction"]["found"] == found[worst[0]["index"]]["found"].tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_that_fail_are_skipped_and_listed_if_asked_for(trained, workers):
+    data = parts.Fragile(12, 3, 10)
+    options = {"per_device_batch_size": 2, "dataloader_kwargs": {"num_workers": workers}, "worst": 2}
+    with pytest.raises(OSError, match="sample 3 is unreadable"):
+        run_tests(trained, data, **options)
+    [row] = run_tests(trained, data, skip_failed=True, **options)
+    folder = Path("tests/best/default/test")
+    failures = json.loads((folder / "failures.json").read_text())
+    assert [(failure["in"], failure["indices"]) for failure in failures] == [
+        (phase, indices) for phase in ("prediction", "evaluation") for indices in ([2, 3], [10, 11])
+    ]
+    assert [failure["error"] for failure in failures] == [f"OSError: sample {n} is unreadable" for n in (3, 10)] * 2
+    assert row["failed"] == 4
+    kept = Subset(TensorDataset(*data.tensors), [0, 1, 4, 5, 6, 7, 8, 9])
+    assert row["evaluation_loss"] == trained.evaluate(kept, per_device_batch_size=2)["evaluation_loss"]
+    with pytest.raises(ValueError, match=r"4 of 12 samples .* failed and have no prediction\. Use iterate_predictions"):
+        read_predictions(folder / "predictions")
+    [(indices, outputs)] = iterate_predictions(folder / "predictions")
+    assert indices == list(kept.indices)
+    assert torch.equal(outputs, trained.predict(kept, per_device_batch_size=2))
+    assert run_tests(trained, data, skip_failed=True, **options) == [row]
+
+
+def test_results_are_the_same_on_several_processes(two_ranks, trained):
+    found = two_ranks.run(testing.run_in, os.getcwd(), "both")
+    assert found[0] == found[1]
+    [alone] = testing.run_in(os.getcwd(), "alone")
+    [together] = found[0]
+    assert together["evaluation_loss"] == pytest.approx(alone["evaluation_loss"])
+    assert (together["failed"], alone["failed"]) == (2, 2)
+    for name in ("worst.json", "failures.json"):
+        ours, theirs = (json.loads(Path(folder, "best/default/test", name).read_text()) for folder in ("alone", "both"))
+        assert [sample.get("index", sample.get("indices")) for sample in ours] == [
+            sample.get("index", sample.get("indices")) for sample in theirs
+        ]
+    found = [dict_of(Path(folder, "best/default/test/predictions")) for folder in ("alone", "both")]
+    assert found[0].keys() == found[1].keys() == {*range(14)} - {4, 5}
+    assert all(torch.allclose(found[0][index], found[1][index]) for index in found[0])
+
+
+def dict_of(folder: Path) -> dict[int, torch.Tensor]:
+    """Predictions by sample, none of which is there twice."""
+    shards = list(iterate_predictions(folder))
+    indices = [index for shard, _ in shards for index in shard]
+    assert len(set(indices)) == len(indices)
+    return dict(zip(indices, torch.cat([outputs for _, outputs in shards]), strict=True))
+
+
+def test_a_test_of_a_process_that_was_ahead_repeats_and_loses_no_sample(trained):
+    data = parts.load_data(12)
+    options = {"worst": 0, "per_device_batch_size": 2, "shard_size": 2}
+    run_tests(trained, data, **options)
+    whole = read_predictions("tests/best/default/test/predictions")
+    Path("tests/best/default/test/metrics.json").unlink()
+    shards = sorted(Path("tests/best/default/test/predictions").glob("shard-*"))
+    assert len(shards) == 6
+    shards[2].unlink()  # of another process, which had not written it when all were killed
+    seen = []
+    look = listener(on_predict_step_end=lambda trainer, **kwargs: seen.extend(trainer.batch_indices))
+    with _callbacks(trained, look):
+        run_tests(trained, data, **options)
+    assert seen == [*range(4, 12)]
+    assert torch.equal(read_predictions("tests/best/default/test/predictions"), whole)
+    assert len(dict_of(Path("tests/best/default/test/predictions"))) == 12
 
 
 def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import torch
 
 from pytorch_accel_lite.checkpoint.files import load_plain, write_checkpoint
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.pieces import concatenate, to_cpu
+from pytorch_accel_lite.pieces import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -36,20 +38,27 @@ class PredictionWriterCallback(TrainerCallback):
     :param directory: where shards are written; created if missing
     :param shard_size: minimum number of samples in a process's shard
     :param overwrite: remove the shards of an earlier prediction instead of resuming it
+    :param skip_failed: skip batches that cannot be read or computed, and write their errors, see :func:`read_failures`
     :raises ValueError: if the directory contains predictions for a dataset of another length
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] = "predictions", shard_size: int = 1024, overwrite: bool = False
+        self,
+        directory: str | os.PathLike[str] = "predictions",
+        shard_size: int = 1024,
+        overwrite: bool = False,
+        skip_failed: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.shard_size = check_positive_int("shard_size", shard_size)
         self.overwrite = overwrite
+        self.skip_failed = skip_failed
         self._clear()
 
     def _clear(self) -> None:
         self._indices: list[int] = []
         self._outputs: list[Any] = []
+        self._failures: list[dict[str, Any]] = []
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "prediction":
@@ -61,6 +70,8 @@ class PredictionWriterCallback(TrainerCallback):
             raise TypeError("PredictionWriterCallback needs a dataset with a length.") from error
         (start,) = trainer.ranks.run_together(lambda: self._begin(length), only_first=True)
         request.first_sample = start
+        if self.skip_failed:
+            request.on_failed_batch = partial(self._note_failure, trainer)
         if start:
             trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
 
@@ -77,8 +88,17 @@ class PredictionWriterCallback(TrainerCallback):
                 "another directory, or pass overwrite=True."
             )
         about.write_text(json.dumps({"length": length}) + "\n")
-        written = {index for path in self.directory.glob("shard-*.pt") for index in load_plain(path)["indices"]}
-        return next((index for index in range(length) if index not in written), length)
+        written = {path: _samples_in(load_plain(path)) for path in self.directory.glob("shard-*.pt")}
+        done = set(chain.from_iterable(written.values()))
+        start = next((index for index in range(length) if index not in done), length)
+        for path, samples in written.items():
+            if max(samples) >= start:  # of a process that was ahead of the others
+                _shorten(path, start)
+        return start
+
+    def _note_failure(self, trainer: Trainer, indices: list[int], error: str) -> None:
+        self._failures.append({"indices": indices, "error": error})
+        self._write_if_due(trainer)
 
     def on_predict_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
@@ -87,27 +107,64 @@ class PredictionWriterCallback(TrainerCallback):
         if not indices:  # a batch that only keeps ranks in step
             return
         self._indices += indices
-        self._outputs.append(to_cpu(batch_output))
-        if len(self._indices) >= self.shard_size:
-            self._write(trainer)
+        self._outputs.append(to_cpu(batch_output, len(indices)))
+        self._write_if_due(trainer)
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._write(trainer)
         trainer.barrier()
 
+    def _write_if_due(self, trainer: Trainer) -> None:
+        if len(self._indices) + sum(len(failure["indices"]) for failure in self._failures) >= self.shard_size:
+            self._write(trainer)
+
     def _write(self, trainer: Trainer) -> None:
-        if self._indices:
-            shard = {"indices": self._indices, "outputs": concatenate(self._outputs)}
-            name = f"shard-{self._indices[0]:012d}-{self._indices[-1]:012d}-rank{trainer.ranks.rank}.pt"
+        outputs = concatenate(self._outputs) if self._outputs else None
+        shard = {"indices": self._indices, **_stored(outputs), "failures": self._failures}
+        if samples := _samples_in(shard):
+            name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
             write_checkpoint(shard, self.directory / name)
         self._clear()
+
+
+def _samples_in(shard: dict[str, Any]) -> list[int]:
+    """Return the indices of the samples of a shard, with or without a prediction."""
+    failed = [index for failure in shard.get("failures", []) for index in failure["indices"]]
+    return [*shard["indices"], *failed]
+
+
+def _shorten(path: Path, end: int) -> None:
+    """Remove from a shard all but the first ``end`` samples of the dataset, as the others will be predicted again."""
+    shard = load_plain(path)
+    kept = [place for place, index in enumerate(shard["indices"]) if index < end]
+    failures = [
+        {**failure, "indices": [index for index in failure["indices"] if index < end]}
+        for failure in shard.get("failures", [])
+    ]
+    failures = [failure for failure in failures if failure["indices"]]
+    if not kept and not failures:
+        path.unlink()
+        return
+    shard["indices"] = [shard["indices"][place] for place in kept]
+    outputs = _reorder(_outputs_of(shard), torch.tensor(kept)) if kept else None
+    write_checkpoint(shard | _stored(outputs) | {"failures": failures}, path)
+
+
+def _stored(outputs: Any) -> dict[str, Any]:
+    is_list = isinstance(outputs, ListOfSamples)
+    return {"outputs": list(outputs) if is_list else outputs, "is_list_of_samples": is_list}
+
+
+def _outputs_of(shard: dict[str, Any]) -> Any:
+    outputs = shard["outputs"]
+    return ListOfSamples(outputs) if shard.get("is_list_of_samples") else outputs
 
 
 def read_predictions(directory: str | os.PathLike[str]) -> Any:
     """Return the predictions in a directory as ``predict`` does: concatenated, in the order of the dataset.
 
     :raises FileNotFoundError: if the directory contains no predictions
-    :raises ValueError: if some are missing because the prediction did not finish
+    :raises ValueError: if some are missing because the prediction did not finish, or skipped batches that failed
     """
     about = Path(directory) / _ABOUT
     if not about.is_file():
@@ -120,6 +177,12 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
         outputs.append(output)
     place = {index: position for position, index in enumerate(indices)}  # the latest if a sample was predicted twice
     missing = length - len(place)
+    failures = read_failures(directory) if missing else []
+    if failures and missing == sum(len(failure["indices"]) for failure in failures):
+        raise ValueError(
+            f"{missing} of {length} samples in {os.fspath(directory)!r} failed and have no prediction. Use "
+            "iterate_predictions() for the others, with their indices, and read_failures() for the errors."
+        )
     if missing:
         raise ValueError(
             f"{missing} of {length} predictions are missing in {os.fspath(directory)!r}. Run the prediction again."
@@ -129,13 +192,23 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
 
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:
-    """Yield the shards in a directory: sample indices and outputs. A sample may appear in two shards."""
+    """Yield the shards in a directory: sample indices and outputs."""
     for path in sorted(Path(directory).glob("shard-*.pt")):
         shard = load_plain(path)
-        yield shard["indices"], shard["outputs"]
+        if shard["indices"]:
+            yield shard["indices"], _outputs_of(shard)
+
+
+def read_failures(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the batches of predictions that failed and were skipped: the ``indices`` of the samples, the ``error``."""
+    shards = map(load_plain, Path(directory).glob("shard-*.pt"))
+    failures = [failure for shard in shards for failure in shard.get("failures", [])]
+    return sorted(failures, key=lambda failure: failure["indices"])
 
 
 def _reorder(outputs: Any, order: torch.Tensor) -> Any:
+    if isinstance(outputs, ListOfSamples):
+        return ListOfSamples(outputs[place] for place in order.tolist())
     if isinstance(outputs, torch.Tensor):
         return outputs[order]
     if isinstance(outputs, dict):

@@ -11,11 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
+from pytorch_accel_lite.batches import is_number
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.lazy import LazyMethod
+from pytorch_accel_lite.pieces import is_list_of_samples, slice_batch
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -47,11 +50,12 @@ class WorstSamplesCallback(TrainerCallback):
     The losses stay on the device until the evaluation ends.
 
     :param k: number of samples to keep
-    :param loss: called as ``loss(model_outputs, targets)``; returns a loss for each sample, of shape
-        ``(batch_size, ...)``, whose further dimensions are averaged. Defaults to the trainer's loss function with
-        ``reduction="none"``.
-    :param transform: called as ``transform(batch, batch_output)``; returns the outputs and the targets. Defaults to the
-        model's output (or its ``logits``) and the batch's second element (or its ``labels``).
+    :param loss: called as ``loss(model_outputs, targets)``; returns a loss, or the value of any metric that is larger
+        for worse samples, for each sample: a tensor of shape ``(batch_size, ...)``, whose further dimensions are
+        averaged, or a list. Defaults to the trainer's loss function with ``reduction="none"``.
+    :param transform: called as ``transform(batch, batch_output)``; returns the outputs and the targets: tensors, dicts
+        of such, or lists with an element for each sample. Defaults to the model's output (or its ``logits``) and the
+        batch's second element (or its ``labels``).
     :param show: print a table after each evaluation
     :ivar samples: list of :class:`WorstSample`, largest loss first; a NaN loss counts as the largest
     """
@@ -87,20 +91,21 @@ class WorstSamplesCallback(TrainerCallback):
         if indices == []:  # a batch that only keeps ranks in step
             return
         outputs, targets = self.transform(batch, batch_output)
+        size = len(targets) if isinstance(targets, torch.Tensor) else int(batch_output["batch_size"])
         with torch.no_grad():
-            losses = _per_sample(self._loss(outputs, targets), len(targets))
-        new = {"loss": losses, "prediction": _predicted(outputs, targets), "target": targets}
+            losses = _per_sample(self._loss(outputs, targets), size)
+        new = {"loss": losses, "prediction": _rows(_predicted(outputs, targets), size), "target": _rows(targets, size)}
         if indices is not None:
             new["index"] = torch.as_tensor(indices, device=losses.device)
-        both = new if self._kept is None else {key: torch.cat([self._kept[key], new[key]]) for key in new}
+        both = new if self._kept is None else {key: _join(self._kept[key], new[key]) for key in new}
         ranking = torch.nan_to_num(both["loss"], nan=math.inf, posinf=math.inf)
         best = ranking.topk(min(self.k, len(ranking))).indices
-        self._kept = {key: value[best] for key, value in both.items()}
+        self._kept = {key: _choose(value, best) for key, value in both.items()}
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         mine: list[WorstSample] = []
         if self._kept is not None:
-            columns = {key: value.cpu() for key, value in self._kept.items()}
+            columns = send_to_device(self._kept, "cpu")
             count = len(columns["loss"])
             index = columns["index"].tolist() if "index" in columns else [None] * count
             mine = [
@@ -202,19 +207,43 @@ def _takes_reduction(loss_func: Any) -> bool:
 
 
 def _per_sample(losses: Any, size: int) -> torch.Tensor:
+    if isinstance(losses, (list, tuple)) and all(map(is_number, losses)):
+        losses = torch.tensor([float(loss) for loss in losses])
     if not isinstance(losses, torch.Tensor) or not losses.ndim or len(losses) != size:
         found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(f"WorstSamplesCallback: loss must return one value for each of {size} samples, not {found}.")
     return losses.detach().float().flatten(1).mean(1) if losses.ndim > 1 else losses.detach().float()
 
 
-def _predicted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _predicted(outputs: Any, targets: Any) -> Any:
     """Return a classifier's predicted classes, or any other model's outputs."""
-    is_classifier = outputs.ndim == targets.ndim + 1 and not targets.is_floating_point()
-    return outputs.detach().argmax(1) if is_classifier else outputs.detach()
+    if not isinstance(outputs, torch.Tensor):
+        return recursively_apply(torch.Tensor.detach, outputs)
+    outputs = outputs.detach()
+    if not isinstance(targets, torch.Tensor) or outputs.ndim != targets.ndim + 1 or targets.is_floating_point():
+        return outputs
+    return outputs.argmax(1 if outputs.shape[2:] == targets.shape[1:] else -1)  # torch's place of classes, or the last
 
 
-def _plain(value: torch.Tensor) -> Any:
+def _rows(values: Any, size: int) -> Any:
+    """Return values as a tensor, or as a list with an element for each sample."""
+    if isinstance(values, torch.Tensor) or is_list_of_samples(values, size):
+        return values
+    return [slice_batch(values, place, place + 1, size) for place in range(size)]
+
+
+def _join(kept: Any, new: Any) -> Any:
+    is_regular = isinstance(kept, torch.Tensor) and isinstance(new, torch.Tensor) and kept.shape[1:] == new.shape[1:]
+    return torch.cat([kept, new]) if is_regular else [*kept, *new]
+
+
+def _choose(values: Any, places: torch.Tensor) -> Any:
+    return values[places] if isinstance(values, torch.Tensor) else [values[place] for place in places.tolist()]
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
     return value.item() if value.numel() == 1 else value.clone()
 
 

@@ -9,17 +9,23 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytorch_accel_lite.callbacks import TrainerCallback, WorstSamplesCallback
+from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.metrics_file import plain
+from pytorch_accel_lite.callbacks.prediction_writer import read_failures
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.experiment.weights import find_weights, load_weights, predictions_of, source_of
 from pytorch_accel_lite.utils import format_metric
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 Row = dict[str, Any]
@@ -34,7 +40,10 @@ def run_tests(
     save_dir: str | os.PathLike[str] = "tests",
     *,
     worst: int = 10,
+    worst_by: Callable[[Any, Any], Any] | None = None,
     predictions: bool = True,
+    skip_failed: bool = False,
+    shard_size: int = 1024,
     depends_on: Any = None,
     per_device_batch_size: int = 8,
     dataloader_kwargs: dict[str, Any] | None = None,
@@ -45,7 +54,8 @@ def run_tests(
     Each combination has a folder, ``save_dir/checkpoint/setting/dataset``, with ``metrics.json``, ``worst.json`` and
     ``predictions/``, which :func:`~pytorch_accel_lite.callbacks.read_predictions` reads. A combination that is finished
     is skipped, unless its checkpoint or its settings have changed; predictions that were interrupted are resumed at the
-    first sample that is missing. ``results.md`` and ``results.csv`` have a row for each combination.
+    first sample that is missing, and metrics are computed again. ``results.md`` and ``results.csv`` have a row for each
+    combination.
 
     :param trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
     :param datasets: datasets by name; or one, which is called ``test``
@@ -53,14 +63,26 @@ def run_tests(
         of the best or last three, or paths; see ``find_weights``
     :param inference: settings by name, each a dict of attributes of the trainer to set while it is tested, such as
         ``{"beam": {"beam_width": 4, "model.temperature": 0.5}}``; by default one, ``default``, that sets nothing
-    :param worst: number of samples with the largest losses that are listed; 0 for none
+    :param worst: number of the worst samples that are listed; 0 for none
+    :param worst_by: called as ``worst_by(model_outputs, targets)``; returns a value for each sample, larger for worse
+        ones. Defaults to the loss function. Targets are the second element of a batch, its ``labels``, or the batch.
     :param predictions: whether to write the predictions of all samples
+    :param skip_failed: skip batches that cannot be read or computed, and list them in ``failures.json``
+    :param shard_size: minimum number of samples of a process in a file of predictions, and so the most that a test that
+        is killed predicts again
     :param depends_on: what else the results depend on, such as the version of the data, as JSON could hold it: when it
         has changed, everything is tested again
-    :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics
+    :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics; with
+        ``skip_failed``, also ``failed``, the number of samples in failed batches
     :raises FileNotFoundError: if there is no such checkpoint
     :raises AttributeError: if the trainer does not have an attribute of a setting
+    :raises ValueError: if batches of a model that is sharded over the processes are to be skipped
     """
+    if skip_failed and trainer.is_sharded:
+        raise ValueError(
+            "skip_failed=True does not work with weights that are sharded over the processes: all of them take part in "
+            "each step, and would wait for the one that failed."
+        )
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
     settings: Mapping[str, Mapping[str, Any]] = inference or {"default": {}}
     for folder in (*by_name, *settings):
@@ -78,15 +100,15 @@ def run_tests(
         "dataloader_kwargs": dataloader_kwargs,
         "collate_fn": collate_fn,
     }
+    test = _Test(trainer, reading, worst, worst_by, predictions, skip_failed, shard_size)
     rows: list[Row] = []
     for checkpoint, path in found.items():
         for setting, attributes in settings.items():
             for name, dataset in by_name.items():
                 row = {"checkpoint": checkpoint, "inference": setting, "dataset": name}
-                folder = Path(save_dir) / checkpoint / setting / name
                 with _attributes(trainer, attributes):
                     about = {"inference": dict(attributes), "depends_on": depends_on}
-                    metrics = _test(trainer, path, dataset, folder, worst, predictions, reading, about)
+                    metrics = test.run(path, dataset, Path(save_dir) / checkpoint / setting / name, about)
                 rows.append(row | metrics)
     trainer.ranks.run_together(lambda: _write_tables(rows, Path(save_dir)), only_first=True)
     return rows
@@ -116,42 +138,113 @@ def _attributes(trainer: Trainer, values: Mapping[str, Any]) -> Iterator[None]:
             put(name, value)
 
 
-def _test(
-    trainer: Trainer,
-    weights: Path,
-    dataset: Any,
-    folder: Path,
-    worst: int,
-    predictions: bool,
-    reading: dict[str, Any],
-    about: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the metrics of one combination, from its folder if it is finished.
+@dataclass
+class _Test:
+    """What all combinations have in common; see :func:`run_tests`.
 
-    :param about: what the results depend on besides the weights and the dataset
+    :param reading: the arguments with which each dataset is read
     """
-    source = source_of(weights, worst=worst, predictions=predictions, **about)
-    known = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
-    if known is not None:
-        trainer.print(f"{folder} is finished: skipped")
-        return known
-    load_weights(trainer, weights)
-    if predictions:
-        with _callback(trainer, predictions_of(trainer, weights, folder / "predictions", **about)):
-            for _ in trainer.predict_iter(dataset, **reading):
+
+    trainer: Trainer
+    reading: dict[str, Any]
+    worst: int
+    worst_by: Callable[[Any, Any], Any] | None
+    predictions: bool
+    skip_failed: bool
+    shard_size: int
+
+    def run(self, weights: Path, dataset: Any, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics of one combination, from its folder if it is finished.
+
+        :param about: what the results depend on besides the weights and the dataset
+        """
+        trainer = self.trainer
+        source = source_of(
+            weights,
+            worst=self.worst,
+            worst_by=self.worst_by and _name_of(self.worst_by),
+            predictions=self.predictions,
+            skip_failed=self.skip_failed,
+            **about,
+        )
+        known = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
+        if known is not None:
+            trainer.print(f"{folder} is finished: skipped")
+            return known
+        load_weights(trainer, weights)
+        if self.predictions:
+            self._predict(weights, dataset, folder, about)
+        metrics, samples, failures = self._evaluate(dataset)
+        files = {"worst.json": samples, "failures.json": failures}
+
+        def write() -> None:
+            if self.predictions and self.skip_failed:
+                of_predictions = read_failures(folder / "predictions")
+                failures[:0] = [{"in": "prediction", **failure} for failure in of_predictions]
+            if self.skip_failed:
+                metrics["failed"] = len({index for failure in failures for index in failure["indices"]})
+            for name, content in files.items():
+                if content:
+                    _write(folder / name, "[\n" + ",\n".join(map(json.dumps, content)) + "\n]")
+                else:
+                    (folder / name).unlink(missing_ok=True)
+            _write(folder / "metrics.json", json.dumps({"metrics": metrics, **source}, indent=2))
+
+        trainer.ranks.run_together(write, only_first=True)
+        return trainer.ranks.broadcast_object(lambda: metrics)
+
+    def _predict(self, weights: Path, dataset: Any, folder: Path, about: dict[str, Any]) -> None:
+        writer = predictions_of(
+            self.trainer,
+            weights,
+            folder / "predictions",
+            shard_size=self.shard_size,
+            skip_failed=self.skip_failed,
+            **about,
+        )
+        with _callbacks(self.trainer, writer):
+            for _ in self.trainer.predict_iter(dataset, **self.reading):
                 pass
-    collector = WorstSamplesCallback(worst) if worst else None
-    with _callback(trainer, collector):
-        metrics = {name: plain(value) for name, value in trainer.evaluate(dataset, **reading).items()}
-    samples = [] if collector is None else [_as_json(sample._asdict()) for sample in collector.samples]
 
-    def write() -> None:
-        if samples:
-            _write(folder / "worst.json", json.dumps(samples, indent=2))
-        _write(folder / "metrics.json", json.dumps({"metrics": metrics, **source}, indent=2))
+    def _evaluate(self, dataset: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
+        """Return the metrics, the worst samples and the failures of an evaluation."""
+        transform = None if self.worst_by is None else _outputs_and_targets
+        collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
+        skipping = _SkippedBatches() if self.skip_failed else None
+        with _callbacks(self.trainer, collector, skipping):
+            found = self.trainer.evaluate(dataset, **self.reading)
+        value = "loss" if self.worst_by is None else _name_of(self.worst_by).rpartition(".")[2]
+        samples = [] if collector is None else [sample._asdict() for sample in collector.samples]
+        renamed = [{value if key == "loss" else key: item for key, item in sample.items()} for sample in samples]
+        failures = [] if skipping is None else skipping.failures
+        gathered = [failure for part in self.trainer.ranks.all_gather_object(failures) for failure in part]
+        return {name: plain(value) for name, value in found.items()}, _as_json(renamed), gathered
 
-    trainer.ranks.run_together(write, only_first=True)
-    return metrics
+
+class _SkippedBatches(TrainerCallback):
+    """Skips batches of an evaluation that fail, and keeps what this process skipped."""
+
+    def __init__(self) -> None:
+        self.failures: list[dict[str, Any]] = []
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        request.on_failed_batch = self._note
+
+    def _note(self, indices: list[Any], error: str) -> None:
+        self.failures.append({"in": "evaluation", "indices": indices, "error": error})
+
+
+def _outputs_and_targets(batch: Any, output: Mapping[str, Any]) -> tuple[Any, Any]:
+    try:
+        return default_transform(batch, output)
+    except ValueError:  # other things than tensors
+        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else batch
+        return output.get("model_outputs", output), targets
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, which is the same in each process, unlike what ``repr`` gives."""
+    return getattr(function, "__qualname__", type(function).__qualname__).replace("<lambda>", "value")
 
 
 def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
@@ -164,23 +257,24 @@ def _finished(folder: Path, source: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _callback(trainer: Trainer, callback: TrainerCallback | None) -> Iterator[None]:
-    """Add a callback to a trainer within a block."""
+def _callbacks(trainer: Trainer, *callbacks: TrainerCallback | None) -> Iterator[None]:
+    """Add callbacks to a trainer within a block; ``None`` stands for none."""
     handler = trainer.callback_handler
-    if callback is None:
-        yield
-        return
-    handler.add_callback(callback)
+    added = [callback for callback in callbacks if callback is not None]
+    handler.add_callbacks(added)
     try:
         yield
     finally:
-        handler.callbacks.remove(callback)
+        for callback in added:
+            handler.callbacks.remove(callback)
         handler.listeners.clear()
 
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor) and value.ndim:
+        value = value.tolist()
     return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else plain(value)
 
 

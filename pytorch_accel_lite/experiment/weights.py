@@ -132,7 +132,9 @@ def source_of(weights: Path, **settings: Any) -> dict[str, Any]:
     return json.loads(json.dumps(source, default=repr))  # type: ignore[no-any-return]
 
 
-def predictions_of(trainer: Trainer, weights: Path, directory: Path, **settings: Any) -> PredictionWriterCallback:
+def predictions_of(
+    trainer: Trainer, weights: Path, directory: Path, shard_size: int = 1024, skip_failed: bool = False, **settings: Any
+) -> PredictionWriterCallback:
     """Return a callback that writes predictions to a directory, and resumes them if they are of the same weights."""
     source = json.dumps(source_of(weights, **settings))
     about = directory / "weights.json"
@@ -143,4 +145,5 @@ def predictions_of(trainer: Trainer, weights: Path, directory: Path, **settings:
         about.write_text(source)
         return is_other
 
-    return PredictionWriterCallback(directory, overwrite=trainer.ranks.broadcast_object(replace))
+    overwrite = trainer.ranks.broadcast_object(replace)
+    return PredictionWriterCallback(directory, shard_size, overwrite, skip_failed)

@@ -11,7 +11,9 @@ from torch import nn
 
 from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import complete_output
+from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_modes, reshard, sync_ddp_buffers, unwrap
+from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.run import Run, add_note, create_loader
 from pytorch_accel_lite.tracking import create_trackers
@@ -90,20 +92,27 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
     logical = trainer.logical
-    generators = nullcontext() if logical is None else preserving_generators()
-    with evaluating_optimizers(trainer), unwrapped_model(trainer), generators, torch.no_grad():
+    with (
+        evaluating_optimizers(trainer),
+        unwrapped_model(trainer),
+        nullcontext() if logical is None else preserving_generators(),
+        torch.no_grad(),
+    ):
         for batch in loader.steps(run.progress.epoch):
             run.batch = batch
             if logical is not None:
                 logical.begin_share(batch)
             trainer.call_event("on_eval_step_start")
             try:
+                if isinstance(batch.data, FailedRead):
+                    raise batch.data.error
                 with mixed_precision(trainer.accelerator):
                     output = trainer.calculate_eval_batch_loss(batch.data)
                 complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
             except Exception as error:
-                add_note(error, trainer, run, "evaluation")
-                raise
+                if not is_skipped(error, trainer, run, "evaluation"):
+                    raise
+                continue
             if batch.num_samples != 0:
                 run.loss_trackers.add(output)
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
@@ -112,6 +121,19 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     run.record_losses(trainer.run_history, trainer.ranks, name)
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)
+
+
+def is_skipped(error: Exception, trainer: Trainer, run: Run, phase: str) -> bool:
+    """Report the failed batch of an evaluation or prediction that skips such; otherwise, add a note to its error."""
+    report = run.request.on_failed_batch
+    indices = run.batch_indices
+    if report is None or indices is None or isinstance(error, (StopTrainingError, NonFiniteLossError)):
+        add_note(error, trainer, run, phase)
+        return False
+    text = f"{type(error).__name__}: {error}"
+    of_worker = "Original Traceback" in text  # its last line has the error itself
+    report([*indices], text.rstrip().rpartition("\n")[2] if of_worker else text)
+    return True
 
 
 @contextmanager

@@ -121,7 +121,8 @@ def inference_run(
             run.train_loader = run.train_loader_kwargs = run.stop_reason = None
             run.control = StopCoordinator(trainer.ranks)
         trainer.callback_handler.configure_run(trainer, request)
-        asked = replace(run.request, max_batches=request.max_batches, first_sample=request.first_sample)
+        own = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
+        asked = replace(run.request, **own)
         run.request = request if run.outer is None else asked
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)

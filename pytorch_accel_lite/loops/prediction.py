@@ -10,11 +10,12 @@ import torch
 
 from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, mixed_precision, sync_ddp_buffers
-from pytorch_accel_lite.loops.evaluation import unwrapped_model
+from pytorch_accel_lite.loops.evaluation import is_skipped, unwrapped_model
 from pytorch_accel_lite.loops.inference import inference_run, preserving_randomness
 from pytorch_accel_lite.pieces import concatenate, to_cpu
-from pytorch_accel_lite.run import Run, add_note, close_failed
+from pytorch_accel_lite.run import Run, close_failed
 from pytorch_accel_lite.run_config import RunRequest
 
 if TYPE_CHECKING:
@@ -96,10 +97,13 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:
             logical.begin_share(batch)
         with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
             try:
+                if isinstance(batch.data, FailedRead):
+                    raise batch.data.error
                 output = trainer.calculate_predict_batch_output(batch.data)
             except Exception as error:
-                add_note(error, trainer, run, "prediction")
-                raise
+                if not is_skipped(error, trainer, run, "prediction"):
+                    raise
+                continue
         trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if batch.num_samples != 0:
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
