@@ -362,7 +362,14 @@ WRONG = [
     ("model: [", [], "small.yaml, line 1: "),
     ("- model", [], "must contain keys and values"),
     ("base: small.yaml", [], "builds on itself: small.yaml -> small.yaml"),
-    ("base: none.yaml", [], "none.yaml cannot be read: No such file or directory"),
+    ("base: none.yaml", [], "small.yaml, line 1: none.yaml cannot be read: No such file or directory"),
+    ("model: none.yaml", [], "small.yaml, line 1: model: none.yaml cannot be read: No such file or directory"),
+    (FILE, ["--optimizer.lr"], "--optimizer.lr needs a value"),
+    (
+        FILE,
+        ["--trainer.deterministic=true", "--trainer.cudnn_benchmark=true"],
+        "line 16: trainer: cudnn_benchmark=True does not work with deterministic=True",
+    ),
     (FILE, ["--lr", "3"], "--lr is not an argument of an experiment. Did you mean 'optimizer.lr'?"),
     (FILE, ["--optimizer.lrr", "3"], "--optimizer.lrr is not an argument of torch.optim.AdamW. Did you mean 'lr'?"),
     (FILE, ["--optimizer.lr", "fast"], "command line: optimizer.lr='fast' must be a number."),
@@ -391,6 +398,10 @@ def test_a_variable_of_the_wrong_type_is_named(file):
         ExperimentError, match=r"environment variable PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS: train.num_ep"
     ):
         read(file, PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS="x")
+    with pytest.raises(ExperimentError, match=r"TRAIN__EPOCHS: train.epochs is not an .* Did you mean 'num_epochs'"):
+        read(file, PYTORCH_ACCEL_LITE_TRAIN__EPOCHS="3", PYTORCH_ACCEL_LITE_TEST__WORST="3")
+    with pytest.raises(ExperimentError, match=r"OPTIMIZER__LRR: optimizer.lrr is not an .* Did you mean 'lr'"):
+        read(file, PYTORCH_ACCEL_LITE_OPTIMIZER__LRR="3")
 
 
 def test_checks_of_the_trainer_come_without_a_traceback_and_errors_of_ones_own_with_one(file, capsys):
@@ -517,6 +528,8 @@ def test_a_training_state_is_inspected(file, capsys):
     assert "callbacks: " in printed
     assert "ExperimentRecord" in printed
     assert run("inspect", "nowhere", capsys=capsys)[::2] == (2, "error: There is no training state at 'nowhere'.\n")
+    code, _, errors = run("inspect", file, capsys=capsys)
+    assert (code, "is a file, but a training state is a directory" in errors) == (2, True)
 
 
 def test_help_shows_the_values_of_the_experiment_in_a_terminals_width(file, capsys):

@@ -305,3 +305,7 @@ def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     assert torch.equal(4 * single, scaled)
     assert main(["test", "small.yaml", "--test.wurst", "1"]) == 2
     assert "Did you mean 'worst'?" in capsys.readouterr().err
+    assert main(["test", "small.yaml", "--test.worst_by", "tests.experiment_parts.nothing"]) == 2
+    assert "nothing' must be null or the path of a function: module " in capsys.readouterr().err
+    assert main(["test", "small.yaml", "--test.worst_by", "tests.experiment_parts.absolute_error"]) == 0
+    assert "absolute_error" in json.loads((folder / "a" / "eval" / "worst.json").read_text())[0]

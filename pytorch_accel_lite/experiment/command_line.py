@@ -8,13 +8,12 @@ import os
 import shutil
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.checkpoint.files import place
-from pytorch_accel_lite.experiment.files import ExperimentError
+from pytorch_accel_lite.experiment.files import ExperimentError, is_ours
 from pytorch_accel_lite.utils import format_metric, is_terminal
 
 if TYPE_CHECKING:
@@ -104,10 +103,7 @@ def _is_for_users(error: Exception) -> bool:
     """Whether the message of an error says all: it is ours, and not from within a step."""
     if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
         return True
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_ours = str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
-    is_known = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError))
-    return is_ours and is_known and not hasattr(error, "__notes__")
+    return is_ours(error) and not hasattr(error, "__notes__")
 
 
 def _parser() -> argparse.ArgumentParser:

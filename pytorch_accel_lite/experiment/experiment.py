@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, g
 from pytorch_accel_lite.checkpoint.files import place, replacing
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.experiment.expressions import replace_expressions
-from pytorch_accel_lite.experiment.files import Document, ExperimentError, read
+from pytorch_accel_lite.experiment.files import Document, ExperimentError, is_ours, read
 from pytorch_accel_lite.experiment.importing import import_path
 from pytorch_accel_lite.experiment.overriding import nested, spelt_out
 from pytorch_accel_lite.experiment.parsing import Parser
@@ -251,6 +251,8 @@ def _naming(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_ours(error):
+            raise ExperimentError(f"{place}: {error}") from error
         note = f"This happened while {place} was made."
         vars(error).setdefault("__notes__", []).append(note)  # add_note, which needs Python 3.11
         raise

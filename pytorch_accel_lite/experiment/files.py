@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,13 @@ PARTS = (
 
 class ExperimentError(ValueError):
     """An experiment's file, or what overrides it, is wrong. The message names the file and line, or the key."""
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether an error comes from a check of this package, so that its message says all."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_known = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError, NotADirectoryError))
+    return is_known and str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
 
 
 @dataclass
@@ -68,20 +76,30 @@ def read(path: Path) -> Document:
     return document
 
 
-def _read_into(document: Document, path: Path, above: tuple[Path, ...], under: str = "") -> None:
+def _read_into(
+    document: Document, path: Path, above: tuple[Path, ...], under: str = "", named_at: str | None = None
+) -> None:
+    """Read a file into a document.
+
+    :param above: the files that led to it
+    :param under: the key of which the file has the value
+    :param named_at: the place at which another file names it
+    """
+    where = f"{named_at}: " if named_at else ""
     if path.resolve() in above:
         chain = " -> ".join(file.name for file in (*above, path))
-        raise ExperimentError(f"{path} builds on itself: {chain}. Remove one of these references.")
+        raise ExperimentError(f"{where}{path} builds on itself: {chain}. Remove one of these references.")
     above = (*above, path.resolve())
-    content, places = _load(path, under)
+    content, places = _load(path, under, where)
     bases = content.pop("base", [])
+    named_at = places.get(f"{under}.base" if under else "base")
     for base in [bases] if isinstance(bases, str) else bases:
-        _read_into(document, path.parent / base, above, under)
+        _read_into(document, path.parent / base, above, under, named_at)
     content = _spelt_out(_placed(under, content))
     nested = dict(_named_files(content))
     document.update(content, places)
     for key, file in nested.items():
-        _read_into(document, path.parent / file, above, key)
+        _read_into(document, path.parent / file, above, key, f"{document.place(key)}")
 
 
 def _named_files(content: dict[str, Any], under: str = "") -> Iterator[tuple[str, str]]:
@@ -120,11 +138,12 @@ def _is_yaml(value: str) -> bool:
     return value.endswith((".yaml", ".yml"))
 
 
-def _load(path: Path, under: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _load(path: Path, under: str, where: str = "") -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ExperimentError(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
+        reason = error.strerror or error
+        raise ExperimentError(f"{where}{path} cannot be read: {reason}. Check the path.") from error
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path} is not a text file, and so no experiment in YAML.") from error
     try:

@@ -19,6 +19,11 @@ _KINDS = {
     "NoneType": "null",
     "list": "a list",
     "dict": "keys and values",
+    "function": "the path of a function",
+}
+_FURTHER = {
+    r"^Not of type Expression": ", or an expression",
+    r"^Type \S*Callable\[.*\] expects a function or a callable class": " or the path of a function",
 }
 _UNWANTED_HELP = {
     r"  --print_config .*?(?=\n  -)\n": "",
@@ -49,6 +54,8 @@ def explain(message: str, document: Document, unknown: Callable[[str], str]) -> 
         return f"--{short(strange[1])} {unknown(strange[1])}"
     if message.startswith("unrecognized arguments"):
         return f"{message}. Options begin with --, as in --train.num_epochs 5."
+    if lacking := re.search(r"argument --(\S+): expected one argument", message):
+        return f"--{short(lacking[1])} needs a value, as in --train.num_epochs 5."
     keys = re.findall(r'Parser key "([^"]+)"', message)
     if option := re.search(r"Option '([^']+)' is not accepted", message):
         return _explain_option(message, document, keys, option[1])
@@ -73,10 +80,14 @@ def _explain_value(message: str, document: Document, keys: Sequence[str]) -> str
     if not value or not expected:
         return f"{place}: {' '.join(line for line in lines if 'Parser key' not in line)}"
     names = [re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", kind) for kind in expected]
+    names = ["function" if name.startswith("dot import path") else name for name in names]
     kinds = " or ".join(dict.fromkeys(_KINDS.get(name, name) for name in names))
     further = [line[2:] for line in lines if line.startswith("- ") and "Expected a" not in line]
-    reasons = "".join(line.replace("Not of type Expression", ", or an expression", 1) for line in further)
-    return f"{place}={value[1]!r} must be {kinds}{reasons}".rstrip(".") + "."
+    for pattern, words in _FURTHER.items():
+        further = [re.sub(pattern, words, line) for line in further]
+    reasons = "".join(further)
+    text = f"{place}={value[1]!r} must be {kinds}{reasons}".rstrip(".")
+    return text if text.endswith("?") else f"{text}."
 
 
 def _deepest(document: Document, keys: Sequence[str]) -> str:
@@ -103,7 +114,7 @@ def tidy_comments(text: str) -> Iterable[str]:
             comment.append(line)
             continue
         words = " ".join(part.lstrip()[1:].strip() for part in comment)
-        if words not in ("", "options"):
+        if words not in ("", "options") and not re.fullmatch(r"<.* at 0x\w+>", words):  # a function without a docstring
             for pattern, replacement in _UNWANTED_IN_COMMENTS.items():
                 words = re.sub(pattern, replacement, words)
             indent = comment[0].partition("#")[0] + "# "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytorch_accel_lite.experiment.files import PARTS, Document, short
@@ -52,6 +52,14 @@ def from_environment(document: Document, environment: Mapping[str, str], known: 
     given = {key: variable for key, variable in given.items() if variable in environment}
     document.places |= {key: f"environment variable {variable}" for key, variable in given.items()}
     return [f"--{key}={environment[variable]}" for key, variable in given.items()]
+
+
+def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield variables that look as if they overrode something but do not, with the full keys that they stand for."""
+    taken = {_variable(key) for key in (*known, *PARTS)}
+    for variable in environment:
+        if variable.startswith(ENVIRONMENT) and variable not in taken:
+            yield variable, spelt_out(variable.removeprefix(ENVIRONMENT).lower().replace("__", "."))
 
 
 def _variable(key: str) -> str:

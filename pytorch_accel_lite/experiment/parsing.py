@@ -17,7 +17,7 @@ from pytorch_accel_lite.experiment.expressions import Expression
 from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, short
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.messages import explain, tidy_comments, tidy_help
-from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts
+from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts, unknown_variables
 from pytorch_accel_lite.experiment.signatures import add_part, takes_anything
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.trainer import Trainer
@@ -58,6 +58,9 @@ class Parser:
         self._known = set(self._parser.get_defaults().keys())
         self._accept_further(given)
         self._check_keys(content)
+        for variable, key in unknown_variables(environment, self._known):
+            if key.partition(".")[0] not in {*TOOLS} - {tool}:
+                raise ExperimentError(f"environment variable {variable}: {short(key)} {self._unknown(key)}")
         self._arguments = [*from_environment(document, environment, self._known), *given]
 
     def place(self, key: str) -> str:
