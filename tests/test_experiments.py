@@ -460,7 +460,7 @@ def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differ
 
 
 def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_the_whole_one(file):
-    epochs = 12 if SOAK else 2
+    epochs = 16 if SOAK else 2
     options = [*STATES, "--callbacks.max_checkpoints=2", "--trainer.seed=1", f"--train.num_epochs={epochs}"]
     whole = read(file, *options, "--output_dir=whole").train()
     folder = Path.cwd()

@@ -159,11 +159,13 @@ def test_what_cannot_be_tested_is_refused_before_anything_is_written(trained, ar
 
 
 def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
-    data = parts.load_data(12)
+    size = 60 if SOAK else 12
+    data = parts.load_data(size)
     options = {"inference": SETTINGS, "worst": 2, "per_device_batch_size": 2, "shard_size": 4}
     run_tests(trained, data, **options, save_dir="whole")
     folder = Path.cwd()
-    for step in [*range(2, 22)] if SOAK else [3, 8, 13]:
+    # Within predictions and evaluations of both settings.
+    for step in [3] * 9 + [25] + [3] * 9 + [35] if SOAK else [3, 8, 7]:
 
         def killed(step: int = step) -> None:
             os.chdir(folder)
@@ -175,7 +177,7 @@ def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
     assert whole == killed
     assert len(whole) > 8
     for folder in Path("killed").rglob("predictions"):
-        assert dict_of(folder).keys() == {*range(12)}
+        assert dict_of(folder).keys() == {*range(size)}
 
 
 def test_samples_are_ranked_by_any_function_of_outputs_and_targets(trained):
