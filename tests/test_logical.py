@@ -263,6 +263,7 @@ def test_sigkill_and_another_number_of_processes_lead_to_the_same_bits(tmp_path)
 
 
 @pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
 @pytest.mark.skipif(not SOAK, reason="200 resumed runs take long; SOAK=1 runs them")
 def test_any_run_resumes_from_any_update_on_any_number_of_processes(job, tmp_path):
     """20 runs drawn at random, each resumed from 10 states drawn at random."""
