@@ -26,6 +26,11 @@ def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys)
     assert re.search(r"Rank 0 makes progress again after \d+ seconds\.", said)
 
 
+def test_a_process_that_waits_for_its_workers_says_so(capsys):
+    cases.hanging.stuck_while_reading(num_workers=1)
+    assert re.search(r"  rank 0, epoch 1, step \d: reading data, waiting for its workers, in ", capsys.readouterr().err)
+
+
 def test_all_processes_are_named_those_that_are_behind_first(ranks):
     results = ranks(cases.hanging.stuck_while_reading)
     last = ranks.world_size - 1

@@ -32,8 +32,10 @@ def slurm(monkeypatch):
     monkeypatch.setenv("PATH", os.environ["PATH"])  # restored when the test has changed it
 
 
-def train(folder: Path, *signals: signal.Signals, resume_from: str | None = None, **saver: object) -> SystemExit | None:
-    saving = SaveTrainingStateCallback(folder / "states", **saver)
+def train(
+    folder: Path | str, *signals: signal.Signals, resume_from: str | None = None, **saver: object
+) -> SystemExit | None:
+    saving = SaveTrainingStateCallback(f"{folder}/states", **saver)
     trainer = quiet_trainer(small_model(), callbacks=[SendsSignals(*signals), saving])
     try:
         trainer.train(regression_data(20), 1, per_device_batch_size=4, resume_from=resume_from)
@@ -78,10 +80,12 @@ def test_what_makes_a_job_start_over_is_an_error_before_training(tmp_path, monke
         train(tmp_path, requeue=True, save_on_signal=False)
     install_scontrol(tmp_path)
     train(tmp_path, signal.SIGUSR1, requeue=True)
+    train("memory:/", signal.SIGUSR1, requeue=True)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with pytest.raises(RuntimeError, match="Pass resume_from='latest'"):
-        train(tmp_path, requeue=True)
-    assert train(tmp_path, requeue=True, resume_from="latest") is None
+    for folder in (tmp_path, "memory:/"):
+        with pytest.raises(RuntimeError, match="Pass resume_from='latest'"):
+            train(folder, requeue=True)
+        assert train(folder, requeue=True, resume_from="latest") is None
 
 
 def test_earlier_handlers_are_called_once_the_state_is_saved(tmp_path):

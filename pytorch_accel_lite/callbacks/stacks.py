@@ -40,6 +40,8 @@ def where(stack: Sequence[traceback.FrameSummary]) -> str:
     ours = [place for place, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
     activities = list(filter(None, (_activity(stack[place]) for place in ours)))
     doing = f"{activities[-1]}, " if activities else ""
+    if any(frame.name == "_try_get_data" for frame in stack):  # of torch's DataLoader
+        doing += "waiting for its workers, "
     last = stack[-1]
     said = f"{doing}in {_named(last)}"
     within = stack[ours[0] :] if ours else []

@@ -29,12 +29,12 @@ class Stuck(Rows):
         return self.load_sample(index)
 
 
-def stuck_while_reading(**kwargs: Any) -> dict[str, torch.Tensor]:
+def stuck_while_reading(num_workers: int = 0, **kwargs: Any) -> dict[str, torch.Tensor]:
     """Train with a watch on data that are stuck once."""
     model = small_model()
     trainer = quiet_trainer(model, callbacks=[HangWatchCallback(0.3, **kwargs)])
     data = Stuck(regression_data(6 * world_size()))
-    trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER | {"num_workers": 0})
+    trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER | {"num_workers": num_workers})
     return weights(model)
 
 
