@@ -22,12 +22,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, compare_runs
 from pytorch_accel_lite import callbacks as available
 from pytorch_accel_lite.plotting import plot_confusion_matrix, plot_schedule
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = [
+    "comparison.png",
     "confusion.png",
     "curves.png",
     "find_lr.png",
@@ -35,6 +36,7 @@ PICTURES = [
     "resumed_schedule.png",
     "run_log.png",
     "schedule.png",
+    "search.png",
     "worst_samples.png",
 ]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -106,6 +108,16 @@ def draw_the_resumed_schedule() -> None:
     shutil.copy("resumed_schedule.png", DOCS)
 
 
+def draw_a_search() -> None:
+    """Search for settings with the example, and draw the study and its runs."""
+    example = DOCS.parent / "examples" / "search.py"
+    command = [sys.executable, example, "--output", "search", "--trials", "20"]
+    subprocess.run(command, check=True)
+    shutil.copy("search/search.png", DOCS)
+    page = compare_runs("search", sort_by="accuracy").save("comparison.html")
+    photograph(page.resolve(), DOCS / "comparison.png", height=1100)
+
+
 def draw_schemes() -> None:
     for page in sorted((DOCS / "schemes").glob("*.md")):
         run_page(page)
@@ -151,5 +163,6 @@ if __name__ == "__main__":
     draw_a_run()
     draw_a_range_test()
     draw_the_resumed_schedule()
+    draw_a_search()
     draw_schemes()
     draw_the_gan()

@@ -17,6 +17,8 @@ from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progres
 from pytorch_accel_lite.trainer import Trainer
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.experiment.comparison import compare_runs
+    from pytorch_accel_lite.experiment.cross_validation import cross_validate
     from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
     from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
 
@@ -35,6 +37,8 @@ __all__ = [
     "TrainerPlaceholderValues",
     "TrainerRunConfig",
     "TrainerWithTimmScheduler",
+    "compare_runs",
+    "cross_validate",
     "get_default_callbacks",
     "notebook_launcher",
 ]
@@ -44,5 +48,7 @@ __getattr__ = loaded_when_named(
     {
         "TrainerPlaceholderValues": "pytorch_accel_lite.placeholders",
         "TrainerWithTimmScheduler": "pytorch_accel_lite.timm_trainer",
+        "compare_runs": "pytorch_accel_lite.experiment.comparison",
+        "cross_validate": "pytorch_accel_lite.experiment.cross_validation",
     },
 )

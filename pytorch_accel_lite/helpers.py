@@ -53,7 +53,7 @@ class DataLoaderSlice:
         return min(self.slice_size, len(self.dl)) if isinstance(self.dl, Sized) else self.slice_size
 
 
-def _process() -> PartialState:
+def current_process() -> PartialState:
     """Return the state of this process, consistent with an ``Accelerator`` that may be created later."""
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or launched_on_cpus())
 
@@ -61,7 +61,7 @@ def _process() -> PartialState:
 def _only_where(attribute: str, func: Callable[P, R]) -> Callable[P, R | None]:
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return func(*args, **kwargs) if getattr(_process(), attribute) else None
+        return func(*args, **kwargs) if getattr(current_process(), attribute) else None
 
     return wrapper
 
@@ -81,7 +81,7 @@ def local_process_zero_first(func: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        state = _process()
+        state = current_process()
         if not state.is_local_main_process:
             state.wait_for_everyone()
         try:

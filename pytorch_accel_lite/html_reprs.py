@@ -11,6 +11,8 @@ from pytorch_accel_lite.utils import format_metric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
+    from pytorch_accel_lite.experiment.comparison import RunComparison
+    from pytorch_accel_lite.experiment.cross_validation import CrossValidation
     from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.tools.diagnosis import Diagnosis
     from pytorch_accel_lite.tracking import InMemoryRunHistory
@@ -60,6 +62,22 @@ def of_worst_samples(worst: WorstSamplesCallback) -> str:
     """Show the samples with the largest losses."""
     columns, *rows = worst.table()
     return _table(repr(worst), rows, columns)
+
+
+def of_cross_validation(result: CrossValidation) -> str:
+    """Show the metrics of each fold, and their mean and deviation."""
+    columns, *rows = result.table()
+    return _table(result.title, rows, columns)
+
+
+def of_comparison(found: RunComparison) -> str:
+    """Show the metrics of runs, and the settings that differ."""
+    tables = [found.of_metrics(), *([found.of_settings()] if found.differences else [])]
+    titles = f"{len(found.runs)} runs", "Settings that differ"
+    return "".join(
+        _table(title, [[cell.text for cell in row] for row in part.rows], part.columns)
+        for title, part in zip(titles, tables, strict=False)
+    )
 
 
 def _cell(value: Any) -> str:

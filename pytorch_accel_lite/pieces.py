@@ -121,3 +121,17 @@ def concatenate(parts: Sequence[Any]) -> Any:
             "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list with one per sample."
         )
     return honor_type(first, map(concatenate, zip(*parts, strict=True)))
+
+
+def reorder(outputs: Any, order: Sequence[int]) -> Any:
+    """Return the samples of nested outputs in another order.
+
+    :param order: for each place, the position of its sample in ``outputs``
+    """
+    if isinstance(outputs, ListOfSamples):
+        return ListOfSamples(outputs[position] for position in order)
+    if isinstance(outputs, torch.Tensor):
+        return outputs[torch.tensor(order, dtype=torch.int64)]
+    if isinstance(outputs, Mapping):
+        return {key: reorder(value, order) for key, value in outputs.items()}
+    return honor_type(outputs, (reorder(value, order) for value in outputs))

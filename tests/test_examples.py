@@ -105,6 +105,15 @@ def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
     assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", output)[1]) >= 96
 
 
+def test_a_search_tries_settings_from_a_file_and_draws_what_it_found(tmp_path):
+    pytest.importorskip("optuna")
+    pytest.importorskip("jsonargparse")
+    output = run_script("examples/search.py", "--trials", "2", "--output", str(tmp_path))
+    assert "\n2 trials, of which 0 were pruned\nBest accuracy: " in output
+    assert sorted(path.parent.name for path in tmp_path.glob("*/metrics.jsonl")) == ["0", "1"]
+    assert (tmp_path / "search.png").stat().st_size > 10_000
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_changes_its_processes_ends_in_the_same_bits():
     command = [sys.executable, "examples/elastic.py", "--epochs", "1", "--processes", "2", "1"]

@@ -7,14 +7,17 @@ from pathlib import Path
 import optuna
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.experiment import OptunaPruningCallback, suggest_overrides
+from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.experiment import OptunaPruningCallback, retry_killed_trials, suggest_overrides
+from pytorch_accel_lite.plotting import NothingToPlotError, plot_search
 from tests.cases import search
 from tests.experiment_parts import CrashAt, Net, load_data
 from tests.launching import run_code
+from tests.tasks import equal
 
 SPACE = {
     "optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True},
@@ -44,6 +47,8 @@ def test_a_space_gives_values_of_the_right_kind():
     assert all(1e-4 <= values["optimizer.lr"] <= 1e-1 for values in found)
     assert {values["model.width"] for values in found} == {2, 4, 6, 8}
     assert {values["optimizer"] for values in found} == {"SGD", "AdamW"}
+    with pytest.raises(TypeError, match=r"space\['x'\]\['low'\]='1e-4' must be a number"):
+        suggest_overrides(study.ask(), {"x": {"low": "1e-4", "high": 1}})
     with pytest.raises(ValueError, match=r"space\['x'\]={'lo': 1} must have choices, or low and high"):
         suggest_overrides(study.ask(), {"x": {"lo": 1}})
 
@@ -66,18 +71,108 @@ def test_a_pruned_trial_ends_in_order_and_counts_as_pruned(tmp_path):
     assert [path.name for path in Path(tmp_path / "0").glob("update-*")] == ["update-000000004"]  # saved at its end
 
 
-def test_a_trial_that_resumes_reports_only_what_is_new(tmp_path):
+def test_the_callbacks_after_the_one_that_prunes_complete_the_epoch_and_the_run(tmp_path):
+    trial = optuna.create_study(pruner=search.PruneAt(2)).ask()
+    best = SaveBestModelCallback(tmp_path / "best.pt")
+    pruning = OptunaPruningCallback(trial)
+    trainer = make_trainer(pruning, best, MetricsFileCallback(tmp_path / "metrics.jsonl"))
+    train(trainer)
+    losses = trainer.run_history["eval_loss_epoch"]
+    assert pruning.is_pruned
+    assert losses[1] < losses[0]
+    assert best.best_metric_epoch == 2
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def saving(folder: Path, trial: optuna.Trial, *callbacks) -> Trainer:
+    """The trainer of a trial, which saves a training state after each epoch."""
+    states = SaveTrainingStateCallback(folder, save_every_n_epochs=1)
+    return make_trainer(OptunaPruningCallback(trial), states, *callbacks)
+
+
+def test_a_trial_that_was_killed_continues_as_if_it_had_not_been(tmp_path):
     study = optuna.create_study(pruner=search.PruneAt(9))
+    whole = saving(tmp_path / "whole", study.ask(), CrashAt(99))
+    train(whole)
     trial = study.ask()
-    states = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1)
+    values = suggest_overrides(trial, SPACE, "runs")
     with pytest.raises(ZeroDivisionError):
-        train(make_trainer(OptunaPruningCallback(trial), states, CrashAt(5)))
-    assert list(study.trials[0].intermediate_values) == [1, 2]
-    states = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1)
-    train(
-        make_trainer(OptunaPruningCallback(trial), states, CrashAt(99)), resume_from="latest"
-    )  # a repeated step warns
-    assert list(study.trials[0].intermediate_values) == [1, 2, 3, 4]
+        train(saving(tmp_path / "killed", trial, CrashAt(5)))
+    study.tell(0, 0.0)
+    assert retry_killed_trials(study) == [1]
+    again = study.ask()
+    assert suggest_overrides(again, SPACE, "runs") == values  # its folder, too
+    assert values["output_dir"] == "runs/1"
+    resumed = saving(tmp_path / "killed", again, CrashAt(99))
+    train(resumed, resume_from="latest")
+    assert equal(resumed.model.state_dict(), whole.model.state_dict())
+    first, killed, last = study.trials
+    assert (killed.state.name, list(killed.intermediate_values)) == ("FAIL", [1, 2])
+    assert last.intermediate_values == first.intermediate_values
+    assert retry_killed_trials(study) == [2]
+
+
+def test_a_pruned_trial_whose_program_was_killed_is_still_pruned(tmp_path):
+    study = optuna.create_study(pruner=search.PruneAt(2))
+    train(saving(tmp_path, study.ask()))
+    retry_killed_trials(study)
+    resumed = saving(tmp_path, study.ask())
+    train(resumed, resume_from="latest")
+    with pytest.raises(optuna.TrialPruned):
+        resumed.callbacks[0].check_pruned()
+
+
+def test_two_trials_on_one_folder_are_refused_before_anything_is_written(tmp_path):
+    study = optuna.create_study()
+    for name in ("first.jsonl", "second.jsonl"):
+        train(make_trainer(OptunaPruningCallback(study.ask()), MetricsFileCallback(tmp_path / name)))
+    before = (tmp_path / "first.jsonl").read_text()
+    trainer = make_trainer(MetricsFileCallback(tmp_path / "first.jsonl"), OptunaPruningCallback(study.ask()))
+    with pytest.raises(ValueError, match=r"Trial 2 would write to '.*first.jsonl', but that belongs to trial 0"):
+        train(trainer)
+    assert (tmp_path / "first.jsonl").read_text() == before
+
+
+def test_a_trial_ends_in_the_same_bits_whatever_trials_came_before_it():
+    study = optuna.create_study(pruner=search.PruneAt(2))
+    ended = []
+    for clips in (False, True, False):
+        trainer = make_trainer(OptunaPruningCallback(study.ask()))
+        train(trainer, gradient_accumulation_steps=2 if clips else 1, gradient_clip_norm=0.1 if clips else None)
+        ended.append(trainer.model.state_dict())
+    assert equal(ended[0], ended[2])
+    assert not equal(ended[0], ended[1])
+
+
+def test_the_precision_of_a_process_cannot_change_between_trials():
+    make_trainer()
+    with pytest.raises(ValueError, match=r"already been initialized and cannot be changed.*mixed_precision='bf16'"):
+        Accelerator(mixed_precision="bf16")
+
+
+def test_a_plot_shows_every_trial_by_number_by_epoch_and_by_setting():
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), pruner=search.PruneAt(2))
+    with pytest.raises(NothingToPlotError, match="no trial of the study has been completed yet"):
+        plot_search(study)
+
+    def objective(trial):
+        suggest_overrides(trial, SPACE)
+        for epoch in (1, 2):
+            trial.report(trial.number / epoch, epoch)
+        if trial.number == 3:
+            raise optuna.TrialPruned
+        return trial.number / 2
+
+    study.optimize(objective, n_trials=5)
+    figure = plot_search(study, metric="error")
+    trials, curves, rate, _, optimizer = figure.axes
+    assert [axis.get_title(loc="left") for axis in figure.axes][:2] == ["trials", "curves"]
+    assert trials.lines[0].get_ydata().tolist() == [0.0] * 4  # the best so far
+    assert [points.get_offsets()[:, 0].tolist() for points in trials.collections] == [[0, 1, 2, 4], [3]]
+    assert len(curves.lines) == 6  # the best again
+    assert rate.get_xscale() == "log"
+    assert [label.get_text() for label in optimizer.get_xticklabels()] == ["SGD", "AdamW"]
+    assert {axis.get_ylabel() for axis in figure.axes} == {"error"}
 
 
 def test_a_study_of_the_wrong_direction_and_an_unknown_metric_are_refused():
@@ -94,6 +189,12 @@ def test_all_ranks_end_together(two_ranks):
     results = two_ranks(search.pruned)
     assert [(is_pruned, epochs) for is_pruned, epochs, _ in results] == [(True, 2)] * 2
     assert results[0][2].startswith("Optuna prunes this trial: eval_loss_epoch ")
+
+
+def test_all_ranks_get_the_values_of_the_first(two_ranks):
+    first, second = two_ranks(search.suggested)
+    assert first == second
+    assert first["output_dir"] == "runs/0"
 
 
 @pytest.mark.programs

@@ -10,11 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytorch_accel_lite.checkpoint.files import load_plain, write_checkpoint
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.pieces import ListOfSamples, concatenate, to_cpu
+from pytorch_accel_lite.pieces import ListOfSamples, concatenate, reorder, to_cpu
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
@@ -146,7 +144,7 @@ def _shorten(path: Path, end: int) -> None:
         path.unlink()
         return
     shard["indices"] = [shard["indices"][place] for place in kept]
-    outputs = _reorder(_outputs_of(shard), torch.tensor(kept)) if kept else None
+    outputs = reorder(_outputs_of(shard), kept) if kept else None
     write_checkpoint(shard | _stored(outputs) | {"failures": failures}, path)
 
 
@@ -187,8 +185,8 @@ def read_predictions(directory: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{missing} of {length} predictions are missing in {os.fspath(directory)!r}. Run the prediction again."
         )
-    order = torch.tensor([place[index] for index in range(length)], dtype=torch.int64)
-    return _reorder(concatenate(outputs), order)
+    order = [place[index] for index in range(length)]
+    return reorder(concatenate(outputs), order)
 
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Any]]:
@@ -204,14 +202,3 @@ def read_failures(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     shards = map(load_plain, Path(directory).glob("shard-*.pt"))
     failures = [failure for shard in shards for failure in shard.get("failures", [])]
     return sorted(failures, key=lambda failure: failure["indices"])
-
-
-def _reorder(outputs: Any, order: torch.Tensor) -> Any:
-    if isinstance(outputs, ListOfSamples):
-        return ListOfSamples(outputs[place] for place in order.tolist())
-    if isinstance(outputs, torch.Tensor):
-        return outputs[order]
-    if isinstance(outputs, dict):
-        return {key: _reorder(value, order) for key, value in outputs.items()}
-    values = [_reorder(value, order) for value in outputs]
-    return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)

@@ -100,7 +100,7 @@ def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if is_monitor or direction is None:
             continue
         rows = [row for row in record["metrics"] if name in row]
-        texts = _texts([row[name] for row in rows])
+        texts = format_column([row[name] for row in rows])
         best = None if label.endswith("train") else best_of([_number(row[name]) for row in rows], direction)
         notes = ["final"] if best is None else [f"best, epoch {rows[best]['epoch']}", f"final {texts[-1]}"]
         value = texts[-1 if best is None else best]
@@ -183,7 +183,7 @@ def _table(record: Mapping[str, Any], names: Iterable[str]) -> Table:
     for name in columns:
         values = [row.get(name) for row in record["metrics"]]
         best = None if name in unmarked else best_of([_number(v) for v in values], direction_of(name, directions))
-        filled.append([Cell(text, place == best) for place, text in enumerate(_texts(values))])
+        filled.append([Cell(text, place == best) for place, text in enumerate(format_column(values))])
     return Table(columns, [list(row) for row in zip(*filled, strict=True)], set(range(len(columns))))
 
 
@@ -194,7 +194,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _texts(values: Sequence[Any]) -> list[str]:
+def format_column(values: Sequence[Any]) -> list[str]:
     """Return the values of a column as text, numbers with the same number of decimals, at least four digits."""
     sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value)]
     power = math.floor(math.log10(max(sizes))) if any(sizes) else 0

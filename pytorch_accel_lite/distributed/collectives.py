@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,7 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from pytorch_accel_lite.helpers import remove_padding
+from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.helpers import current_process, remove_padding
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -161,3 +163,13 @@ class _GatherConstant(_Gather):
             "A loss was computed from the result of trainer.gather(), which has no gradients. Pass with_gradients=True "
             "to train through the rows of all processes, or gather tensor.detach() if they are meant to be constant."
         )
+
+
+def result_of_first(make: Callable[[], T]) -> T:
+    """Return the result of ``make`` on rank 0, the only rank that calls it. For use before there is a trainer.
+
+    With a single process, Accelerate is left for the trainer to initialise.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return make()
+    return Ranks(current_process()).broadcast_object(make)

@@ -140,6 +140,13 @@ def _parser() -> argparse.ArgumentParser:
     add("test", _test, "test every checkpoint by every inference setting by every dataset")
     for name, text in _OF_TRAINER.items():
         add(name, _tool, text)
+    compare = add("compare", _compare, "compare runs: what differs, best metrics, curves on a page", file=False)
+    compare.add_argument("runs", nargs="+", help="folders of runs, or folders that contain some")
+    compare.add_argument("--page", type=Path, metavar="PATH", help="by default comparison.html beside the runs")
+    compare.add_argument("--sort", metavar="NAME", help="a metric, for the best run first, or a setting")
+    for name, which in (("maximize", "greater"), ("minimize", "smaller")):
+        text = f"a metric of which {which} values are better, if the runs do not tell"
+        compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
     state = add("inspect", _inspect, "show what a training state contains", file=False)
     state.add_argument("state", type=place, help="the directory or the URL of the state")
     return parser
@@ -285,3 +292,17 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> None:
     if rest:
         raise ExperimentError(f"inspect takes only the directory of a training state, not {' '.join(rest)}.")
     inspect(options.state)
+
+
+def _compare(options: argparse.Namespace, rest: list[str]) -> None:
+    from pytorch_accel_lite.experiment.comparison import compare_runs
+    from pytorch_accel_lite.experiment.run_folders import natural_order
+
+    if rest:
+        raise ExperimentError(f"compare does not have the option {rest[0]}. See compare --help.")
+    directions = dict.fromkeys(options.maximize, True) | dict.fromkeys(options.minimize, False)
+    found = compare_runs(sorted(options.runs, key=natural_order), directions=directions, sort_by=options.sort)
+    beside = Path(os.path.commonpath([run.folder.resolve().parent for run in found.runs]))
+    path = found.save(options.page or beside / "comparison.html")
+    print(found)
+    print(f"\nThe page with the curves is {os.path.relpath(path)}")

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.distributed.collectives import result_of_first
 from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.utils import import_extra
+from pytorch_accel_lite.utils import check_number, import_extra
 from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
+#: User attributes of a trial: the paths that it writes to, and the number of the killed trial that it continues.
+_PATHS = "paths"
+_CONTINUES = "continues"
+
 
 class OptunaPruningCallback(TrainerCallback):
     """Report a metric to an Optuna trial after each epoch, and end the run in order if the trial is to be pruned.
 
-    All callbacks run to their end, so models and states are saved. Call :meth:`check_pruned` after ``train``.
+    The event is completed by all callbacks, and the run ends like any that is stopped early, so models and states are
+    saved. Call :meth:`check_pruned` after ``train``. A trial that resumes from a training state also reports the values
+    of the epochs before it.
 
     :param trial: the trial; ``None`` on all processes but the first
     :param metric: name of the metric in the run history, the objective of the study
     :ivar is_pruned: whether the run was ended because the trial is to be pruned
     :raises ImportError: if Optuna is not installed (extra ``optuna``)
-    :raises ValueError: at the start of a run, if the study maximises a metric of which smaller values are better, or
-        the reverse
+    :raises ValueError: before a run, if the study maximises a metric of which smaller values are better, or the
+        reverse; or if a callback writes to a path to which another trial of the study has written
     """
 
     def __init__(self, trial: Any, metric: str = "eval_loss_epoch") -> None:
@@ -37,15 +46,16 @@ class OptunaPruningCallback(TrainerCallback):
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         """Require the metric."""
         if request.kind == "training":
+            self.is_pruned = False
             request.metrics.watch(self._watched)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Check the direction of the study."""
-        self.is_pruned = False
-        self._watched.start(trainer)
-        trainer.ranks.run_together(self._check_direction, only_first=True)
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Check the direction of the study, and that no other trial has the folder."""
+        request = trainer.current_run.request
+        if request.kind == "training":
+            trainer.ranks.run_together(lambda: self._check(request.paths), only_first=True)
 
-    def _check_direction(self) -> None:
+    def _check(self, paths: Iterable[str]) -> None:
         study = getattr(self.trial, "study", None)  # a FixedTrial has none
         if study is None:
             return
@@ -56,6 +66,32 @@ class OptunaPruningCallback(TrainerCallback):
                 f"{'smaller' if maximises else 'larger'} it is. Create the study with "
                 f"direction={'minimize' if maximises else 'maximize'!r}."
             )
+        mine = sorted(path if "://" in path else os.path.realpath(path) for path in paths)
+        self.trial.set_user_attr(_PATHS, mine)  # before looking at those of others, which may start now
+        failed = self._optuna.trial.TrialState.FAIL
+        for other in study.get_trials(deepcopy=False):
+            shared = [path for path in mine if path in other.user_attrs.get(_PATHS, ())]
+            if shared and other.number != self.trial.number and other.state != failed:
+                raise ValueError(
+                    f"Trial {self.trial.number} would write to {shared[0]!r}, but that belongs to trial {other.number} "
+                    "of the study. Give each trial its own folder: suggest_overrides(trial, space, 'runs/search') "
+                    "does. To continue a trial that was killed, call retry_killed_trials(study) first."
+                )
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Report the values of the epochs before the one that is resumed."""
+        self._watched.start(trainer)
+        history = trainer.run_history
+        if trainer.progress.update and hasattr(history, "curves") and self.metric in history:
+            epochs, values = history.curves([self.metric])[self.metric]
+            known = dict(zip(epochs, map(float, values), strict=True))
+            trainer.ranks.run_together(lambda: self._report_all(known), only_first=True)
+
+    def _report_all(self, values: Mapping[int, float]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The reported value is ignored")  # those that the trial has already
+            for epoch, value in values.items():
+                self.trial.report(value, epoch)
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         """Report the value of the epoch, and end the run on all processes if the trial is to be pruned."""
@@ -68,7 +104,7 @@ class OptunaPruningCallback(TrainerCallback):
             raise StopTrainingError(f"Optuna prunes this trial: {self.metric} {value:.6g} in epoch {epoch}.")
 
     def _report(self, value: float, epoch: int) -> bool:
-        self.trial.report(value, epoch)
+        self._report_all({epoch: value})  # an epoch that is repeated after a kill has been reported
         return bool(self.trial.should_prune())
 
     def check_pruned(self) -> None:
@@ -80,22 +116,40 @@ class OptunaPruningCallback(TrainerCallback):
             raise self._optuna.TrialPruned
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which values have been reported."""
-        return self._watched.state_dict()
+        """Return which values have been reported, and whether the trial was pruned."""
+        return {**self._watched.state_dict(), "is_pruned": self.is_pruned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state returned by :meth:`state_dict`, so that a trial that resumes reports only new values."""
-        self._watched.load_state_dict(state, self)
+        """Load the state returned by :meth:`state_dict`."""
+        if self._watched.load_state_dict(state, self):
+            self.is_pruned = state.get("is_pruned", False)
 
 
-def suggest_overrides(trial: Any, space: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def suggest_overrides(
+    trial: Any, space: Mapping[str, Mapping[str, Any]], folder: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
     """Return overrides for :meth:`Experiment.from_file`, with values that an Optuna trial suggests.
 
+    With several processes, call it on each: all get the values of the first.
+
+    :param trial: the trial; ``None`` on all processes but the first
     :param space: by key, ``{"choices": [...]}``, or ``{"low": ..., "high": ...}`` with optional ``log`` and ``step``;
         two integers give integers
-    :raises ValueError: for anything else; names the key
+    :param folder: folder of the search, in which each trial has an ``output_dir`` named by its number, or by that of
+        the killed trial that it continues
+    :raises ValueError: for anything else in the space; names the key
     """
-    return {key: _suggest(trial, key, range_of) for key, range_of in space.items()}
+
+    def suggest() -> dict[str, Any]:
+        if trial is None:
+            raise ValueError("trial=None is for all processes but the first. Pass the trial.")
+        values = {key: _suggest(trial, key, range_of) for key, range_of in space.items()}
+        if folder is not None:
+            number = trial.user_attrs.get(_CONTINUES, trial.number)
+            values["output_dir"] = os.path.join(folder, str(number))
+        return values
+
+    return result_of_first(suggest)
 
 
 def _suggest(trial: Any, key: str, range_of: Mapping[str, Any]) -> Any:
@@ -104,6 +158,23 @@ def _suggest(trial: Any, key: str, range_of: Mapping[str, Any]) -> Any:
         return trial.suggest_categorical(key, range_of["choices"])
     if not {"low", "high"} <= names <= {"low", "high", "log", "step"}:
         raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have choices, or low and high, with log or step.")
-    ends = range_of["low"], range_of["high"]
+    ends = [check_number(f"space[{key!r}][{end!r}]", range_of[end]) for end in ("low", "high")]
     suggest = trial.suggest_int if all(type(end) is int for end in ends) else trial.suggest_float
     return suggest(key, *ends, **{name: range_of[name] for name in names - {"low", "high"}})
+
+
+def retry_killed_trials(study: Any) -> list[int]:
+    """Let a study try again the trials that were running when their program was killed, with the same values.
+
+    With the ``folder`` of :func:`suggest_overrides` and ``"train.resume_from": "latest"``, each continues from its last
+    training state. Call it before ``study.optimize``, while no other program runs trials of the study.
+
+    :return: the numbers of the trials that were killed
+    :raises ImportError: if Optuna is not installed (extra ``optuna``)
+    """
+    state = import_extra("optuna", "optuna", "retry_killed_trials()").trial.TrialState
+    killed = study.get_trials(states=[state.RUNNING])
+    for trial in killed:
+        study.tell(trial.number, state=state.FAIL)
+        study.enqueue_trial(trial.params, {_CONTINUES: trial.user_attrs.get(_CONTINUES, trial.number)})
+    return [trial.number for trial in killed]

@@ -5,6 +5,7 @@ from pytorch_accel_lite.plotting.figures import new_figure
 from pytorch_accel_lite.plotting.images import as_picture, plot_confusion_matrix, plot_sheet
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
 from pytorch_accel_lite.plotting.rates import plot_range_test, plot_schedule
+from pytorch_accel_lite.plotting.studies import plot_search
 
 __all__ = [
     "NothingToPlotError",
@@ -14,5 +15,6 @@ __all__ = [
     "plot_curves",
     "plot_range_test",
     "plot_schedule",
+    "plot_search",
     "plot_sheet",
 ]

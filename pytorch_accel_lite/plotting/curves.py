@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from pytorch_accel_lite.plotting.figures import (
     line_style,
     new_figure,
     save,
+    single_axis,
 )
 from pytorch_accel_lite.plotting.panels import TIME, Curve, Panel, epoch_ticks, panels_of
 from pytorch_accel_lite.utils import import_extra
@@ -89,19 +91,68 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
         figure = new_figure((width, height), layout=None)
         axis = figure.add_axes((_LEFT / width, _BOTTOM / height, _WIDTH / width, _HEIGHT / height))
         _draw(axis, panel, styles, legend)
-        text = io.StringIO()
-        # Keeps text as text; the salt makes marker ids differ between the pictures of a page.
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
-            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            figure.savefig(text, format="svg", transparent=True, metadata=nothing)
-        pictures.append(_for_a_page(text.getvalue(), panel.title))
+        pictures.append(_as_svg(matplotlib, figure, number, panel.title))
     return pictures
+
+
+#: Styles of the curves of runs laid over each other; further runs are drawn in grey.
+_SOLID_AND_DASHED = 2 * len(COLOURS)
+
+
+def overlay_style(number: int) -> dict[str, Any]:
+    """Return the colour, dashes and opacity of a run's curves on a page that defines the colours."""
+    if number >= _SOLID_AND_DASHED:
+        return {"colour": "var(--ink)", "dashes": "", "opacity": 0.25}
+    dashes = "" if number < len(COLOURS) else "6 3"
+    return {"colour": f"var(--series-{number % len(COLOURS) + 1})", "dashes": dashes, "opacity": 1}
+
+
+def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]) -> list[str]:
+    """Return for each metric a panel with the curves of all runs, as SVG like :func:`svg_panels`.
+
+    The curves of run ``n`` have the class ``run-n``, and the style that :func:`overlay_style` describes.
+
+    :param curves: epochs and values by metric name, run by run; empty for runs without this metric
+    """
+    matplotlib = import_extra("matplotlib", "plot", "plot()")
+    pictures = []
+    for number, (name, of_runs) in enumerate(curves.items()):
+        drawn = [values for _, values in of_runs if any(map(math.isfinite, values))]
+        if not drawn:
+            continue
+        figure, axis = single_axis((4.3, 2.9), [])
+        for place in reversed(range(len(of_runs))):  # the first runs above the others
+            epochs, values = of_runs[place]
+            is_grey = place >= _SOLID_AND_DASHED
+            style = {"color": INK, "alpha": 0.25} if is_grey else line_style(place)
+            marker = "o" if len(values) <= 30 else None
+            axis.plot(epochs, values, gid=f"run-{place}", marker=marker, markersize=2.5, linewidth=1.4, **style)
+        choose_scale(axis, drawn)
+        epochs_drawn = [epoch for epochs, _ in of_runs for epoch in epochs]
+        ticker = import_extra("matplotlib.ticker", "plot", "plot()")
+        axis.xaxis.set_major_locator(ticker.FixedLocator(epoch_ticks(min(epochs_drawn), max(epochs_drawn))))
+        axis.set_xlabel("epoch")
+        title = name.removesuffix("_epoch").replace("_", " ")
+        finish(axis, title, [])
+        pictures.append(_as_svg(matplotlib, figure, number, title))
+    return pictures
+
+
+def _as_svg(matplotlib: Any, figure: Figure, number: int, title: str) -> str:
+    """Return a figure as SVG for a page of which it is one of several."""
+    text = io.StringIO()
+    # Keeps text as text; the salt makes marker ids differ between the pictures of a page.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number)}):
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    return _for_a_page(text.getvalue(), title)
 
 
 def _for_a_page(svg: str, title: str) -> str:
     """Make an SVG file embeddable: drop its header and the ids that all figures share, and name its colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"| id="\w+_\d+"', "", svg)
+    svg = re.sub(r' id="(run-\d+)"', r' class="\1"', svg)
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     named = {INK: "--ink", GRID: "--grid"} | {colour: f"--series-{i}" for i, colour in enumerate(COLOURS, 1)}
     for colour, name in named.items():

@@ -1,0 +1,117 @@
+"""What a search over settings found: its trials, their curves, and how each setting matters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.plotting.figures import COLOURS, INK, choose_scale, finish, new_figure, save
+from pytorch_accel_lite.plotting.panels import NothingToPlotError
+from pytorch_accel_lite.utils import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WIDTH, _HEIGHT = 3.6, 2.9  # inches of a panel
+_COMPLETE, _PRUNED, _BEST = COLOURS[0], COLOURS[6], COLOURS[1]
+
+
+def plot_search(study: Any, path: str | os.PathLike[str] | None = None, metric: str = "value") -> Figure:
+    """Plot an Optuna study: the value of each trial, their curves over the epochs, and the values by each setting.
+
+    Trials that were pruned are shown with the last value that they reported. Needs the extra ``plot``.
+
+    :param study: a study with one objective
+    :param path: where to save the picture; ``None`` does not save it
+    :param metric: name of the objective, for the axes
+    :raises NothingToPlotError: if no trial has been completed
+    """
+    complete = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+    if not complete:
+        raise NothingToPlotError("Nothing to plot: no trial of the study has been completed yet.")
+    pruned = [trial for trial in study.trials if trial.state.name == "PRUNED" and trial.intermediate_values]
+    maximises = study.direction.name == "MAXIMIZE"
+    settings = dict.fromkeys(name for trial in complete for name in trial.params)
+    panels: list[Callable[[Any], None]] = [lambda axis: _draw_trials(axis, complete, pruned, maximises)]
+    if any(len(trial.intermediate_values) > 1 for trial in complete):
+        panels.append(lambda axis: _draw_curves(axis, complete, pruned, study.best_trial))
+    panels += [partial(_draw_setting, name=name, complete=complete, pruned=pruned) for name in settings]
+    columns = min(len(panels), 3 if len(panels) != 4 else 2)
+    rows = -(-len(panels) // columns)
+    figure = new_figure((columns * _WIDTH, rows * _HEIGHT))
+    for number, draw in enumerate(panels):
+        axis = figure.add_subplot(rows, columns, number + 1)
+        draw(axis)
+        axis.set_ylabel(metric)
+    return save(figure, path)
+
+
+def _value(trial: Any) -> float:
+    """Return the value of a trial; of one that was pruned, the last that it reported."""
+    return float(trial.intermediate_values[max(trial.intermediate_values)] if trial.value is None else trial.value)
+
+
+def _draw_trials(axis: Any, complete: Sequence[Any], pruned: Sequence[Any], maximises: bool) -> None:
+    numbers = [trial.number for trial in complete]
+    best = list(accumulate(map(_value, complete), max if maximises else min))
+    (line,) = axis.plot(numbers, best, drawstyle="steps-post", color=_BEST, linewidth=1.4)
+    handles = [line, *_scatter(axis, numbers, complete, [trial.number for trial in pruned], pruned)]
+    choose_scale(axis, [list(map(_value, [*complete, *pruned]))])
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("trial")
+    finish(axis, "trials", ["best so far", "completed", "pruned"][: len(handles)], handles)
+
+
+def _draw_curves(axis: Any, complete: Sequence[Any], pruned: Sequence[Any], best: Any) -> None:
+    kinds = (("pruned", pruned, _PRUNED, 1.0), ("completed", complete, _COMPLETE, 1.0), ("best", [best], _BEST, 2.0))
+    handles, labels = [], []
+    for label, trials, colour, width in kinds:
+        for trial in trials:
+            epochs, values = zip(*sorted(trial.intermediate_values.items()), strict=True)
+            (line,) = axis.plot(epochs, values, color=colour, linewidth=width, marker="o", markersize=2.5)
+        if trials:
+            handles.append(line)
+            labels.append(label)
+    choose_scale(axis, [list(trial.intermediate_values.values()) for trial in [*complete, *pruned]])
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("epoch")
+    finish(axis, "curves", labels, handles)
+
+
+def _draw_setting(axis: Any, name: str, complete: Sequence[Any], pruned: Sequence[Any]) -> None:
+    trials = [trial for trial in [*complete, *pruned] if name in trial.params]
+    ticker = import_extra("matplotlib.ticker", "plot", "plot_search()")
+    space = trials[0].distributions[name]
+    choices = getattr(space, "choices", None)
+
+    def places(chosen: Sequence[Any]) -> list[float]:
+        return [choices.index(trial.params[name]) if choices else trial.params[name] for trial in chosen]
+
+    with_setting = [[trial for trial in kind if name in trial.params] for kind in (complete, pruned)]
+    _scatter(axis, places(with_setting[0]), with_setting[0], places(with_setting[1]), with_setting[1])
+    choose_scale(axis, [list(map(_value, trials))])
+    if choices:
+        axis.set_xticks(range(len(choices)), list(map(str, choices)))
+        axis.set_xlim(-0.5, len(choices) - 0.5)
+    elif getattr(space, "log", False):
+        axis.set_xscale("log")
+        if space.high < 100 * space.low:
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
+    finish(axis, name, [])
+
+
+def _scatter(
+    axis: Any, x: Sequence[float], complete: Sequence[Any], x_pruned: Sequence[float], pruned: Any
+) -> list[Any]:
+    """Draw the values of trials, those that were pruned hollow; return the handles for a legend."""
+    style = {"s": 26, "zorder": 3, "linewidths": 1.2}
+    handles = [axis.scatter(x, list(map(_value, complete)), color=_COMPLETE, **style)]
+    if pruned:
+        values = list(map(_value, pruned))
+        handles.append(axis.scatter(x_pruned, values, facecolors="none", edgecolors=INK, alpha=0.6, **style))
+    return handles

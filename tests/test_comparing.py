@@ -1,0 +1,197 @@
+"""Comparing runs: found by what they have written, from files and from scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import R2Score
+
+pytest.importorskip("jsonargparse", reason="needs the extra cli")
+
+from pytorch_accel_lite import Trainer, compare_runs
+from pytorch_accel_lite.callbacks import (
+    LearningRateMonitorCallback,
+    MetricsCallback,
+    MetricsFileCallback,
+    RunLogCallback,
+    SaveTrainingStateCallback,
+)
+from pytorch_accel_lite.experiment import Experiment, RunComparison
+from pytorch_accel_lite.experiment.command_line import main
+from tests import experiment_parts as parts
+from tests.test_experiments import FILE
+
+METRICS = """
+callbacks:
+  - class_path: MetricsCallback
+    init_args:
+      metrics:
+        r2: {class_path: torchmetrics.R2Score}
+"""
+OF_FILES = {
+    "adam-2": {},
+    "adam-10": {"model.width": 7, "optimizer.lr": 0.1},
+    "sgd": {"optimizer": "SGD", "optimizer.momentum": 0.5, "scheduler": None},
+}
+
+
+def train(folder: Path, seed: int, *callbacks) -> Trainer:
+    torch.manual_seed(seed)
+    model = parts.Net()
+    metrics = MetricsCallback({"r2": R2Score()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, [metrics, *callbacks], seed=seed)
+    trainer.train(parts.load_data(16), 2, parts.load_data(8))
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Trainer]:
+    """Trainers by the folders of their runs: three from files, one each with a record and with states; and others."""
+    folder = tmp_path_factory.mktemp("compared") / "runs"
+    folder.mkdir()
+    (folder / "small.yaml").write_text(FILE + METRICS)
+    found = {}
+    for name, overrides in OF_FILES.items():
+        overrides = overrides | {"output_dir": str(folder / name)}
+        found[str(folder / name)] = Experiment.from_file(folder / "small.yaml", overrides, environment={}).train()
+    script, states = folder / "script", folder / "states"
+    log = RunLogCallback(script / "log", {"idea": "<wider>"})
+    found[str(script)] = train(script, 1, LearningRateMonitorCallback(), log)
+    rows = MetricsFileCallback(states / "metrics.csv", every_n_updates=1)
+    found[str(states)] = train(states, 2, rows, SaveTrainingStateCallback(states / "kept"))
+    (folder / "empty").mkdir()
+    return found
+
+
+@pytest.fixture
+def compared(runs) -> RunComparison:
+    return compare_runs(runs)
+
+
+def test_each_run_is_found_with_its_best_metrics(runs, compared):
+    assert [run.name for run in compared.runs] == ["adam-2", "adam-10", "sgd", "script", "states"]
+    assert list(map(str, compared.metrics)) == ["eval_loss_epoch (min)", "r2 (max)", "train_loss_epoch (last)"]
+    for row, trainer in zip(compared.rows(), runs.values(), strict=True):
+        history = trainer.run_history
+        assert row["epochs"] == 2
+        assert row["eval_loss_epoch"] == min(history["eval_loss_epoch"])
+        assert row["r2"] == pytest.approx(max(map(float, history["r2"])))
+        assert row["train_loss_epoch"] == history["train_loss_epoch"][-1]
+    table = compared.to_dataframe()
+    assert table.loc["adam-10", "optimizer.lr"] == 0.1
+
+
+def test_what_differs_is_listed_without_what_follows_from_it(runs):
+    from_files = compare_runs(list(runs)[:3])
+    assert from_files.differences == [
+        "model.width",
+        "optimizer",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+    ]  # no momentum
+    assert [run.settings["model.width"] for run in from_files.runs] == [5, 7, 5]
+    from_scripts = compare_runs(list(runs)[3:])
+    assert from_scripts.differences == ["seed"]  # the others are not in both
+    assert not {"num_epochs", "idea"} & {*compare_runs(runs).differences}
+    script, states = from_scripts.runs
+    assert (script.settings["idea"], script.outcome, states.settings["seed"]) == ("<wider>", "finished", 2)
+    assert script.settings["optimizer"] == "SGD(lr=0.05)"
+    assert compare_runs(next(iter(runs))).differences == []
+
+
+def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = compare_runs(list(runs)[:3])
+    lines = repr(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    values = {row["run"]: row["r2"] for row in found.rows()}
+    marked = {line.split()[0] for line in lines if re.search(rf"{max(values.values()):.4f}\*", line)}
+    assert marked == {max(values, key=values.__getitem__)}
+    assert "Settings that differ" in lines
+    assert re.search(r"^sgd +5 +SGD +0.01 +0$", "\n".join(lines), re.MULTILINE)
+    assert "<td>adam-10</td>" in found._repr_html_()
+
+
+def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_path):
+    page = compared.save(tmp_path / "pages" / "comparison.html").read_text()
+    curves = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
+    assert len(curves) == 3
+    assert all(re.findall(r'<g class="run-(\d)">', curve) == ["4", "3", "2", "1", "0"] for curve in curves)
+    assert page.count('class="number best"') == 2
+    assert "&lt;wider&gt;" in page
+    assert "<wider>" not in page
+    assert not re.search(r"(src|href)=\"http|url\(http|@import", page)
+    assert "<summary>Settings that do not differ</summary>" in page
+
+
+def test_runs_are_sorted_by_a_metric_or_a_setting(runs):
+    by_metric = [row["r2"] for row in compare_runs(runs, sort_by="r2").rows()]
+    assert by_metric == sorted(by_metric, reverse=True)
+    by_loss = [row["r2"] for row in compare_runs(runs, sort_by="r2", directions={"r2": False}).rows()]
+    assert by_loss == sorted(by_loss)
+    by_setting = compare_runs(list(runs)[:3], sort_by="model.width")
+    assert [run.name for run in by_setting.runs] == ["adam-2", "sgd", "adam-10"]
+    with pytest.raises(ValueError, match=r"sort_by='r22' is neither a metric nor a setting.* Did you mean 'r2'\?"):
+        compare_runs(runs, sort_by="r22")
+
+
+def test_the_command_compares_a_folder_of_runs(runs, capsys, monkeypatch):
+    folder = Path(next(iter(runs))).parent
+    monkeypatch.chdir(folder.parent)
+    assert main(["compare", *sorted(map(str, folder.iterdir())), "--sort", "r2"]) == 0
+    printed = capsys.readouterr().out
+    assert f"The page with the curves is {os.path.join('runs', 'comparison.html')}" in printed
+    assert printed.startswith("5 runs")
+    assert f"Left out, without metrics: {folder / 'empty'}" in printed
+    assert (folder / "comparison.html").stat().st_size > 10_000
+    (folder / "comparison.html").unlink()
+    assert main(["compare", "runs/*", "--page", "other.html", "--minimize", "r2"]) == 0
+    assert "r2 (min)" in capsys.readouterr().out
+    assert (folder.parent / "other.html").is_file()
+
+
+def test_values_that_are_not_finite_and_many_runs(tmp_path):
+    for number in range(20):
+        (tmp_path / str(number)).mkdir()
+        rows = [{"epoch": epoch, "eval_loss_epoch": 1 / epoch + number, "share": epoch / 4} for epoch in (1, 2)]
+        if number == 0:
+            rows[-1] |= {"eval_loss_epoch": "NaN", "share": "NaN"}
+        (tmp_path / str(number) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = compare_runs(tmp_path)
+    assert [run.name for run in found.runs] == list(map(str, range(20)))
+    assert found.rows()[0] == {"run": "0", "epochs": 2, "eval_loss_epoch": 1.0, "share": None}
+    assert math.isnan(found.runs[0].metrics["share"][1][-1])
+    assert list(map(str, found.metrics)) == ["eval_loss_epoch (min)", "share (last)"]
+    assert compare_runs(tmp_path, sort_by="share").runs[-1].name == "0"
+    assert "Their settings are the same, as far as they are known." in repr(found)
+    page = found.save(tmp_path / "page.html").read_text()
+    assert page.count('stroke-dasharray="6 3"') == 7
+    assert page.count('opacity="0.25"') == 6
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "message"),
+    [
+        (lambda folder: None, ValueError, "No runs found in .*: there are no metrics. They are in the metrics.jsonl"),
+        (lambda folder: (folder / "metrics.jsonl").touch(), ValueError, "No runs found in "),
+        (lambda folder: folder.rmdir(), FileNotFoundError, "There is no '.*run'"),
+        (lambda folder: (folder / "metrics.jsonl").write_text("{}\n{"), ValueError, "metrics.jsonl, line 2 is no row"),
+        (lambda folder: (folder / "run.json").write_text("{"), ValueError, "run.json is not JSON"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(write, error, message, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write(folder)
+    with pytest.raises(error, match=message):
+        compare_runs(folder)
+    assert main(["compare", str(folder)]) == 2
+    assert re.search(f"^error: .*{message}", capsys.readouterr().err)

@@ -1,0 +1,229 @@
+"""Cross-validation: any splitter, predictions in the order of the dataset, resumed fold by fold."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn import model_selection as splitters
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+from torchmetrics import MeanAbsoluteError
+
+from pytorch_accel_lite import Trainer, cross_validate
+from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.experiment import CrossValidation
+from tests import experiment_parts as parts
+from tests.cases import folds
+from tests.launching import run_forked
+
+SIZE = 12
+LABELS = [index % 3 for index in range(SIZE)]
+GROUPS = [index // 2 for index in range(SIZE)]
+DATA = TensorDataset(torch.arange(4.0 * SIZE).view(SIZE, 4).sin(), torch.arange(1.0 * SIZE).view(SIZE, 1).cos())
+ARGUMENTS: dict[str, Any] = {"num_epochs": 2, "per_device_batch_size": 2, "seed": 0}
+
+
+def make_trainer(folder: Path, *callbacks: Any) -> Trainer:
+    model = parts.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    metrics = MetricsCallback({"error": MeanAbsoluteError()})
+    return Trainer(model, nn.MSELoss(), optimizer, [metrics, *callbacks], seed=0)
+
+
+def saving(folder: Path, *callbacks: Any) -> Trainer:
+    return make_trainer(folder, SaveTrainingStateCallback(folder / "states", save_every_n_steps=1), *callbacks)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> CrossValidation:
+    folder = tmp_path_factory.mktemp("folds")
+    return cross_validate(saving, DATA, splitters.KFold(3), save_dir=folder, **ARGUMENTS)
+
+
+def test_each_fold_is_trained_on_the_others_and_tested_on_its_samples(result):
+    assert [fold.test_indices for fold in result.folds] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    fold = result.folds[1]
+    torch.manual_seed(0)
+    trainer = make_trainer(fold.folder)
+    train, test = (TensorDataset(*DATA[indices]) for indices in (fold.train_indices, fold.test_indices))
+    torch.manual_seed(0)
+    trainer.model.load_state_dict(parts.Net().state_dict())  # as created after seeding
+    trainer.train(train, 2, test, 2)
+    assert trainer.evaluate(test, 2) == fold.metrics
+    assert torch.equal(trainer.predict(test, 2), fold.predictions)
+
+
+def test_predictions_are_in_the_order_of_the_dataset(result, tmp_path):
+    assert torch.equal(result.predictions, torch.cat([fold.predictions for fold in result.folds]))
+    errors = (result.predictions - DATA.tensors[1]).abs().flatten()
+    for fold in result.folds:
+        assert errors[fold.test_indices].mean().item() == pytest.approx(fold.metrics["error"], rel=1e-5)
+    shuffled = splitters.KFold(3, shuffle=True, random_state=1)
+    other = cross_validate(make_trainer, DATA, shuffled, save_dir=tmp_path, **ARGUMENTS)
+    fold = other.folds[2]
+    assert fold.test_indices != [8, 9, 10, 11]
+    assert torch.equal(other.predictions[fold.test_indices], fold.predictions)
+
+
+def test_metrics_have_a_mean_and_a_deviation_and_a_table(result):
+    errors = [fold.metrics["error"] for fold in result.folds]
+    assert result.mean["error"] == statistics.fmean(errors)
+    assert result.deviation["error"] == statistics.stdev(errors)
+    lines = repr(result).splitlines()
+    assert lines[0] == (
+        "Cross-validation: 3 folds of 12 samples by KFold(n_splits=3, random_state=None, shuffle=False)"
+    )
+    assert lines[1].split() == ["fold", "train", "test", "error", "evaluation_loss"]
+    assert [line.split()[0] for line in lines[2:]] == ["fold-1", "fold-2", "fold-3", "mean", "deviation"]
+    assert lines[2].split()[1:3] == ["8", "4"]
+    assert lines[5].split()[-1] == f"{result.mean['evaluation_loss']:.6g}"
+    assert "<td>fold-3</td>" in result._repr_html_()
+    table = result.to_dataframe()
+    assert table.index.tolist() == ["fold-1", "fold-2", "fold-3"]
+    assert table["error"].tolist() == errors
+
+
+def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = repr(result).splitlines()[1:]
+    assert all(len(line) <= 40 for line in lines)
+    assert [line.split()[0] for line in lines if line].count("fold-1") == 2
+
+
+@pytest.mark.parametrize(
+    ("splitter", "further"),
+    [
+        (splitters.StratifiedKFold(2), {"y": torch.tensor(LABELS)}),
+        (splitters.GroupKFold(2), {"groups": GROUPS}),
+        (splitters.StratifiedGroupKFold(2), {"y": LABELS, "groups": GROUPS}),
+        (splitters.PredefinedSplit([0] * 6 + [1] * 6), {}),
+        ([(range(6), range(6, 12)), (range(6, 12), range(6))], {}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_splitters_that_test_every_sample_once(splitter, further, tmp_path):
+    arguments = ARGUMENTS | {"max_num_train_steps": 1} | further
+    found = cross_validate(make_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
+    assert found.predictions.shape == (SIZE, 1)
+    for fold in found.folds:
+        if "y" in further:
+            counts = [sum(LABELS[index] == label for index in fold.test_indices) for label in range(3)]
+            assert counts == [2, 2, 2]
+        if "groups" in further:
+            assert not {GROUPS[i] for i in fold.train_indices} & {GROUPS[i] for i in fold.test_indices}
+
+
+@pytest.mark.parametrize(
+    "splitter", [splitters.ShuffleSplit(2, test_size=4, random_state=0), splitters.TimeSeriesSplit(2)]
+)
+def test_splitters_that_do_not_have_their_predictions_by_fold(splitter, tmp_path):
+    arguments = ARGUMENTS | {"max_num_train_steps": 1}
+    found = cross_validate(make_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
+    with pytest.raises(ValueError, match="does not test each of the 12 samples exactly once"):
+        _ = found.predictions
+    assert [len(fold.predictions) for fold in found.folds] == [4, 4]
+
+
+def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, capsys):
+    # A run has 8 updates in its 2 epochs; the 3rd kill comes before any state of its fold has been saved.
+    for step, fold in ((5, "fold-1"), (3, "fold-2"), (1, "fold-3")):
+
+        def killed(step: int = step, fold: str = fold) -> None:
+            def dies(folder: Path) -> Trainer:
+                return saving(folder, *([parts.KillAt(step)] if folder.name == fold else []))
+
+            cross_validate(dies, DATA, splitters.KFold(3), save_dir=tmp_path, resume=True, **ARGUMENTS)
+
+        assert run_forked(killed).returncode == -signal.SIGKILL
+    capsys.readouterr()
+    found = cross_validate(saving, DATA, splitters.KFold(3), save_dir=tmp_path, resume=True, **ARGUMENTS)
+    assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
+    assert torch.equal(found.predictions, result.predictions)
+    assert re.findall(r"(fold-\d) is finished: skipped", capsys.readouterr().out) == ["fold-1", "fold-2"]
+
+
+def test_a_split_that_was_drawn_is_kept_when_it_is_resumed_and_replaced_when_not(tmp_path, capsys):
+    splitter = splitters.KFold(2, shuffle=True)
+    arguments = ARGUMENTS | {"max_num_train_steps": 1, "save_dir": tmp_path, "seed": None}
+    first = cross_validate(make_trainer, DATA, splitter, **arguments)
+    resumed = cross_validate(make_trainer, DATA, splitter, resume=True, **arguments)
+    assert resumed.rows() == first.rows()
+    assert [fold.test_indices for fold in resumed.folds] == [fold.test_indices for fold in first.folds]
+    (tmp_path / "fold-2" / "from before").touch()
+    capsys.readouterr()
+    cross_validate(make_trainer, DATA, splitters.KFold(2), **arguments)
+    assert "skipped" not in capsys.readouterr().out
+    assert not (tmp_path / "fold-2" / "from before").exists()
+    with pytest.raises(ValueError, match=r"has a cross-validation with splitter=KFold\(n_splits=2.* not KFold\(n_spl"):
+        cross_validate(make_trainer, DATA, splitters.KFold(3), resume=True, **arguments)
+    with pytest.raises(ValueError, match="has a cross-validation with num_epochs=2, not 3"):
+        cross_validate(make_trainer, DATA, splitters.KFold(2), resume=True, **arguments | {"num_epochs": 3})
+
+
+def once(folder: Path, made: list[Trainer] = []) -> Trainer:  # noqa: B006
+    """A trainer that is made once only."""
+    if not made:
+        made.append(make_trainer(folder))
+    return made[0]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from DATA
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"make_trainer": once}, ValueError, "returned the Trainer of an earlier fold"),
+        ({"make_trainer": lambda: None}, TypeError, "must take the folder of a fold as its only argument"),
+        ({"make_trainer": lambda folder: parts.Net()}, TypeError, "which is not a Trainer"),
+        ({"dataset": Stream()}, TypeError, "dataset: Stream cannot be divided into folds"),
+        ({"dataset": DATA.tensors[0]}, TypeError, r"such as TensorDataset\(inputs, targets\)"),
+        ({"splitter": 5}, TypeError, r"splitter=5 must have a method split, as KFold\(5\) of sklearn"),
+        (
+            {"splitter": splitters.StratifiedKFold(2)},
+            ValueError,
+            "cannot split the dataset: .* It may need y or groups",
+        ),
+        ({"splitter": splitters.GroupKFold(2), "y": LABELS}, ValueError, r"'groups'.* It may need groups, with one"),
+        ({"splitter": splitters.KFold(13)}, ValueError, "cannot split the dataset: .*13"),
+        ({"splitter": [([0, 1], [1, 2])]}, ValueError, "fold 1 would be tested on 1 of the samples .* as sample 1"),
+        ({"splitter": [([0, 1], [12])]}, ValueError, "fold 1 has the index 12, but the dataset has 12 samples"),
+        ({"splitter": [([0, 1], [])]}, ValueError, "cannot split the dataset: a split must consist of indices"),
+        ({"y": [0, 1]}, ValueError, "y must have one element for each of the 12 samples, not 2"),
+        ({"num_epoch": 3}, TypeError, "num_epoch is not an argument of Trainer.train. Did you mean 'num_epochs'?"),
+        ({"eval_dataset": DATA}, TypeError, "eval_dataset is not an argument of cross_validate"),
+    ],
+)
+def test_what_cannot_be_validated_is_refused(changes, error, message, tmp_path):
+    arguments = {"make_trainer": make_trainer, "dataset": DATA, "splitter": splitters.KFold(2), "save_dir": tmp_path}
+    with pytest.raises(error, match=message):
+        cross_validate(**{**arguments, **ARGUMENTS, "max_num_train_steps": 1, **changes})
+    if changes.get("make_trainer") is not once:
+        assert not [*tmp_path.glob("fold-*")]
+
+
+def test_the_deviation_of_one_fold_is_unknown(tmp_path):
+    arguments = ARGUMENTS | {"max_num_train_steps": 1}
+    found = cross_validate(make_trainer, DATA, [(range(6), range(6, 12))], save_dir=tmp_path, **arguments)
+    assert found.mean["error"] == found.folds[0].metrics["error"]
+    assert math.isnan(found.deviation["error"])
+    assert os.listdir(tmp_path / "fold-1") != []
+
+
+def test_all_ranks_have_the_same_results(two_ranks):
+    (metrics, indices, predictions, losses), other = two_ranks(folds.validated)
+    assert (metrics, indices) == other[:2]
+    assert torch.equal(predictions, other[2])
+    assert sorted(index for fold in indices for index in fold) == list(range(11))
+    for found, tested in zip(metrics, indices, strict=True):
+        assert losses[tested].mean().item() == pytest.approx(found["evaluation_loss"], rel=1e-5)
