@@ -68,17 +68,20 @@ def main() -> None:
         storage=f"sqlite:///{args.output / 'study.db'}",
         load_if_exists=True,
         direction=search["direction"],
-        sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=5),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2),
+    )
+    # With the same seed as before, a continued search would propose the same values.
+    study.sampler = optuna.samplers.TPESampler(
+        seed=len(study.trials), n_startup_trials=5
     )
     retry_killed_trials(study)
     ended = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-    left = args.trials - len(study.get_trials(deepcopy=False, states=ended))
+    left = args.trials - len(study.get_trials(states=ended))
     study.optimize(run_trial, n_trials=max(left, 0))
     plot_search(study, args.output / "search.png", metric)
 
-    pruned = len(study.get_trials(states=ended[1:]))
-    print(f"\n{len(study.trials)} trials, of which {pruned} were pruned")
+    states = [trial.state for trial in study.get_trials(states=ended)]
+    print(f"\n{len(states)} trials, of which {states.count(ended[1])} were pruned")
     print(f"Best {metric}: {study.best_value:.4f} in trial {study.best_trial.number}")
     for name, value in study.best_params.items():
         print(f"  {name}: {value:.4g}")

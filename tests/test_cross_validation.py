@@ -84,7 +84,7 @@ def test_metrics_have_a_mean_and_a_deviation_and_a_table(result):
     assert lines[1].split() == ["fold", "train", "test", "error", "evaluation_loss"]
     assert [line.split()[0] for line in lines[2:]] == ["fold-1", "fold-2", "fold-3", "mean", "deviation"]
     assert lines[2].split()[1:3] == ["8", "4"]
-    assert lines[5].split()[-1] == f"{result.mean['evaluation_loss']:.6g}"
+    assert lines[5].split()[-1] == f"{result.mean['evaluation_loss']:.4f}"
     assert "<td>fold-3</td>" in result._repr_html_()
     table = result.to_dataframe()
     assert table.index.tolist() == ["fold-1", "fold-2", "fold-3"]

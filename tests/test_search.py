@@ -7,12 +7,12 @@ from pathlib import Path
 import optuna
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.experiment import OptunaPruningCallback, retry_killed_trials, suggest_overrides
+from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.plotting import NothingToPlotError, plot_search
 from tests.cases import search
 from tests.experiment_parts import CrashAt, Net, load_data
@@ -144,10 +144,24 @@ def test_a_trial_ends_in_the_same_bits_whatever_trials_came_before_it():
     assert not equal(ended[0], ended[1])
 
 
-def test_the_precision_of_a_process_cannot_change_between_trials():
-    make_trainer()
-    with pytest.raises(ValueError, match=r"already been initialized and cannot be changed.*mixed_precision='bf16'"):
-        Accelerator(mixed_precision="bf16")
+@pytest.mark.parametrize("first", ["bf16", "no"])
+def test_a_trial_does_not_silently_take_over_the_precision_of_another(first, tmp_path):
+    pytest.importorskip("jsonargparse")
+    (tmp_path / "small.yaml").write_text(
+        "model: tests.experiment_parts.Net\nloss_func: MSELoss\noptimizer: AdamW\n"
+        "data: {train: tests.experiment_parts.load_data}\n"
+    )
+    with_bf16 = {"accelerator.mixed_precision": "bf16"}
+    trials = [with_bf16, {}] if first == "bf16" else [{}, with_bf16]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        trainer = Experiment.from_file(tmp_path / "small.yaml", trials[0]).trainer
+        assert trainer.accelerator.mixed_precision == first
+        with pytest.raises(ValueError, match=r"already computes in bf16|already been initialized"):
+            _ = Experiment.from_file(tmp_path / "small.yaml", trials[1]).trainer
+        assert Experiment.from_file(tmp_path / "small.yaml", trials[0]).trainer.accelerator.mixed_precision == first
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_plot_shows_every_trial_by_number_by_epoch_and_by_setting():

@@ -20,13 +20,14 @@ from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
+from pytorch_accel_lite.callbacks.run_page import format_column
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.distributed.collectives import result_of_first
 from pytorch_accel_lite.experiment.text_tables import text_table
 from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.pieces import concatenate, reorder
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import did_you_mean, find_length, format_metric, import_extra
+from pytorch_accel_lite.utils import did_you_mean, find_length, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,7 +132,8 @@ class CrossValidation:
         rows = self.rows()
         columns = list(dict.fromkeys(name for row in rows for name in row))
         rows += [{"fold": "mean", **self.mean}, {"fold": "deviation", **self.deviation}]
-        return [columns, *([format_metric(row.get(name, "")) for name in columns] for row in rows)]
+        texts = [format_column([row.get(name) for row in rows]) for name in columns]
+        return [columns, *map(list, zip(*texts, strict=True))]
 
     @property
     def title(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
@@ -25,6 +26,7 @@ from pytorch_accel_lite.experiment.overriding import nested, spelt_out
 from pytorch_accel_lite.experiment.parsing import Parser
 from pytorch_accel_lite.experiment.recording import ExperimentRecord
 from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import is_ours
 
 
 class Experiment:
@@ -83,6 +85,8 @@ class Experiment:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if self._is_given("accelerator"):
             made["accelerator"] = self._make_accelerator()
+        elif is_ours(getattr(self._parser.parts["trainer"], "_create_accelerator", None)):
+            _check_precision()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
         return trainer
 
@@ -192,6 +196,8 @@ class Experiment:
     def _make_accelerator(self) -> Any:
         create = self._partial("accelerator")
         given = create.keywords if isinstance(create, partial) else {}
+        if "mixed_precision" not in given:
+            _check_precision()
         with _naming(self._parser.place("accelerator")):
             return create() if "cpu" in given or not launched_on_cpus() else create(cpu=True)
 
@@ -232,6 +238,17 @@ def create_parser(
 def _arguments_in(namespace: Any) -> dict[str, Any]:
     """Return the arguments in a namespace of the parser's."""
     return {} if namespace is None else dict(vars(namespace))
+
+
+def _check_precision() -> None:
+    """Refuse to take over the mixed precision of an earlier experiment, as that of a process cannot change."""
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if is_initialized() and (found := AcceleratorState().mixed_precision) != given:
+        raise ExperimentError(
+            f"accelerator.mixed_precision: this process already computes in {found}, because of an earlier "
+            f"accelerator, and cannot change to {given}. Give all experiments of a program the same, or start this one "
+            "in a program of its own."
+        )
 
 
 def _place_files(kind: Any, item: Any, folder: Path) -> None:
