@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import Trainer, cross_validate
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite import Trainer, TrainerCallback, cross_validate
+from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import CrossValidation
 from tests import experiment_parts as parts
 from tests.cases import folds
@@ -148,6 +148,26 @@ def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, 
     assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
     assert torch.equal(found.predictions, result.predictions)
     assert re.findall(r"(fold-\d) is finished: skipped", capsys.readouterr().out) == ["fold-1", "fold-2"]
+
+
+class PauseAt(TrainerCallback):
+    def __init__(self, update: int) -> None:
+        self.update = update
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == self.update:
+            raise RunPausedError("The time is up.")
+
+
+def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
+    def pauses(folder: Path) -> Trainer:
+        return saving(folder, *([PauseAt(3)] if folder.name == "fold-2" else []))
+
+    with pytest.raises(RunPausedError, match=r"The time is up\. fold-2 is not finished: .* with resume=True"):
+        cross_validate(pauses, DATA, splitters.KFold(3), save_dir=tmp_path, **ARGUMENTS)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/fold.json")) == ["fold-1"]
+    found = cross_validate(saving, DATA, splitters.KFold(3), save_dir=tmp_path, resume=True, **ARGUMENTS)
+    assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
 
 
 def test_a_split_that_was_drawn_is_kept_when_it_is_resumed_and_replaced_when_not(tmp_path, capsys):

@@ -10,7 +10,7 @@ import shutil
 import statistics
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predicti
 from pytorch_accel_lite.callbacks.run_page import format_column
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.distributed.collectives import result_of_first
+from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.experiment.text_tables import text_table
 from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.pieces import concatenate, reorder
@@ -58,8 +59,8 @@ class Fold:
     """
 
     name: str
-    train_indices: list[int]
-    test_indices: list[int]
+    train_indices: list[int] = field(repr=False)
+    test_indices: list[int] = field(repr=False)
     metrics: dict[str, Any]
     folder: Path
 
@@ -184,6 +185,7 @@ def cross_validate(
         depend on the folds before it; give the trainer a seed, too
     :param predictions: whether to predict the samples that were held out
     :param train_arguments: arguments of :meth:`Trainer.train`, such as ``num_epochs``
+    :raises RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``; resume it later
     :raises TypeError: if the dataset has no length, or an argument of ``train`` is unknown
     :raises ValueError: if the splitter cannot split the dataset, or a fold tests what it trains on; if ``make_trainer``
         returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
@@ -351,6 +353,8 @@ class _Validation:
                 resume_from="latest" if self.resume and saves_states else None,
                 **self.train_arguments,
             )
+            if (pause := trainer.current_run.interruption) is not None:
+                raise RunPausedError(f"{pause} {name} is not finished: call cross_validate again with resume=True.")
             given = self.train_arguments
             reading = {name: given[key] for key, name in _FOR_EVALUATION.items() if key in given}
             metrics = {key: _as_json(value) for key, value in trainer.evaluate(held_out, **reading).items()}
