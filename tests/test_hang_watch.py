@@ -17,6 +17,7 @@ from tests.scripts.resumable import run_to_the_end
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys):
     cases.hanging.stuck_while_reading()
     said = capsys.readouterr().err
@@ -26,6 +27,7 @@ def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys)
     assert re.search(r"Rank 0 makes progress again after \d+ seconds\.", said)
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_its_workers_says_so(capsys):
     cases.hanging.stuck_while_reading(num_workers=1)
     assert re.search(r"  rank 0, epoch 1, step \d: reading data, waiting for its workers, in ", capsys.readouterr().err)
@@ -69,6 +71,7 @@ def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, job
     assert hung["order"] == whole["order"]
 
 
+@pytest.mark.slow
 def test_the_program_ends_at_once_when_asked(tmp_path):
     output = tmp_path / "output"
     process = Fork(partial(cases.hanging.stuck_while_reading, end=True), output)
