@@ -16,6 +16,7 @@ from typing import Any
 import optuna
 from torch import nn
 
+from pytorch_accel_lite import NonFiniteLossError
 from pytorch_accel_lite.experiment import (
     Experiment,
     OptunaPruningCallback,
@@ -77,7 +78,8 @@ def main() -> None:
     retry_killed_trials(study)
     ended = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     left = args.trials - len(study.get_trials(states=ended))
-    study.optimize(run_trial, n_trials=max(left, 0))
+    # A trial whose loss diverges has failed, but not the search.
+    study.optimize(run_trial, n_trials=max(left, 0), catch=NonFiniteLossError)
     plot_search(study, args.output / "search.png", metric)
 
     states = [trial.state for trial in study.get_trials(states=ended)]

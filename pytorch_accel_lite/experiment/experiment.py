@@ -26,7 +26,7 @@ from pytorch_accel_lite.experiment.overriding import nested, spelt_out
 from pytorch_accel_lite.experiment.parsing import Parser
 from pytorch_accel_lite.experiment.recording import ExperimentRecord
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import is_ours
+from pytorch_accel_lite.utils import is_ours as is_of_package
 
 
 class Experiment:
@@ -85,7 +85,7 @@ class Experiment:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if self._is_given("accelerator"):
             made["accelerator"] = self._make_accelerator()
-        elif is_ours(getattr(self._parser.parts["trainer"], "_create_accelerator", None)):
+        elif is_of_package(getattr(self._parser.parts["trainer"], "_create_accelerator", None)):
             _check_precision()
         trainer: Trainer = self._make("trainer", made | {"callbacks": self._callbacks()})
         return trainer
