@@ -12,10 +12,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tests.rank_pool import RankPool
 
 COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
+
+WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
@@ -97,3 +100,12 @@ def scaled_accelerator() -> Iterator[Accelerator]:
     accelerator.state._mixed_precision = "fp16"
     yield accelerator
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_hooks() -> Iterator[None]:
+    """What torch calls in every step of every optimizer would change what later tests count."""
+    yield
+    assert not any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks)), "a hook of all optimizers is left"
+    assert not torch.autograd._profiler_enabled(), "a profiler is left running"
+    assert not hasattr(torch.optim.SGD.step, "hooked") or torch.optim.SGD.step.__code__ is WRAPPER, "step is patched"

@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from pytorch_accel_lite.distributed import shutdown
+from pytorch_accel_lite.signals import keeping_handlers
 
 T = TypeVar("T")
 
@@ -42,9 +43,9 @@ def some_of(states: Iterable[T]) -> list[T]:
     return [*states][:: 1 if SOAK else -3][:: 1 if SOAK else -1]
 
 
-def environment() -> dict[str, str]:
+def environment(**changes: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
-    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | changes
 
 
 def run_python(script: str, *arguments: str) -> str:
@@ -266,7 +267,8 @@ def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, m
         monitor_interval=0.1,
         start_method="fork",
     )
-    elastic_launch(config, _run_as_rank)(function, *arguments)
+    with keeping_handlers():
+        elastic_launch(config, _run_as_rank)(function, *arguments)
 
 
 def _run_as_rank(function: Callable[..., Any], *arguments: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,7 @@ def test_a_function_runs_on_each_process_and_the_first_error_is_the_one_shown(mo
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     before = [os.environ.get(name) for name in names]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     assert launch(parts.own_rank, (9,), processes=1) == [0]
     monkeypatch.setattr(api, "LaunchConfig", partial(api.LaunchConfig, start_method="fork"))  # imports nothing again
     with pytest.raises(LaunchError) as caught:
@@ -126,6 +128,7 @@ def test_a_function_runs_on_each_process_and_the_first_error_is_the_one_shown(mo
     assert text.endswith("LookupError: on purpose, on rank 1 of 2")
     assert caught.value.reason == "on purpose, on rank 1 of 2"
     assert [os.environ.get(name) for name in names] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == handlers
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ class HangWatchCallback(TrainerCallback):
         self._watch = _Watch(self, trainer, connect(f"hang_watch/{name}"))
         self._watch.start()
 
-    def _count(self, trainer: Trainer, **kwargs: Any) -> None:
+    def _count(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._steps += 1
 
     on_train_epoch_start = on_train_step_end = on_train_batch_skipped = on_train_epoch_end = _count

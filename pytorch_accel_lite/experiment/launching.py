@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pytorch_accel_lite.signals import keeping_handlers
 from pytorch_accel_lite.utils import check_positive_int
 
 _FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"
@@ -93,7 +94,7 @@ def _run(
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
     if chosen is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    with _environment(variables):
+    with _environment(variables), keeping_handlers():
         try:
             return dict(elastic_launch(config, entry)(*args))
         except ChildFailedError as error:
