@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pytorch_accel_lite.devices import accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.prepared import are_sharded
+from pytorch_accel_lite.distributed.prepared import are_sharded, local
 from pytorch_accel_lite.optimizers import optimized_parameters
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
 
 NOTHING = nullcontext()
 Count = int | float | torch.Tensor
-_NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
 
 
 class GradientWindow:
@@ -87,7 +85,7 @@ class GradientWindow:
             true = torch.where(true == 0, nominal, true)  # a window without any items has gradients of 0
         elif true in (0, nominal):
             return 1
-        gradients = [p.grad for p in optimized_parameters(optimizer) if p.grad is not None]
+        gradients = [local(p.grad) for p in optimized_parameters(optimizer) if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, nominal / true)
         return nominal / true
@@ -108,36 +106,6 @@ def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window:
     return accelerator.no_sync(model)  # type: ignore[no-any-return]
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    sparse_dims = [_NO_GRADIENT if p.grad is None else p.grad.sparse_dim() for p in trained]
-    gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter, sparse_dim in zip(trained, map(int, ranks.max(sparse_dims)), strict=True):
-        if sparse_dim > 0:
-            parameter.grad = ranks.sum_on_device(_as_sparse(parameter, sparse_dim)) / ranks.world_size
-        elif sparse_dim == 0:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for group in gradients.values():
-        flat = ranks.sum_on_device(_flatten_dense_tensors(group))  # type: ignore[no-untyped-call]
-        flat.div_(ranks.world_size)
-        torch._foreach_copy_(group, _unflatten_dense_tensors(flat, group))  # type: ignore[no-untyped-call]
-
-
-def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
-    """Return a gradient as a sparse tensor with the number of sparse dimensions that it has on another rank."""
-    gradient = parameter.grad
-    if gradient is None:
-        indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
-        gradient = torch.sparse_coo_tensor(indices, values, parameter.shape)
-    elif not gradient.is_sparse:
-        gradient = gradient.to_sparse(sparse_dim)
-    return gradient.coalesce()
-
-
 def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer that are not in the model, such as those of the loss function."""
     own = set(model.parameters())
@@ -153,13 +121,20 @@ def updated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
     return [*trainer.model.parameters(), *optimized]
 
 
-def clip_norm(accelerator: Accelerator, parameters: list[torch.nn.Parameter], norm: float) -> Any:
-    """Clip gradients by their total norm, and return the norm before clipping."""
-    if are_sharded(parameters):
-        # Accelerate compares them with the parameters of every model it knows, which fails if there are several.
-        accelerator.unscale_gradients()
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
-    return accelerator.clip_grad_norm_(parameters, norm)
+def clip(trainer: Trainer, config: TrainerRunConfig) -> None:
+    """Clip each element of the gradients and their total norm, as far as the config says so."""
+    accelerator, run = trainer.accelerator, trainer.current_run
+    value, norm = config.gradient_clip_value, config.gradient_clip_norm
+    clipped = list(trainer.model.parameters()) if trainer.is_sharded else updated_parameters(trainer)
+    if are_sharded(clipped):
+        from pytorch_accel_lite.sharding.norms import clip_shards
+
+        run.gradient_norm = clip_shards(accelerator, clipped, value, norm)
+        return
+    if value is not None:
+        accelerator.clip_grad_value_(clipped, value)
+    if norm is not None:
+        run.gradient_norm = accelerator.clip_grad_norm_(clipped, norm)
 
 
 def skip_update(self: Trainer) -> None:
@@ -192,8 +167,14 @@ def total_norm(trainer: Trainer) -> torch.Tensor:
         if own is None and trainer.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
         updated = trainer.optimizer if own is None else own.optimizers[own.updating]
-        gradients = (parameter.grad for parameter in optimized_parameters(updated))
-        run.gradient_norm = torch.nn.utils.get_total_norm([grad for grad in gradients if grad is not None])
+        optimized = list(optimized_parameters(updated))
+        gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
+        if are_sharded(optimized):
+            from pytorch_accel_lite.sharding.norms import total_norm_of_shards
+
+            run.gradient_norm = total_norm_of_shards(gradients)
+        else:
+            run.gradient_norm = torch.nn.utils.get_total_norm(gradients)
     return run.gradient_norm
 
 

@@ -16,7 +16,7 @@ from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, ShardedLoader, shard
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed import Ranks, launch
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 class Run:
     """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
 
+    :ivar data_ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
     :ivar before: the run that is restored when this one ends
     :ivar outer: the run within which this one was started, if any
     :ivar request: the settings requested for the run
@@ -61,11 +62,11 @@ class Run:
     :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
     :ivar rates_left: the learning rates at the end of a run with a schedule
     :ivar recreates_schedule: whether the schedule of a resumed run is recreated rather than restored
-    :ivar schedule_shift: number of updates by which the schedule is ahead of ``progress.update``, in a run resumed with
-        a different number of updates per epoch
+    :ivar schedule_shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
     """
 
     control: StopCoordinator
+    data_ranks: Ranks
     window: GradientWindow
     request: RunRequest
     train_dataset: Any
@@ -121,7 +122,7 @@ class Run:
 
             train_data = NamedDatasets(train_data)
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        return cls(StopCoordinator(ranks), window, request, train_data, eval_data, collate_fn)
+        return cls(StopCoordinator(ranks), ranks, window, request, train_data, eval_data, collate_fn)
 
     def __repr__(self) -> str:
         return f"Run({self.request.kind}, {self.progress})"
@@ -263,7 +264,7 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
     request = run.request
     loader = shard(
         source,
-        trainer.ranks,
+        run.data_ranks,
         trainer.device,
         run.data_seed,
         training or trainer.is_sharded,
@@ -299,6 +300,7 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     trainer.current_run = run
     try:
         with computing(trainer):
+            launch.begin_sharded(trainer, run)
             yield
     finally:
         if trainer.current_run is run and run.before is not None:
@@ -339,8 +341,7 @@ def prepare_model(trainer: Trainer, training: bool) -> None:
         watch_first_call(trainer.loss_func)
     apply_model_options(trainer)
     averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
-    wraps = training and not averages
-    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, wraps)
+    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
     trainer.prepared_model = prepared
     trainer.model = prepared.model
     if training or prepared.outlives_runs:
@@ -387,7 +388,7 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
                 _call_ending_event(trainer, run, "on_stop_training_error")
                 if run.interruption is None:
                     trainer.print(run.stop_reason)
-                run.record_interrupted_epoch(trainer.run_history, trainer.ranks)  # once a state has been saved
+                run.record_interrupted_epoch(trainer.run_history, run.data_ranks)  # once a state has been saved
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
@@ -427,7 +428,7 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
     if together and not ended:
         try:
-            run.record_interrupted_epoch(trainer.run_history, trainer.ranks)
+            run.record_interrupted_epoch(trainer.run_history, run.data_ranks)
             trainer.training_run_end()
         except Exception as failure:
             problems.append(failure)

@@ -16,6 +16,7 @@ from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.backends import BackendSettings
+    from pytorch_accel_lite.distributed import Ranks
     from pytorch_accel_lite.logical import LogicalProcesses
 
 
@@ -162,6 +163,7 @@ class TrainerRunConfig:
 def resolve_run_config(
     request: RunRequest,
     accelerator: Accelerator,
+    data_ranks: Ranks,
     train_dataloader: Any,
     train_dl_kwargs: dict[str, Any] | None,
     eval_dl_kwargs: dict[str, Any] | None,
@@ -172,6 +174,7 @@ def resolve_run_config(
 ) -> TrainerRunConfig:
     """Derive the settings of a run from the request and the length of its data.
 
+    :param data_ranks: the processes as the data are divided among them
     :raises ValueError: if the training data do not fill a single batch
     """
     steps = find_length(train_dataloader)
@@ -182,7 +185,7 @@ def resolve_run_config(
         )
     updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
     request = _limit(request, updates_per_epoch)
-    processes = accelerator.num_processes if logical is None else logical.count
+    processes = data_ranks.world_size if logical is None else logical.count
     train_batch_size = (train_dl_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (eval_dl_kwargs or {}).get("batch_size") or batch_size
     asked = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}

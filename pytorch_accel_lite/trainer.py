@@ -121,6 +121,7 @@ class Trainer:
 
     progress: Progress = of_the_run("progress")
     ranks: Ranks = of_the_run("control.ranks")
+    data_ranks: Ranks = of_the_run("data_ranks")
     run_config: TrainerRunConfig | None = settable("config")
     step_metrics: dict[str, Any] = settable("step_metrics")
     train_dataset: Any = settable("train_dataset")
@@ -330,7 +331,7 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
         request = replace(run.request, **asked)
-        data = run.train_loader, run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
+        data = run.data_ranks, run.train_loader, run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
         return resolve_run_config(request, self.accelerator, *data, self.seed, self.logical, self.backend_settings)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
@@ -380,6 +381,13 @@ class Trainer:
         needs_targets = not (own_step or name == "dataset" or self.loss_func is None)
         arguments.check_data(name, dataset, batch_size, loader_kwargs, collate_fn, own_loader, needs_targets)
 
+    def parallelize_model(self, mesh: Any) -> str | os.PathLike[str] | None:
+        """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
+
+        :param mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
+        :return: file or directory of safetensors, for what is on the meta device; ``None`` to initialise that
+        """
+
     # -------------------------------------------------------------------------------- steps to override
 
     def training_run_start(self) -> None:
@@ -426,13 +434,8 @@ class Trainer:
     def clip_gradients(self) -> None:
         """Clip the gradients according to the run config. Called once per update, on unscaled gradients."""
         config = self.current_run.config or self.current_run.required_config
-        if config.gradient_clip_value is None and config.gradient_clip_norm is None:
-            return
-        clipped = list(self.model.parameters()) if self.is_sharded else gradients.updated_parameters(self)
-        if config.gradient_clip_value is not None:
-            self.accelerator.clip_grad_value_(clipped, config.gradient_clip_value)
-        if config.gradient_clip_norm is not None:
-            self.current_run.gradient_norm = gradients.clip_norm(self.accelerator, clipped, config.gradient_clip_norm)
+        if config.gradient_clip_value is not None or config.gradient_clip_norm is not None:
+            gradients.clip(self, config)
 
     def optimizer_step(self) -> None:
         """Update the weights."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -431,12 +432,18 @@ def test_an_fsdp_plugin_that_would_be_ignored_is_refused(monkeypatch, value):
         make_trainer(accelerator=accelerator)
 
 
-def test_parallelism_that_the_data_do_not_follow_is_an_error():
+@pytest.mark.parametrize(("sizes", "fsdp", "message"), [
+    ({"cp_size": 2}, False, r"has cp_size=2: several processes would share the samples.*not supported"),
+    ({"tp_size": 2}, True, r"tp_size=2 beside FSDP, which Accelerate cannot combine.*distributed_config"),
+])  # fmt: skip
+def test_parallelism_that_the_trainer_or_accelerate_cannot_do_is_an_error(sizes, fsdp, message):
     parallelism_config = pytest.importorskip("accelerate.parallelism_config")
     accelerator = Accelerator(cpu=True)
-    accelerator.state.parallelism_config = parallelism_config.ParallelismConfig(tp_size=2)
+    accelerator.state.parallelism_config = parallelism_config.ParallelismConfig(**sizes)
+    if fsdp:
+        accelerator.state.distributed_type = DistributedType.FSDP
     try:
-        with pytest.raises(ValueError, match=r"has tp_size=2: several processes would share a batch.*not supported"):
+        with pytest.raises(ValueError, match=message):
             make_trainer(accelerator=accelerator)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

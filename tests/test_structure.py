@@ -91,7 +91,7 @@ def test_importing_the_package_loads_the_core_and_the_default_callbacks_alone():
 
 #: Rooms that a plain run has no use for.
 OPTIONAL = {"checkpoint", "finetuning", "helpers", "pieces", "placeholders", "plotting", "replicas", "reprs"}
-OPTIONAL |= {"restoring", "schedulers", "schemes", "timm_trainer", "tools"}
+OPTIONAL |= {"restoring", "schedulers", "schemes", "sharding", "timm_trainer", "tools"}
 PLAIN_RUN = """
 import json, sys, torch
 from torch.utils.data import TensorDataset

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
+from pytorch_accel_lite.checkpoint.weights import sharded_like
 from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.checks.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.distributed.prepared import are_sharded
 from pytorch_accel_lite.ema import ModelEma
 from pytorch_accel_lite.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.utils import check_choice
@@ -42,7 +44,8 @@ class ModelEmaCallback(TrainerCallback):
     :param warmup: start with a smaller decay, see :class:`~pytorch_accel_lite.ema.ModelEma`
     :param prefix: prefix of the averaged model's metric names; must be unique if there are several averages
     :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run, also available as ``ema_model``
-    :raises ValueError: at the start of a run, if two averages share a prefix or the weights are sharded
+    :raises ValueError: at the start of a run, if two averages share a prefix, or the weights are sharded by an engine
+        that does not show them (FSDP1, DeepSpeed)
     """
 
     def __init__(
@@ -99,8 +102,7 @@ class ModelEmaCallback(TrainerCallback):
         if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
             return
         # Before Accelerate wraps the model's forward: the copy needs its own.
-        model = trainer.get_model(keep_torch_compile=False)
-        self.ema = self.model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
+        self.ema = None if trainer.is_sharded else self._create(trainer, self.model_ema)
         self.best_metric = None
         self._handler.call_event("on_dataloaders_created", trainer)
 
@@ -108,12 +110,27 @@ class ModelEmaCallback(TrainerCallback):
         if self.evaluate_during_training:
             self._check_evaluation(trainer)
         if trainer.is_sharded:
-            raise ValueError("ModelEmaCallback cannot average sharded weights. Train without FSDP, or leave it out.")
+            self._average_shards(trainer)
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
         self._average.to(trainer.device)
         if not trainer.progress.update:  # rank 0's weights have been broadcast to all ranks by now
             self._average.set(trainer.get_model(keep_torch_compile=False))
+
+    def _create(self, trainer: Trainer, model_ema: Callable[..., ModelEma]) -> ModelEma:
+        model = trainer.get_model(keep_torch_compile=False)
+        return model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
+
+    def _average_shards(self, trainer: Trainer) -> None:
+        """Create the average of sharded weights, which only exist once the model is prepared."""
+        if not are_sharded(trainer.get_model().parameters()) or self.model_ema is not ModelEma:
+            raise ValueError(
+                "ModelEmaCallback can average sharded weights only with fully_shard, tensor parallelism or "
+                "fsdp_version=2, and without a model_ema of your own. Leave it out, or train without sharding."
+            )
+        from pytorch_accel_lite.sharding.averaging import ShardedEma
+
+        self.ema = self._create(trainer, ShardedEma)
 
     def _check_evaluation(self, trainer: Trainer) -> None:
         if self.save_path is not None and not trainer.eval_dataloaders:
@@ -149,11 +166,20 @@ class ModelEmaCallback(TrainerCallback):
             return
         if not trainer.current_run.evaluation_is_due:
             return
-        trainer.run_evaluation(self._average.module, self.prefix, is_intermediate=False, callbacks=self._handler)
+        self._evaluate(trainer)
         metric = self._watched.new_value(trainer)
         if metric is not None and self._watched.is_better(metric, self.best_metric):
             self.best_metric = metric
             self._save(trainer, {self.watch_metric: metric})
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        how: dict[str, Any] = {"is_intermediate": False, "callbacks": self._handler}
+        if not trainer.is_sharded:
+            trainer.run_evaluation(self._average.module, self.prefix, **how)
+            return
+        average: Any = self._average
+        with average.in_place_of(trainer.get_model(keep_torch_compile=False)):
+            trainer.run_evaluation(None, self.prefix, **how)
 
     def _save(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.save_path is None:
@@ -182,5 +208,8 @@ class ModelEmaCallback(TrainerCallback):
         if self.ema is not None and state:
             if self._watched.load_state_dict(state, self):
                 self.best_metric = state["best_metric"]
-            self.ema.module.load_state_dict(state["module"])
+            own = self.ema.module.state_dict()
+            self.ema.module.load_state_dict(
+                {name: sharded_like(own.get(name), value) for name, value in state["module"].items()}
+            )
             self.ema.num_updates = state["num_updates"]

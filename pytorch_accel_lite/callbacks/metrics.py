@@ -83,7 +83,7 @@ class MetricsCallback(TrainerCallback):
             request.metrics.record(self, {f"train_{name}": is_so for name, is_so in better.items()})
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._ranks = trainer.ranks
+        self._ranks = trainer.data_ranks
         if self.train_metrics is not None:  # of as many logical processes as a state to resume from has
             self._reset(trainer, self.train_metrics)
 
@@ -137,7 +137,7 @@ class MetricsCallback(TrainerCallback):
             # A process without its own samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
             shares = [self._of_share(metrics, number) for number in self._numbers]
-            _merge_over_ranks(metrics, shares, trainer.ranks)
+            _merge_over_ranks(metrics, shares, trainer.data_ranks)
             values = metrics.compute()
         for name in values if self.only is None else self.only:
             if name not in values:

@@ -119,7 +119,8 @@ class PredictionWriterCallback(TrainerCallback):
     def _write(self, trainer: Trainer) -> None:
         outputs = concatenate(self._outputs) if self._outputs else None
         shard = {"indices": self._indices, **_stored(outputs), "failures": self._failures}
-        if samples := _samples_in(shard):
+        samples = _samples_in(shard)
+        if samples and trainer.data_ranks.is_first_alike:
             name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
             write_checkpoint(shard, self.directory / name)
         self._clear()

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import StrPath, place
@@ -16,6 +16,7 @@ from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 from pytorch_accel_lite.checks.answering import answering
+from pytorch_accel_lite.distributed.prepared import are_sharded
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.utils import check_positive_int, check_positive_number, is_overridden, wrapped
 from pytorch_accel_lite.watching import WatchedMetric
@@ -68,6 +69,9 @@ class SaveTrainingStateCallback(TrainerCallback):
     :param trainable_only: leave out frozen parameters that are as they were at the start of the run, such as those of a
         pretrained model. The program that resumes must create them with the same values; if it does not, that is an
         error.
+    :param sharded: each process writes its own shards of the weights and the optimizer's state, and nothing is
+        gathered; ``"auto"`` if the weights are sharded, ``True`` to also raise an error if they are not. By default,
+        the first process gathers and writes them. Either way, any number of processes can resume, sharded or not.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         continue_on_error: bool = False,
         keep_best: KeepBest | None = None,
         trainable_only: bool = False,
+        sharded: bool | Literal["auto"] = False,
     ) -> None:
         for name, value in (
             ("save_every_n_epochs", save_every_n_epochs),
@@ -95,8 +100,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 check_positive_int(name, value)
         if save_every_n_minutes is not None:
             check_positive_number("save_every_n_minutes", save_every_n_minutes)
-        if requeue and not save_on_signal:
-            raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
+        _check_settings(requeue, save_on_signal, sharded)
         self.save_dir = place(save_dir)
         self.save_every_n_epochs = save_every_n_epochs
         self.save_every_n_steps = save_every_n_steps
@@ -109,6 +113,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.continue_on_error = continue_on_error
         self.keep_best = keep_best
         self.trainable_only = trainable_only
+        self.sharded = sharded
         self._created_weights: dict[str, int] | None = None
         self._store = open_store(self.save_dir)
         self._writer: BackgroundWriter | None = None
@@ -151,6 +156,11 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         check_states_are_possible(trainer.accelerator)
+        if self.sharded is True and not _has_shards(trainer):
+            raise ValueError(
+                f"sharded=True: the weights of {type(trainer.get_model()).__name__} are not sharded. Shard the model, "
+                'with fully_shard for example, or pass sharded="auto", which saves shards if there are any.'
+            )
         if self.keep_best is not None:
             self._watched.start(trainer)
         self._saved = None
@@ -258,11 +268,13 @@ class SaveTrainingStateCallback(TrainerCallback):
             if is_main:
                 self._store.rotate(self.max_checkpoints, best)
 
-        left_out = {} if self._created_weights is None else {"created_weights": self._created_weights}
+        how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
+        if self.sharded and _has_shards(trainer):
+            how["sharded"] = True
 
         def save() -> None:
             self._store.check_lock(trainer.ranks)
-            trainer.save_training_state(path, writer=self._writer, then=rotate, **left_out)
+            trainer.save_training_state(path, writer=self._writer, then=rotate, **how)
 
         self._saved = moment
         self._latest = path
@@ -306,3 +318,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         # Without keep_best, earlier best states stay; when it is used for the first time, there are none.
         if self.keep_best is None or not state["best"] or self._watched.load_state_dict(state, self):
             self._best = dict(state["best"])
+
+
+def _check_settings(requeue: bool, save_on_signal: bool, sharded: object) -> None:
+    if requeue and not save_on_signal:
+        raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
+    if not isinstance(sharded, bool) and sharded != "auto":
+        raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
+
+
+def _has_shards(trainer: Trainer) -> bool:
+    return are_sharded(trainer.get_model(keep_torch_compile=False).parameters())

@@ -118,7 +118,7 @@ class WorstSamplesCallback(TrainerCallback):
                 )
                 for i in range(count)
             ]
-        for samples in trainer.all_gather_object(mine):
+        for samples in trainer.data_ranks.all_gather_object(mine):
             self._gathered.extend(samples)
         self._kept = None
         self.samples = sorted(self._gathered, key=lambda s: math.inf if math.isnan(s.loss) else s.loss, reverse=True)

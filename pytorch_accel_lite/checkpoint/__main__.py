@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 
 from pytorch_accel_lite.checkpoint.comparison import compare
-from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, place
+from pytorch_accel_lite.checkpoint.files import FROZEN, place
 from pytorch_accel_lite.checkpoint.places import local_copy
 from pytorch_accel_lite.checkpoint.training_state import (
     MODEL,
-    TRAINER,
     DamagedStateError,
-    TrainingState,
+    open_state,
     read_weights,
     verify_state,
 )
@@ -50,10 +49,13 @@ def _describe(name: str, directory: Path) -> None:
     if manifest.get("logical_processes"):
         print(f"logical processes: {manifest['logical_processes']}")
     print("machine: " + ", ".join(f"{name} {value}" for name, value in manifest.get("machine", {}).items()))
-    shared = load_plain(directory / TRAINER)
-    weights = read_weights(TrainingState(directory, manifest, shared, None))
+    state = open_state(directory, manifest)
+    shared = state.shared
+    weights = read_weights(state)
     count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
     print(f"weights: {len(weights)} tensors, {count:,} numbers, sha256 {manifest['files'][MODEL]['sha256'][:16]}")
+    if state.pieces:
+        print(f"in shards: {len(state.pieces)} tensors of the weights, the optimizer and the callbacks")
     if left_out := shared.get(FROZEN):
         print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
     held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]

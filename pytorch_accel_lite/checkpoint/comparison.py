@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.checkpoint.files import load_plain
-from pytorch_accel_lite.checkpoint.training_state import MANIFEST, TRAINER, TrainingState, read_weights, verify_state
+from pytorch_accel_lite.checkpoint.sharded import put_back_whole
+from pytorch_accel_lite.checkpoint.training_state import MANIFEST, open_state, read_weights, verify_state
 
 
 def compare(first: Path, second: Path) -> Iterator[tuple[str, list[str]]]:
@@ -43,8 +43,10 @@ def differences(first: Path, second: Path) -> list[str]:
 
 def _content(directory: Path) -> dict[str, Any]:
     manifest = verify_state(directory)
-    shared = load_plain(directory / TRAINER)
-    stored = read_weights(TrainingState(directory, manifest, shared, None))
+    state = open_state(directory, manifest)
+    put_back_whole(state)
+    shared = state.shared
+    stored = read_weights(state)
     weights = dict(sorted(stored.items(), key=lambda item: (_counts(item[1]), item[0])))
     kept = {name: value for name, value in shared.items() if name not in ("model_extra", "extra")}
     return {"weights": weights, "progress": manifest["progress"], **kept}

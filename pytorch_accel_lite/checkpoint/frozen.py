@@ -14,14 +14,18 @@ from pytorch_accel_lite.replicas import sums_of_bits
 
 
 def fingerprints(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Return a number for each tensor, by name, that changes with any of its bits. Skips tensors without values."""
+    """Return a number for each tensor, by name, that changes with any of its bits. Skips tensors without values.
+
+    A collective operation if they are sharded.
+    """
     found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor) and not value.is_meta}
-    return dict(zip(found, sums_of_bits(found.values()), strict=True))
+    whole = (full_state_dict(value, keep=True) for value in found.values())  # one at a time
+    return dict(zip(found, sums_of_bits(whole), strict=True))
 
 
 def model_fingerprints(model: nn.Module) -> dict[str, int]:
     """Return the fingerprints of all parameters of a model. A collective operation if they are sharded."""
-    return fingerprints(full_state_dict(_parameters(model), keep=True))
+    return fingerprints(_parameters(model))
 
 
 def check_has_trainable(model: nn.Module) -> None:
@@ -61,7 +65,7 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int], source
     A collective operation if they are sharded.
     """
     own = {name: value for name, value in _parameters(model).items() if name in left_out}
-    found = fingerprints(full_state_dict(own, keep=True))
+    found = fingerprints(own)
     others = [name for name, number in left_out.items() if found.get(name, number) != number]
     if not others:
         return ""

@@ -196,7 +196,7 @@ def fetch_state(url: str, ranks: Ranks) -> TrainingState:
         def read() -> None:
             state = read_verified(Path(here), metadata, ranks)
             tensors = read_tensors(Path(here))  # in a mapped file, which outlives its name
-            found.append(TrainingState(url, metadata, state.shared, state.own, tensors))
+            found.append(TrainingState(url, metadata, state.shared, state.own, tensors, state.pieces))
 
         ranks.run_together(read)
         return found[0]

@@ -22,6 +22,7 @@ from pytorch_accel_lite.checkpoint.beside_model import (
     load_loss_state,
     loss_state,
 )
+from pytorch_accel_lite.checkpoint.export import is_directory, read_directory, save_directory
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
     StrPath,
@@ -34,7 +35,13 @@ from pytorch_accel_lite.checkpoint.files import (
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable, describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.places import read_state, write_state
 from pytorch_accel_lite.checkpoint.snapshot import capture, check_states_are_possible, finish_restoring, restore
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
+from pytorch_accel_lite.checkpoint.weights import (
+    fit_model_state,
+    full_state_dict,
+    load_optimizer_state,
+    model_state,
+    without_compile,
+)
 from pytorch_accel_lite.events import NonFiniteLossError
 from pytorch_accel_lite.layer_groups import has_adapters
 
@@ -108,7 +115,8 @@ def load_checkpoint(
     Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they are not those that the
     saved model had.
 
-    :param checkpoint_path: path of the file; one that :meth:`save_model` wrote must end in ``.safetensors``
+    :param checkpoint_path: path of the file; one that :meth:`save_model` wrote must end in ``.safetensors``. Or a
+        directory of safetensors files, of which each process reads only its own shards if the model is sharded.
     :param load_optimizer: whether to load the state of the optimizer, if it was saved
     :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
     :param strict: ``False`` to load only the weights that fit, and warn of the others
@@ -117,8 +125,11 @@ def load_checkpoint(
     """
     self.ranks.barrier()
     _refuse_adapters(checkpoint_path)
-    checkpoint = read_checkpoint(checkpoint_path)
     model = self.get_model(keep_torch_compile=False)
+    if Path(checkpoint_path).is_dir():
+        checkpoint = read_directory(Path(checkpoint_path), model)
+    else:
+        checkpoint = read_checkpoint(checkpoint_path)
     left_out = checkpoint.get(FROZEN, {})
     weights = fit_model_state(model, checkpoint["model_state_dict"], checkpoint_path, strict, left_out)
     if left_out and (others := describe_other_weights(model, left_out, checkpoint_path)):
@@ -158,7 +169,10 @@ def save_model(self: Trainer, path: StrPath, *, trainable_only: bool = False) ->
 
     Call it on every process.
 
-    :param path: path of the file, usually ending in ``.safetensors``; missing folders are created
+    :param path: path of the file, usually ending in ``.safetensors``; missing folders are created. For a sharded model,
+        a name without suffix, or of any model an existing directory, is that of a directory: it gets several files and
+        an index, as transformers reads them, with the configuration of a model of transformers. No process then holds
+        more than its part of the weights.
     :param trainable_only: whether to leave out frozen parameters. :meth:`load_checkpoint` then leaves those of the
         model as they are. If the model is PEFT's, its adapters are saved in PEFT's format instead, and ``path`` is a
         directory, to be loaded with ``PeftModel.from_pretrained(base_model, path)``.
@@ -171,6 +185,11 @@ def save_model(self: Trainer, path: StrPath, *, trainable_only: bool = False) ->
     if of_adapters:
         check_directory(model, path)
     with _timed(self), attributes.evaluating_optimizers(self):
+        if not of_adapters and is_directory(path, self.is_sharded):
+            parts = without_compile(model.state_dict())
+            frozen = leave_out_frozen(model, parts) if trainable_only else {}
+            save_directory(model, parts, Path(path), self.ranks, frozen)
+            return
         weights = model_state(model, keep=self.accelerator.is_main_process)
 
         def write() -> None:
@@ -232,6 +251,7 @@ def save_training_state(
     writer: BackgroundWriter | None = None,
     then: Callable[[], None] | None = None,
     created_weights: Mapping[str, int] | None = None,
+    sharded: bool = False,
 ) -> None:
     """Save everything needed to resume the run, as a directory that is either complete or does not exist.
 
@@ -246,6 +266,8 @@ def save_training_state(
     :param then: called on every process once the state is complete
     :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
         still have them are left out. By default, all weights are saved.
+    :param sharded: whether each process writes its own shards of sharded weights and of the optimizer's state for them.
+        By default, they are gathered in the host memory of the first process, which writes them.
     :raises TypeError: if a value cannot be stored without pickle; names the path to it
     :raises OSError: if the state cannot be written
     :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
@@ -264,7 +286,7 @@ def save_training_state(
     with _timed(self):
         if writer is not None:
             writer.wait()  # avoids holding two copies in memory
-        snapshot = capture(self, dict(checkpoint_kwargs or {}), created_weights)
+        snapshot = capture(self, dict(checkpoint_kwargs or {}), created_weights, sharded)
         ranks = self.ranks if writer is None else writer.ranks
 
         def write() -> None:

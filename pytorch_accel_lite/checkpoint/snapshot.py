@@ -22,9 +22,17 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, place, storable, untie
 from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
+from pytorch_accel_lite.checkpoint.pieces import own_pieces
 from pytorch_accel_lite.checkpoint.places import read_state
+from pytorch_accel_lite.checkpoint.sharded import put_back_like, take_out, take_out_weights
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_weights
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
+from pytorch_accel_lite.checkpoint.weights import (
+    fit_model_state,
+    full_state_dict,
+    load_optimizer_state,
+    model_state,
+    without_compile,
+)
 from pytorch_accel_lite.distributed.prepared import PLAIN
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
@@ -42,18 +50,26 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
         )
 
 
-def capture(trainer: Trainer, extra: dict[str, Any], created: Mapping[str, int] | None = None) -> Snapshot:
+def capture(
+    trainer: Trainer, extra: dict[str, Any], created: Mapping[str, int] | None = None, sharded: bool = False
+) -> Snapshot:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
     :param created: fingerprints of weights that are left out while they are frozen and have them
+    :param sharded: whether each rank keeps its shards; by default they are gathered
     :raises TypeError: if a value cannot be stored without pickle; names the path to it
     """
     is_first = trainer.accelerator.is_main_process
-    shared = _collect_shared(trainer, is_first) | {"extra": extra}
+    shared = _collect_shared(trainer, is_first, sharded) | {"extra": extra}
     model = trainer.get_model(keep_torch_compile=False)
-    weights = model_state(model, is_first)
-    if created is not None and is_first:
+    weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
+    if created is not None and (is_first or sharded):
         shared[FROZEN] = leave_out_frozen(model, weights, created)
+    pieces: dict[str, Any] = {}
+    if sharded:
+        weights = take_out_weights(weights, pieces)
+        shared = take_out(shared, pieces)
+    own_part = own_pieces(pieces) if sharded else None
     tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
     if trainer.logical is not None:
@@ -62,8 +78,8 @@ def capture(trainer: Trainer, extra: dict[str, Any], created: Mapping[str, int] 
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
     own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
     if not is_first:
-        return Snapshot({}, {}, {}, own, {})
-    return Snapshot(*untie(tensors), shared, own, _collect_metadata(trainer))
+        return Snapshot({}, {}, {}, own, {}, own_part)
+    return Snapshot(*untie(tensors), shared, own, _collect_metadata(trainer), own_part)
 
 
 def _fits_safetensors(value: Any) -> bool:
@@ -72,20 +88,21 @@ def _fits_safetensors(value: Any) -> bool:
     return is_plain and value.dtype != torch.complex128
 
 
-def _collect_shared(trainer: Trainer, is_first: bool) -> dict[str, Any]:
-    """Return the state shared by all ranks, without the weights."""
+def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str, Any]:
+    """Return the state shared by all ranks, without the weights, gathered unless it is to be saved in shards."""
+
+    def gather(state: Any) -> Any:
+        return state if sharded else full_state_dict(state, is_first)
+
     callbacks = _named(trainer.callback_handler, "state_dict")
     return {
-        **{
-            name: None if owner is None else full_state_dict(owner.state_dict(), is_first)
-            for name, owner in _stepped(trainer).items()
-        },
+        **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
         "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
-        "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
+        "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
-        "losses": trainer.current_run.loss_trackers.summed(trainer.ranks),
+        "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
         "microbatches": trainer.current_run.num_microbatches,
         "schedule_shift": trainer.current_run.schedule_shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
@@ -165,10 +182,13 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None
 
 def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True) -> None:
     """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
-    shared = state.shared
     model = trainer.get_model(keep_torch_compile=False)
+    if state.pieces:
+        put_back_like(state, trainer)
+    shared = state.shared
     left_out = shared.get(FROZEN, {})
-    weights = fit_model_state(model, read_weights(state), state.directory, left_out=left_out)
+    own = without_compile(model.state_dict()) if state.pieces else None
+    weights = fit_model_state(model, read_weights(state, own), state.directory, left_out=left_out)
     if left_out and (others := describe_other_weights(model, left_out, state.directory)):
         raise ValueError(
             f"{others} Create the model as it was in the run that saved the state: from the same pretrained weights, "
@@ -212,12 +232,12 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
         losses = send_to_device(state.own["losses"], trainer.device)
         restore_generators(state.own["generators"])
     else:
-        sums = state.shared["losses"] if trainer.ranks.rank == 0 else {}
+        sums = state.shared["losses"] if trainer.data_ranks.rank == 0 else {}
         losses = {
             name: {"total_loss": total, "running_count": count, "loss_value": total / count if count else 0.0}
             for name, (total, count) in sums.items()
         }
-        seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.ranks.rank))
+        seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
     loader = trainer.current_run.train_loader
     if trainer.progress.is_mid_epoch and hasattr(loader, "has_own_position"):
         holds = state.own or {} if loader.has_own_position else state.shared

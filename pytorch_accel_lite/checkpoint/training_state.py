@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pytorch_accel_lite.checkpoint.files import StrPath, checksum, load_plain, sync, write_plain, write_tensors
+from pytorch_accel_lite.checkpoint.pieces import OwnPieces, Piece, find_pieces, write_pieces
+from pytorch_accel_lite.checkpoint.sharded import read_weights_like
 from pytorch_accel_lite.distributed import Ranks
 
 FORMAT_VERSION = 1
@@ -28,6 +32,8 @@ MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
 RANK = "rank{:05d}.pt"
+SHARDS = "shards{:05d}.safetensors"
+_SHARDS = re.compile(r"shards\d+\.safetensors")
 _OF_ACCELERATE = (
     "{!r} is a training state of Accelerate, as written by pytorch-accelerated, which lacks what is needed to resume a "
     "run here. Start a new run from its weights, for example with "
@@ -49,6 +55,7 @@ class TrainingState:
     :param own: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
         by a different number of processes
     :param tensors: the weights, if they have been read already: nothing is left of the copy of a remote state
+    :param pieces: the parts of sharded tensors in open files, by name; their places in ``shared`` are marked
     """
 
     directory: Path | str
@@ -56,6 +63,7 @@ class TrainingState:
     shared: dict[str, Any]
     own: dict[str, Any] | None
     tensors: dict[str, torch.Tensor] | None = None
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,6 +72,7 @@ class Snapshot:
 
     :param weights: tensors of the model by name, tied ones once
     :param tied: the other names of tied weights, mapped to the names under which they are kept
+    :param pieces: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
     """
 
     weights: dict[str, torch.Tensor]
@@ -71,6 +80,7 @@ class Snapshot:
     shared: dict[str, Any]
     own: dict[str, Any]
     metadata: dict[str, Any]
+    pieces: OwnPieces | None = None
 
     def to_host(self) -> Snapshot:
         """Return a copy in host memory that later updates do not change."""
@@ -105,6 +115,9 @@ def write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dic
     """Write this rank's files and return their entries in the manifest."""
     names = [RANK.format(rank)]
     write_plain(snapshot.own, temporary / names[0])
+    if snapshot.pieces is not None:
+        names.append(SHARDS.format(rank))
+        write_pieces(snapshot.pieces, temporary / names[-1])
     if rank == 0:
         names += [TRAINER, MODEL]
         write_plain(snapshot.shared, temporary / TRAINER)
@@ -217,9 +230,16 @@ def read_state(directory: Path, ranks: Ranks) -> TrainingState:
 
 def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> TrainingState:
     """Read everything except the weights of a state whose files are intact."""
-    has_own = metadata["world_size"] == ranks.world_size
-    own = load_plain(directory / RANK.format(ranks.rank)) if has_own else None
-    return TrainingState(directory, metadata, load_plain(directory / TRAINER), own)
+    state = open_state(directory, metadata)
+    if metadata["world_size"] == ranks.world_size:
+        state.own = load_plain(directory / RANK.format(ranks.rank))
+    return state
+
+
+def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
+    """Read what is shared by all ranks, except the weights. Files with shards are opened, but not read."""
+    pieces = find_pieces(directory / name for name in sorted(metadata["files"]) if _SHARDS.fullmatch(name))
+    return TrainingState(directory, metadata, load_plain(directory / TRAINER), None, pieces=pieces)
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -231,10 +251,14 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return weights | {name: weights[kept] for name, kept in names}
 
 
-def read_weights(state: TrainingState) -> dict[str, Any]:
-    """Return the state of the model in a training state, by name."""
+def read_weights(state: TrainingState, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of the model in a training state, by name.
+
+    :param own: the weights of a model, like which those saved in shards are sharded; by default they are whole
+    """
     weights = state.tensors
     if weights is None:
         assert isinstance(state.directory, Path)
         weights = read_tensors(state.directory)
-    return {**weights, **state.shared["model_extra"]}
+    sharded = read_weights_like(state.pieces, own or {})
+    return {**weights, **sharded, **state.shared["model_extra"]}

@@ -124,8 +124,10 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 def sharded_like(own: Any, value: Any) -> Any:
     """Return a whole tensor spread over the processes as a parameter is, or as it is beside one that is not."""
     is_sharded = hasattr(own, "full_tensor") and isinstance(value, torch.Tensor) and value.ndim > 0
-    if not is_sharded:  # as a step count is not, whose parameter is
+    if not is_sharded or hasattr(value, "full_tensor"):  # a step count is not sharded, though its parameter is
         return value
-    from torch.distributed.tensor import distribute_tensor  # takes longer to import than all else here
+    from torch.distributed.tensor import DTensor, Replicate  # take longer to import than all else here
 
-    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+    mesh = own.device_mesh
+    whole = DTensor.from_local(value.to(own.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=own.placements)  # each process cuts out its own shard

@@ -81,7 +81,7 @@ class _ReadInTurn(ShardedLoader):
     def _steps_alone(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process; their sizes are known only to the steps that use them."""
         tracker = self._tracker
-        for batch, is_last in with_last(islice(self._read_from(start), self._left)):
+        for batch, is_last in with_last(islice(self._read_alike(start), self._left)):
             if tracker is not None:
                 tracker.advance()
             yield Batch(batch, None, None, is_last)
@@ -98,6 +98,11 @@ class _ReadInTurn(ShardedLoader):
         with preserving_generators():
             first = self._steps_done * self._batches_per_step
             return tracker.follow(tracker.reopen(position, lambda: self._open(first)))
+
+    def _read_alike(self, start: int) -> Iterator[Any]:
+        """Read the source like :meth:`_read_from`, with the same batches on processes that share them."""
+        batches = self._read_from(start)
+        return self._ranks.read_alike(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
 
     def _skip_to(self, start: int) -> Iterator[Any]:
         """Read the source and discard what has already been seen.
@@ -159,7 +164,7 @@ class StreamLoader(_ReadInTurn):
         steps = with_last(islice(self._groups(start), self._left))
         is_last = False
         while not is_last:  # a process without a batch in the last step must not wait for the others
-            step = self._ranks.broadcast_object(lambda: next(steps, None))
+            step = self._ranks.broadcast_object(lambda: self._next_of(steps))
             if step is None:
                 return
             group, is_last = step
@@ -170,6 +175,11 @@ class StreamLoader(_ReadInTurn):
                 yield Batch(group[rank], sizes[rank], sum(sizes), is_last)
             elif self.options.fill:
                 yield Batch(group[0], 0, sum(sizes), is_last)
+
+    def _next_of(self, steps: Iterator[Any]) -> Any:
+        """Read the next step, without effect on the generators if others, which do not read, must have the same."""
+        with preserving_generators() if self._ranks.replicas > 1 else nullcontext():
+            return next(steps, None)
 
     def _groups(self, start: int) -> Iterator[list[Any]]:
         """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
@@ -219,7 +229,7 @@ class PreShardedLoader(_ReadInTurn):
     def _in_step(self, start: int) -> Iterator[Batch]:
         """Yield the steps from the position of a stateful source, or from the beginning if ``start`` is 0."""
         tracker = self._tracker
-        batches = islice(self._read_from(start), self._left if start else self.limit)
+        batches = islice(self._read_alike(start), self._left if start else self.limit)
         batch = None
         ready = next(batches, None)
         while True:

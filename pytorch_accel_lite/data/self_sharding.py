@@ -71,6 +71,12 @@ def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
     :raises ValueError: with several processes, if their parts overlap or are incomplete
     """
     share = find_share(stream)
+    if share is not None and share.rank is None and ranks.replicas > 1:
+        raise ValueError(
+            f"The data are sharded by {share.shared_by} over all processes, but {ranks.replicas} processes share each "
+            "batch, as they compute it together. Split them by trainer.data_ranks.rank and "
+            "trainer.data_ranks.world_size, or do not split them and let the trainer shard them."
+        )
     if ranks.world_size == 1:
         if share is not None and (share.world_size or 1) > 1:
             warnings.warn(

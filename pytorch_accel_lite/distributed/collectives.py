@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -87,7 +87,7 @@ def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = 
         raise ValueError(
             f"tensor={tensor!r} must be a tensor with one element. Reduce it first: with mean(), for example."
         )
-    values = [tensor.item()] if reduce is None else self.all_gather_object(tensor.item())
+    values = [tensor.item()] if reduce is None else self.data_ranks.all_gather_object(tensor.item())
     if reduce == "max":
         return max(values)
     return sum(values) / len(values) if reduce == "mean" else sum(values)
@@ -98,7 +98,7 @@ def _gather(trainer: Trainer, data: Any, with_gradients: bool, counts: bool) -> 
 
     :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
     """
-    ranks = trainer.ranks
+    ranks = trainer.data_ranks
     if ranks.world_size == 1:
         return data
     leaves, structure = torch.utils._pytree.tree_flatten(data)
@@ -114,12 +114,14 @@ def _gather(trainer: Trainer, data: Any, with_gradients: bool, counts: bool) -> 
     return torch.utils._pytree.tree_unflatten(gathered, structure)
 
 
-def _gather_pieces(accelerator: Accelerator, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+def _gather_pieces(ranks: Ranks, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     """Return the tensors of all ranks, which have these lengths and agree in the other dimensions."""
     longest = max(lengths)
     if len(tensor) < longest:
         tensor = torch.cat([tensor, tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))])
-    pieces = accelerator.gather(tensor).unflatten(0, (len(lengths), longest))
+    tensor = tensor.contiguous()
+    pieces = [torch.empty_like(tensor) for _ in lengths]
+    dist.all_gather(pieces, tensor, group=ranks.device_group)
     return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
 
 
@@ -134,14 +136,14 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], trainer: Trainer
     ) -> torch.Tensor:
-        ranks = trainer.ranks
+        ranks = trainer.data_ranks
         counts = counting[ranks.rank]
         counted = [length if of_rank else 0 for length, of_rank in zip(lengths, counting, strict=True)]
         ctx.own = slice(sum(counted[: ranks.rank]), sum(counted[: ranks.rank + 1])) if counts else None
         ctx.own_shape = tensor.shape
         ctx.shape = sum(counted), *tensor.shape[1:]
         ctx.ranks = ranks
-        pieces = _gather_pieces(trainer.accelerator, tensor, lengths)
+        pieces = _gather_pieces(ranks, tensor, lengths)
         return torch.cat([piece for piece, of_rank in zip(pieces, counting, strict=True) if of_rank or not counts])
 
     @staticmethod

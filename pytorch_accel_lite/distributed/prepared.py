@@ -51,6 +51,12 @@ def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in parameters)
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a sharded tensor that this process holds, or all of another one."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 class PreparedModel:
     """A model and an optimizer prepared for training: placed on the device, wrapped, in mixed precision.
 

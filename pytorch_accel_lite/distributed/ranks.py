@@ -29,11 +29,20 @@ class Ranks:
     with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
     :param purpose: name of the group; threads that communicate at the same time need different ones
+    :ivar members: the processes that read different data, by their ranks in the job
+    :ivar device_group: the process group of those for tensors on a device; ``None`` for that of the job
+    :ivar replicas: number of processes that share each batch, as in tensor parallelism
+    :ivar is_first_alike: whether this process is the first of those with which it shares batches
     """
+
+    replicas = 1
+    is_first_alike = True
+    device_group: Any = None
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
+        self.members: Sequence[int] = range(self.world_size)
         self._group: Any = _job_group(dist.group.WORLD, purpose) if self.world_size > 1 else None
 
     def __repr__(self) -> str:
@@ -57,14 +66,14 @@ class Ranks:
     def sum_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over the ranks in place, on its device and without waiting for the device."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.device_group)
         return tensor
 
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy rank 0's values to all ranks, in place."""
+        """Copy the first rank's values to all ranks, in place."""
         if self.world_size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
+                dist.broadcast(tensor.detach(), src=self.members[0], group=self.device_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state
-from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint, replacing, write_tensors
+from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, write_tensors
 from pytorch_accel_lite.checkpoint.store import StateStore
-from pytorch_accel_lite.checkpoint.training_state import TRAINER, TrainingState, read_state, read_weights, verify_state
+from pytorch_accel_lite.checkpoint.training_state import open_state, read_state, read_weights, verify_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state
 from pytorch_accel_lite.utils import check_positive_int
 
@@ -102,7 +102,7 @@ def _write_average(paths: Sequence[Path], target: Path) -> None:
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     if path.is_dir():
-        weights = read_weights(TrainingState(path, verify_state(path), load_plain(path / TRAINER), None))
+        weights = read_weights(open_state(path, verify_state(path)))
     else:
         weights = read_checkpoint(path)["model_state_dict"]
     return {name: tensor for name, tensor in weights.items() if isinstance(tensor, torch.Tensor)}

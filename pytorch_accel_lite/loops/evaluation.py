@@ -118,7 +118,7 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
-    run.record_losses(trainer.run_history, trainer.ranks, name)
+    run.record_losses(trainer.run_history, run.data_ranks, name)
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)
 

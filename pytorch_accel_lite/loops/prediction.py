@@ -84,7 +84,7 @@ def _next_parts(trainer: Trainer, run: Run, outputs: Iterator[Any]) -> list[Any]
     """Return the next outputs of every process that has any left."""
     with preserving_randomness(trainer, run), evaluation_mode(trainer.model), evaluating_optimizers(trainer):
         mine = next(outputs, None)
-    return [part for part in trainer.ranks.all_gather_object(mine) if part is not None]
+    return [part for part in trainer.data_ranks.all_gather_object(mine) if part is not None]
 
 
 def _outputs(trainer: Trainer, run: Run) -> Iterator[Any]:

@@ -16,10 +16,10 @@ from pytorch_accel_lite.checks.arguments import (
     check_training,
     warn_of_what_is_not_trained,
 )
-from pytorch_accel_lite.gradients import GradientWindow, parameters_not_in_model
+from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.optimizers import clear_gradients, is_made, needs_closure, optimized_parameters
-from pytorch_accel_lite.randomness import seed_run
+from pytorch_accel_lite.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import is_overridden
@@ -67,8 +67,10 @@ def find_data(
         seed_run(trainer.seed, alike=trainer.logical is not None)
     if state is not None:
         run.data_seed = state.metadata["data_seed"]
-    elif trainer.seed is None and request.saves_training_states:
+    elif trainer.seed is None and (request.saves_training_states or run.data_ranks.replicas > 1):
         run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    if run.data_ranks.replicas > 1:  # processes that compute a batch together drop out the same units
+        restore_generators(run.data_ranks.alike(capture_generators()))  # type: ignore[attr-defined]
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
     if run.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
@@ -108,15 +110,12 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
     run.config = create_config(trainer, run, batch_size)
     check_same_on_all_ranks(run.config, ranks)
     run.window = GradientWindow(
-        ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
+        run.data_ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )
-    if not trainer.is_sharded:
-        run.averaged_here = parameters_not_in_model(trainer.model, trainer.optimizer)
-        ranks.copy_from_first(run.averaged_here)
     if ranks.world_size > 1:
-        from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
+        from pytorch_accel_lite.loops.in_step import keep_in_step
 
-        run.synced_buffers = buffers_beside_model(trainer)
+        keep_in_step(trainer, run)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
     if request.auto_microbatch or request.skips_failed_batches:

@@ -12,7 +12,7 @@ from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_buffers
-from pytorch_accel_lite.gradients import average_gradients, gradient_sync
+from pytorch_accel_lite.gradients import gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.run import Run, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import create_trackers
@@ -84,7 +84,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     sync_ddp_buffers(trainer.model, trainer.ranks)
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
-    run.record_losses(trainer.run_history, trainer.ranks, "train_{}_epoch")
+    run.record_losses(trainer.run_history, run.data_ranks, "train_{}_epoch")
     run.unrecorded = None
     trainer.call_event("on_train_epoch_end")
 
@@ -166,8 +166,10 @@ def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samp
 
 def update(trainer: Trainer, run: Run) -> None:
     """Update the weights with the gradients of an accumulation window."""
-    if run.averaged_here and trainer.ranks.world_size > 1:
-        average_gradients(run.averaged_here, trainer.ranks)
+    if run.averaged_here and run.data_ranks.world_size > 1:
+        from pytorch_accel_lite.distributed.averaging import average_gradients
+
+        average_gradients(run.averaged_here, run.data_ranks)
     if run.synced_buffers:
         trainer.ranks.copy_from_first(getattr(part, name) for part, name in run.synced_buffers)
     hears = trainer.callback_handler.listeners

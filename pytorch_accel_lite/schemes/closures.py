@@ -13,7 +13,8 @@ import torch
 from pytorch_accel_lite import attributes
 from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.gradients import NOTHING, average_gradients, gradient_sync
+from pytorch_accel_lite.distributed.averaging import average_gradients
+from pytorch_accel_lite.gradients import NOTHING, gradient_sync
 from pytorch_accel_lite.loops.training import forward, forward_and_backward
 from pytorch_accel_lite.optimizers import needs_closure, parts_of
 from pytorch_accel_lite.randomness import capture_generators, preserving_generators, restore_generators

@@ -10,8 +10,9 @@ import torch
 
 from pytorch_accel_lite.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.distributed.averaging import average_gradients
 from pytorch_accel_lite.distributed.prepared import mixed_precision
-from pytorch_accel_lite.gradients import GradientWindow, average_gradients
+from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.optimizers import optimized_parameters, parts_of, schedulers_in
 from pytorch_accel_lite.restoring import replaced
 from pytorch_accel_lite.run import Run

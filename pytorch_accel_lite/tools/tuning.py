@@ -212,7 +212,7 @@ def _update(trainer: Trainer, run: Run, batches: Iterator[Batch], name: str) -> 
     run.loss_trackers = create_trackers(trainer)
     while run.progress.update == done:
         train_step(trainer, run, next(batches))
-    means = run.loss_trackers.means(trainer.ranks, "{}")
+    means = run.loss_trackers.means(run.data_ranks, "{}")
     return means.get(name, means["loss"])
 
 

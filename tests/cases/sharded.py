@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     GradualUnfreezingCallback,
-    ModelEmaCallback,
     PredictionWriterCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
@@ -37,9 +36,10 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
 
 
-def sharding_accelerator(version: int = 2) -> Accelerator:
+def sharding_accelerator(version: int = 2, of_accelerator: Any = None, **kwargs: Any) -> Accelerator:
     PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **kwargs)
+    return Accelerator(fsdp_plugin=plugin, **(of_accelerator or {}))
 
 
 def run(folder: Path, accelerator: Accelerator | None, resume_from: Any = None) -> Trainer:
@@ -191,7 +191,6 @@ def refusals() -> dict[str, str]:
     """What cannot be done with sharded weights, and what is said of it."""
     accelerator, said = sharding_accelerator(), {}
     for name, callback in {
-        "average": ModelEmaCallback(save_path=None),
         "unfreeze": GradualUnfreezingCallback(),
         "rewrap": listener(on_train_epoch_start=Trainer.rewrap_model),
         "skip": SkipFailedBatchesCallback(),

@@ -1,0 +1,43 @@
+"""Averaging gradients over the processes, where ``DistributedDataParallel`` does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from pytorch_accel_lite.distributed.prepared import local
+from pytorch_accel_lite.distributed.ranks import Ranks
+
+_NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
+    """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    sparse_dims = [_NO_GRADIENT if p.grad is None else local(p.grad).sparse_dim() for p in trained]
+    gradients: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter, sparse_dim in zip(trained, map(int, ranks.max(sparse_dims)), strict=True):
+        if sparse_dim > 0:
+            parameter.grad = ranks.sum_on_device(_as_sparse(parameter, sparse_dim)) / ranks.world_size
+        elif sparse_dim == 0:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+    for group in gradients.values():
+        flat = ranks.sum_on_device(_flatten_dense_tensors(group))  # type: ignore[no-untyped-call]
+        flat.div_(ranks.world_size)
+        torch._foreach_copy_(group, _unflatten_dense_tensors(flat, group))  # type: ignore[no-untyped-call]
+
+
+def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
+    """Return a gradient as a sparse tensor with the number of sparse dimensions that it has on another rank."""
+    gradient = parameter.grad
+    if gradient is None:
+        indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
+        gradient = torch.sparse_coo_tensor(indices, values, parameter.shape)
+    elif not gradient.is_sparse:
+        gradient = gradient.to_sparse(sparse_dim)
+    return gradient.coalesce()

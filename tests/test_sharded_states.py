@@ -1,0 +1,201 @@
+"""Training states in shards, and sharded models as files for other programs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
+from pytorch_accel_lite.checkpoint.pieces import find_pieces, read_whole
+from tests.cases import parallel
+from tests.launching import CAN_SHARD, SOAK
+from tests.tasks import equal, largest_difference, quiet_trainer
+from tests.test_training_states import die_at_file_operation, in_forks
+
+pytestmark = [pytest.mark.processes, CAN_SHARD]
+
+
+@pytest.mark.parametrize(("how", "processes", "asynchronous"), [
+    ("fsdp", 2, True), ("hsdp", 4, False), ("tp_fsdp", 4, False),
+])  # fmt: skip
+def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes, asynchronous):
+    options = {"sharded": True, "asynchronous": asynchronous}
+    for uninterrupted, *resumed in job(processes).run(parallel.resumed, how, tmp_path, **options):
+        for again in resumed:
+            assert equal(again["weights"], uninterrupted["weights"])
+            assert again["history"] == uninterrupted["history"]
+    state = tmp_path / how / "update-000000002"
+    files = verify_state(state)["files"]
+    # Nothing that is sharded is in the other files; copies are written once.
+    assert sum("shards" in name for name in files) == processes
+    pieces = find_pieces(state.glob("shards*"))
+    assert {"model.0.weight", "optimizer.state.0.exp_avg"} <= pieces.keys()
+    numbers = sum(piece.shape[0] * piece.shape[1] for piece in pieces["model.0.weight"])
+    assert numbers == 40
+    assert any("ModelEmaCallback" in name for name in pieces)
+
+
+@functools.cache
+def alone():
+    return parallel.result_of(parallel.fit(parallel.make_trainer("whole"), "whole", update=12))
+
+
+def same(first, second):
+    """Whether two nested states have the same bits."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_path, job):
+    expected = alone()
+    job(2).run(parallel.saved, "fsdp", tmp_path, sharded="auto")
+    parallel.saved("whole", tmp_path, sharded="auto")
+    of_shards, of_whole = (tmp_path / how / "update-000000002" for how in ("fsdp", "whole"))
+    assert not list(of_whole.glob("shards*"))
+    resumed = {
+        "one, of shards": [parallel.resume("whole", of_shards)],
+        "two, of shards": job(2).run(parallel.resume, "fsdp", of_shards),
+        "two, of a whole state": job(2).run(parallel.resume, "fsdp", of_whole),
+        "four, of shards": job(4).run(parallel.resume, "hsdp", of_shards),
+        "four in two dimensions, of shards": job(4).run(parallel.resume, "tp_fsdp", of_shards),
+        "three, of shards": job(3).run(parallel.resume, "fsdp", of_shards),
+    }
+    first = {"shards": resumed["one, of shards"][0], "state": parallel.resume("whole", of_whole)}
+    for name, by_rank in resumed.items():
+        for found in by_rank:
+            assert same(found["restored"], first[name.split()[-1]]["restored"]), name
+            assert largest_difference(found["weights"], expected["weights"]) < 1e-6, name
+
+
+def test_shards_are_inspected_compared_and_damage_is_named(tmp_path, job, capsys):
+    job(2).run(parallel.saved, "fsdp", tmp_path, sharded=True)
+    states = sorted((tmp_path / "fsdp").glob("update-*"))
+    assert look_at_states_with("inspect", states[-1]) == 0
+    assert "in shards: " in capsys.readouterr().out
+    assert look_at_states_with("diff", states[0], states[0]) == 0
+    assert look_at_states_with("diff", states[0], states[1]) == 1
+    assert "0.weight: 40 of 40 elements differ" in capsys.readouterr().out
+    for name in verify_state(states[-1])["files"]:
+        file = states[-1] / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(DamagedStateError, match=rf"{name}.*does not match its checksum"):
+            verify_state(states[-1])
+        file.write_bytes(content)
+    (states[-1] / "shards00001.safetensors").unlink()
+    found = job(2).run(parallel.resume_latest, tmp_path / "fsdp")
+    assert "Skipping a damaged training state." in found.output
+    assert "shards00001.safetensors' is missing" in found.output
+    assert f"Resuming from {str(states[-2])!r}" in found.output
+
+
+def look_at_states_with(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["checkpoint", *map(str, arguments)])
+        return look_at_states()
+
+
+@pytest.mark.timeout(1800)
+def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
+    """Of one process, at every twenty-third; ``make soak`` kills at each."""
+
+    def run(folder, number=0):
+        def fork(rank):
+            if number:
+                die_at_file_operation(number)
+            result = parallel.resumed_by_itself(folder / "states")
+            torch.save(result, folder / "result.pt")
+
+        folder.mkdir(exist_ok=True)
+        (status,) = in_forks(fork, tmp_path / "output")
+        assert status in (0, -signal.SIGKILL), (tmp_path / "output").read_text()
+        return status
+
+    assert run(tmp_path / "whole") == 0
+    whole = torch.load(tmp_path / "whole" / "result.pt")
+    for number in range(5, 400, 1 if SOAK else 23):
+        folder = tmp_path / f"killed{number}"
+        killed = run(folder, number) != 0
+        assert not killed or run(folder) == 0
+        found = torch.load(folder / "result.pt")
+        assert equal(found["weights"], whole["weights"])
+        assert found["history"] == whole["history"]
+        assert [path.name for path in folder.glob("states/update-*")] == ["update-000000008"]
+        if not killed:  # the run had fewer operations
+            break
+    assert number > 40
+
+
+def test_torch_reads_the_shards(tmp_path, job):
+    storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
+    from torch.distributed import checkpoint
+
+    job(2).run(parallel.saved, "fsdp", tmp_path, sharded=True)
+    state = tmp_path / "fsdp" / "update-000000002"
+    (state / "model.safetensors").unlink()  # holds nothing, as all is sharded
+    pieces = find_pieces(sorted(state.glob("shards*")))
+    target = {name: torch.zeros_like(read_whole(parts, name)) for name, parts in pieces.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):  # a single process
+        checkpoint.load(target, storage_reader=storage.HuggingFaceStorageReader(str(state)))
+    assert all(torch.equal(target[name], read_whole(parts, name)) for name, parts in pieces.items())
+
+
+def test_sharded_states_without_shards_are_an_error(tmp_path):
+    saving = parallel.SaveTrainingStateCallback(tmp_path, sharded=True)
+    trainer = quiet_trainer(nn.Linear(5, 1).double(), callbacks=[saving])
+    with pytest.raises(ValueError, match=r"sharded=True: the weights of Linear are not sharded. Shard the model"):
+        trainer.train(parallel.DATA, 1)
+    assert trainer.progress.update == 0
+    with pytest.raises(ValueError, match=r"sharded='yes' must be True, False or 'auto'"):
+        parallel.SaveTrainingStateCallback(tmp_path, sharded="yes")
+
+
+@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp_fsdp", 4)])
+def test_a_sharded_model_is_saved_as_a_directory_that_anyone_reads(tmp_path, job, how, processes):
+    for found in job(processes).run(parallel.exported, how, tmp_path):
+        assert equal(found["loaded"], found["saved"])
+    index = json.loads((tmp_path / how / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert {path.name for path in (tmp_path / how).iterdir()} == {
+        "model.safetensors.index.json", *index["weight_map"].values()
+    }  # fmt: skip
+    trainer = quiet_trainer(parallel.create_model())
+    nn.init.zeros_(trainer.model[0].weight)
+    trainer.load_checkpoint(tmp_path / how)
+    assert equal(trainer.model.state_dict(), found["saved"])
+    trainer.save_model(tmp_path / how)  # replaces it: a directory that exists
+    assert len(list((tmp_path / how).iterdir())) == 2
+    (tmp_path / how / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"model-00001-of-00001.safetensors is missing in .*, whose index names"
+    ):
+        trainer.load_checkpoint(tmp_path / how)
+    (tmp_path / how / "manifest.json").touch()
+    with pytest.raises(ValueError, match=r"is a training state. Load it with trainer.load_training_state"):
+        trainer.load_checkpoint(tmp_path / how)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_reads_what_a_sharded_model_was_saved_as(tmp_path, two_ranks, tied):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "DistributedConfig"):
+        pytest.skip("this version of transformers has no DistributedConfig")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    for found in two_ranks.run(parallel.exported_of_transformers, tmp_path):
+        assert equal(found, dict(model.state_dict()))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert equal(again.state_dict(), model.state_dict())
