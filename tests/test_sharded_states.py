@@ -137,6 +137,22 @@ def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
     assert number > 40
 
 
+def test_shards_in_a_remote_store_resume_to_the_same_bits(tmp_path):
+    pytest.importorskip("fsspec")
+
+    def fork(rank):
+        whole = parallel.resumed_by_itself("memory://bucket/whole")
+        parallel.resumed_by_itself("memory://bucket/run", epochs=1)
+        resumed = parallel.resumed_by_itself("memory://bucket/run")
+        assert equal(resumed["weights"], whole["weights"])
+        assert resumed["history"] == whole["history"]
+
+    (status,) = in_forks(fork, tmp_path / "output")
+    printed = (tmp_path / "output").read_text()
+    assert status == 0, printed
+    assert "Resuming from 'memory://bucket/run/update-000000004'" in printed
+
+
 def test_torch_reads_the_shards(tmp_path, job):
     storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
     from torch.distributed import checkpoint

@@ -327,13 +327,13 @@ def resume_latest(folder: Path) -> None:
     fit(make_trainer("fsdp", callbacks), "fsdp", update=12, resume_from="latest")
 
 
-def resumed_by_itself(folder: Path) -> dict[str, Any]:
+def resumed_by_itself(folder: Path | str, epochs: int = 2) -> dict[str, Any]:
     """The result of a run on one process that saves states in shards, and resumes the last if there is one."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
     saving = SaveTrainingStateCallback(folder, 1, 3, max_checkpoints=1, sharded=True, asynchronous=True)
     trainer = Parallel(model, nn.MSELoss(), partial(torch.optim.AdamW, lr=0.02), [saving], seed=3)
-    trainer.train(DATA, 2, per_device_batch_size=7, resume_from="latest")
+    trainer.train(DATA, epochs, per_device_batch_size=7, resume_from="latest")
     return result_of(trainer)
 
 
