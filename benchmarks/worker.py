@@ -7,6 +7,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,15 +18,19 @@ from benchmarks.contenders import CONTENDERS, is_missing
 from benchmarks.tasks import make_task
 
 
-def count_updates() -> list[int]:
-    """Count the steps of all optimizers from now on, at the same cost for every contender."""
+@contextmanager
+def counting_updates() -> Iterator[list[int]]:
+    """Count the steps of all optimizers in a block, at the same cost for every contender."""
     counts = [0]
 
     def count(*_: object) -> None:
         counts[0] += 1
 
-    register_optimizer_step_post_hook(count)
-    return counts
+    hook = register_optimizer_step_post_hook(count)
+    try:
+        yield counts
+    finally:
+        hook.remove()
 
 
 def measure(contender: str, workload: str, quick: bool) -> dict[str, object]:
@@ -37,15 +43,15 @@ def measure(contender: str, workload: str, quick: bool) -> dict[str, object]:
             if is_missing(error):
                 return {"missing": error.name}
             raise
-        counts = count_updates()
-        if workload == "first":  # measured from the start of the process
-            wall, cpu = float(os.environ["STARTED_AT"]), 0.0
-        else:
-            warm_up()
-            counts[0] = 0
-            wall, cpu = time.time(), time.process_time()
-        train()
-        cpu, wall = time.process_time() - cpu, time.time() - wall
+        with counting_updates() as counts:
+            if workload == "first":  # measured from the start of the process
+                wall, cpu = float(os.environ["STARTED_AT"]), 0.0
+            else:
+                warm_up()
+                counts[0] = 0
+                wall, cpu = time.time(), time.process_time()
+            train()
+            cpu, wall = time.process_time() - cpu, time.time() - wall
     if counts[0] != task.steps:
         raise RuntimeError(f"{contender} made {counts[0]} updates instead of {task.steps}.")
     return {"cpu": cpu / task.steps, "wall": wall / task.steps}
