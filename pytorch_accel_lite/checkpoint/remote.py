@@ -20,7 +20,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from pytorch_accel_lite.checkpoint.store import STATE_NAME, state_name
+from pytorch_accel_lite.checkpoint.store import STATE_NAME, refuse_damaged, state_name
 from pytorch_accel_lite.checkpoint.training_state import (
     MANIFEST,
     DamagedStateError,
@@ -294,10 +294,7 @@ class RemoteStore:
             except DamagedStateError as error:
                 problems.append(str(error))
                 report(f"Skipping a damaged training state. {error}")
-        if problems:
-            raise DamagedStateError(
-                f"All training states in {self.url!r} are damaged: {' '.join(problems)} Remove them to start afresh."
-            )
+        refuse_damaged(self.url, problems)
         return None
 
     def has_states(self) -> bool:

@@ -25,6 +25,18 @@ STATE_NAME = re.compile(r"update-\d{9,}")
 _WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
 
 
+def refuse_damaged(place: Path | str, problems: list[str]) -> None:
+    """Raise an error if none of the states in a place is intact.
+
+    :param problems: what is wrong with each of them; empty if there is none
+    """
+    if problems:
+        raise DamagedStateError(
+            f"All training states in {os.fspath(place)!r} are damaged: {' '.join(problems)} Remove them to start "
+            "afresh."
+        )
+
+
 def state_name(update: int) -> str:
     """Return the name of the state after an update; names sort in the order of updates."""
     return f"update-{update:09d}"
@@ -111,11 +123,7 @@ class StateStore:
             except DamagedStateError as error:
                 problems.append(str(error))
                 report(f"Skipping a damaged training state. {error}")
-        if problems:
-            raise DamagedStateError(
-                f"All training states in {os.fspath(self.directory)!r} are damaged: {' '.join(problems)} Remove them "
-                "to start afresh."
-            )
+        refuse_damaged(self.directory, problems)
         return None
 
     def rotate(self, keep: int | None, protected: set[str]) -> None:
