@@ -56,7 +56,7 @@ SCHEDULE = """
 scheduler:
   class_path: OneCycleLR
   init_args:
-    max_lr: 0.1
+    max_lr: 0.01
     total_steps: NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH
 """
 STATES = ["--callbacks+", "SaveTrainingStateCallback", "--callbacks.save_every_n_steps", "1"]
@@ -107,11 +107,18 @@ def test_a_run_from_a_file_ends_in_the_bits_of_the_script(file):
     valid = parts.load_data(8)
     trainer = Trainer(model, nn.MSELoss(), partial(torch.optim.AdamW, lr=1e-2), seed=3)
     total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
-    schedule = partial(OneCycleLR, max_lr=0.1, total_steps=total)
+    schedule = partial(OneCycleLR, max_lr=0.01, total_steps=total)
     trainer.train(train, 2, valid, per_device_batch_size=8, create_scheduler_fn=schedule)
     assert trainer.progress.update == trained.progress.update == 6
     assert_equal(weights(trained), weights(trainer))
     assert trained.run_history["eval_loss_epoch"] == trainer.run_history["eval_loss_epoch"]
+
+
+def test_a_rate_that_the_schedule_replaces_is_said(file):
+    file.write_text(FILE + SCHEDULE)
+    experiment = Experiment.from_file(file, {"optimizer.lr": 3e-4})
+    with pytest.warns(UserWarning, match=r"optimizer.lr=0.0003 has no effect, as OneCycleLR .* scheduler.max_lr=0.01"):
+        _ = experiment.train_arguments
 
 
 def test_nothing_is_made_before_it_is_needed(file):

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -27,6 +28,9 @@ from pytorch_accel_lite.experiment.parsing import Parser
 from pytorch_accel_lite.experiment.recording import ExperimentRecord
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import is_ours as is_of_package
+
+#: The schedulers that replace the optimizer's learning rate, and the argument with theirs.
+_OWN_RATES = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}
 
 
 class Experiment:
@@ -187,6 +191,7 @@ class Experiment:
         given = _arguments_in(self._instances.get(f"{key}.init_args"))
         given = {name: value for name, value in given.items() if name not in known or value != known[name].default}
         if key == "scheduler":
+            self._check_rate(given)
             try:
                 given = replace_expressions(given)
             except ValueError as error:
@@ -204,6 +209,18 @@ class Experiment:
     def _make_loss(self, key: str) -> Any:
         """Return an instance of a class; or a function itself, which is called with outputs and targets."""
         return self._make(key) if inspect.isclass(self._parser.parts[key]) else self._partial(key)
+
+    def _check_rate(self, schedule: Mapping[str, Any]) -> None:
+        """Warn of a learning rate of the optimizer that the scheduler replaces by its own."""
+        name = self._parser.parts["scheduler"].__name__
+        rate = _arguments_in(self._instances.get("optimizer.init_args")).get("lr")
+        used = schedule.get(_OWN_RATES.get(name, ""), rate)
+        if rate != used:
+            warnings.warn(
+                f"optimizer.lr={rate} has no effect, as {name} sets the learning rates: from scheduler."
+                f"{_OWN_RATES[name]}={used}. Change that instead, or both.",
+                stacklevel=2,
+            )
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks of the file after the default ones, except defaults of which the file has its own."""
