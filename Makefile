@@ -46,7 +46,7 @@ quick: $(EXTRAS)-test
 	$(PYTEST) -m "not processes and not programs and not slow" $(ARGS)
 
 soak: $(EXTRAS)-test
-	SOAK=1 $(PYTEST) -k "kill or launched or ranks or trainers or same_bits or processes or schedule" $(ARGS)
+	SOAK=1 $(PYTEST) -k "machine or kill or launched or ranks or trainers or same_bits or processes or schedule" $(ARGS)
 
 coverage: $(EXTRAS)-test
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(ARGS)
