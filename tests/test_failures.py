@@ -126,7 +126,7 @@ def test_a_sample_that_cannot_be_read_costs_its_batch_only(workers, seed):
 
 
 class Watched(nn.MSELoss):
-    """A loss with a mean that each batch assigns anew, and which refuses certain targets afterwards."""
+    """A loss whose mean is assigned again by each batch, and which refuses certain targets afterwards."""
 
     def __init__(self, poison: float | None, limit: int | None) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _WARM_UP_STEPS = 3
 _STEPS = 20
-# Worth reporting: a forward pass so many times as long as the others', which costs so much of the epoch.
+# Reported is a forward pass that takes this many times as long as the others' and costs this share of the epoch.
 _FACTOR = 1.3
 _SHARE = 0.1
 

@@ -57,7 +57,7 @@ class ComputedOrder:
             yield block[begin - first : end - first]
 
     def _encrypt(self, numbers: _Numbers) -> _Numbers:
-        """Permute the numbers of so many bits: each round mixes one part into the other, and swaps them."""
+        """Permute the numbers below ``2**bits``: each round mixes one half into the other and swaps the two."""
         left = self._bits // 2
         right = self._bits - left
         for key in self._keys:

@@ -25,8 +25,8 @@ class TreeSum(Generic[T]):
     """Adds up terms that arrive from left to right, like a binary counter.
 
     Two neighbours that are the halves of an aligned block of terms become one node. What is left at the end is added
-    from right to left. So the terms of a contiguous range become a few nodes, at most two for each level, which go on
-    to become those of the entire tree when they are pushed in order: the order of additions never depends on how the
+    from right to left. So the terms of a contiguous range become a few nodes, at most two for each level, which become
+    those of the entire tree when they are pushed in order: the order of additions never depends on how the
     terms were divided.
 
     :param add: adds the right value to the left one, which it may change, and returns the sum
