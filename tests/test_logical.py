@@ -97,6 +97,15 @@ def test_any_number_of_processes_gives_the_same_bits(ranks, case):
         assert differences(alone(case), result) == []
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(not SOAK, reason="many processes take long; SOAK=1 starts them")
+@pytest.mark.parametrize("processes", [4, 8])
+def test_eight_of_them_give_the_same_bits_on_four_and_on_eight_processes(job, processes):
+    for case in (logical.images, logical.with_workers):
+        for result in job(processes)(case):
+            assert differences(alone(case), result) == [], case.__name__
+
+
 def test_a_step_is_skipped_as_a_whole_if_a_share_of_it_fails():
     found = alone(logical.skipping)
     assert {failure["error"] for failure in found["failures"]} >= {"OSError: sample 5 cannot be read"}
