@@ -48,7 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported to itself: collections of garbage need not look at it again."""
+    """Start autograd before a test does, and leave what is imported to itself: no collection looks at it again.
+
+    If fake tensors, as ``torch.compile`` makes them, come before the first backward, torch takes them for a device and
+    starts threads for it. Copies of this process could not train then.
+    """
+    torch.zeros((), requires_grad=True).backward()
     gc.collect()
     gc.freeze()
 
