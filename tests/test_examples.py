@@ -75,7 +75,7 @@ def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_upda
     assert float(bits[1]) < 3.5  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
     run_commands_of("language_model", tmp_path, "--train.max_num_train_steps=50", "--test.worst=3")
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert f"{row['eval_loss_epoch'] / math.log(2):.2f}" == bits[1]
+    assert row["eval_loss_epoch"] / math.log(2) == pytest.approx(float(bits[1]), abs=0.01)
     worst = json.loads((tmp_path / "tests" / "best" / "default" / "eval" / "worst.json").read_text())
     assert worst[0]["bits_per_byte"] > worst[2]["bits_per_byte"] > float(bits[1])
 

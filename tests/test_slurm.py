@@ -10,10 +10,12 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig
 
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests import cases
@@ -88,6 +90,16 @@ def test_what_makes_a_job_start_over_is_an_error_before_training(tmp_path, monke
         assert train(folder, requeue=True, resume_from="latest") is None
 
 
+@pytest.mark.parametrize("passed_on", ["SIGTERM,SIGUSR1", "SIGTERM"])
+def test_torchrun_must_pass_on_the_warning(tmp_path, monkeypatch, passed_on):
+    install_scontrol(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "17")
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", passed_on)
+    expected = pytest.warns(UserWarning, match="would end torchrun") if passed_on == "SIGTERM" else nullcontext()
+    with expected:
+        train(tmp_path, requeue=True)
+
+
 def test_earlier_handlers_are_called_once_the_state_is_saved(tmp_path):
     seen = []
 
@@ -151,6 +163,7 @@ STAND_INS = {
 }
 
 
+@pytest.mark.skipif(not hasattr(LaunchConfig, "signals_to_handle"), reason="before 2.10, torchrun ends at SIGUSR1")
 @pytest.mark.programs
 def test_the_script_of_the_documentation_passes_on_the_warning_and_saves(tmp_path):
     """On one node with one process, by stand-ins for the commands of a cluster."""
@@ -173,6 +186,7 @@ def test_the_script_of_the_documentation_passes_on_the_warning_and_saves(tmp_pat
         os.kill(int(launcher), signal.SIGUSR1)  # as Slurm does: the tasks of the step, not the script
         output, _ = job.communicate(timeout=60)
     assert output.count("Stopping because of SIGUSR1.") == 1, output
+    assert "would end torchrun" not in output
     assert (tmp_path / "calls").read_text() == "requeue 17_3\n"
     run_to_the_end(tmp_path)
     run_to_the_end(tmp_path / "whole")

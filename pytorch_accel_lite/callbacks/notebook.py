@@ -7,8 +7,6 @@ from html import escape
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from IPython.display import display
-
 _SHORT = 0.5  # seconds before a bar is worth showing: an output, once created, stays in the notebook
 _pages: WeakKeyDictionary[Any, Page] = WeakKeyDictionary()
 
@@ -29,6 +27,8 @@ class Page:
 
     def refresh(self) -> None:
         """Show the current content."""
+        from IPython.display import display  # notebooks have it
+
         is_short = time.monotonic() - self._made < _SHORT
         if self._handle is None and not self.html and (is_short or not self.bars):
             return

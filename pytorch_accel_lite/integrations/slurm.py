@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import warnings
 from collections.abc import Mapping
 
 from pytorch_accel_lite.events import RunInterruptedError
@@ -26,7 +27,7 @@ def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def check_requeue() -> None:
-    """Check that this job could be returned to the queue.
+    """Check that this job could be returned to the queue; warn if torchrun would not pass on what announces its end.
 
     :raises RuntimeError: if this is a job of Slurm on a machine without its commands
     """
@@ -34,6 +35,14 @@ def check_requeue() -> None:
         raise RuntimeError(
             f"requeue=True needs Slurm's command scontrol, which is not on the PATH of {os.uname().nodename}, where "
             "the first process of this job runs. Add its directory to PATH, or pass requeue=False."
+        )
+    passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
+    if job_id() is not None and "TORCHELASTIC_RUN_ID" in os.environ and not {it.name for it in WARNINGS} & {*passed_on}:
+        warnings.warn(
+            "requeue=True: Slurm's warning, SIGUSR1 or SIGUSR2, would end torchrun before a state is saved. Set "
+            "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 where the job starts torchrun; with torch "
+            "older than 2.10, which does not know it, start one task per GPU with srun instead of torchrun.",
+            stacklevel=2,
         )
 
 

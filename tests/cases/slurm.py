@@ -40,7 +40,7 @@ def warned_on_the_last_rank() -> tuple[str, list[str]]:
     with shared_folder() as folder:
         if rank() == 0:
             install_scontrol(folder)
-        os.environ["SLURM_JOB_ID"] = "17"
+        os.environ |= {"SLURM_JOB_ID": "17", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}
         os.environ.pop("SLURM_ARRAY_JOB_ID", None)
         saving = SaveTrainingStateCallback(folder / "states", requeue=True)
         trainer = quiet_trainer(small_model(), callbacks=[SendsSignals(signal.SIGUSR1), saving])
