@@ -122,7 +122,7 @@ def test_keys_that_the_model_does_not_take_are_named_once():
     rows = [{"x": x, "y": y, "extra": 1} for x, y in regression_data(4)]
     with pytest.warns(UserWarning, match=r"ReturnsDataclass\.forward takes no argument named 'extra'") as warned:
         trainer.evaluate(rows, per_device_batch_size=2)
-    assert len(warned) == 1
+    assert [warning.category for warning in warned].count(UserWarning) == 1  # Python 3.12 warns of forked workers
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9])

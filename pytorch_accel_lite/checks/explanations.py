@@ -178,7 +178,7 @@ class Case:
         return case
 
     def _look_at(self, frame: FrameType) -> None:
-        values = frame.f_locals
+        values = dict(frame.f_locals)  # a proxy since Python 3.13, whose keys are a list
         code = frame.f_code
         file = code.co_filename.replace("\\", "/")
         if file.endswith("pytorch_accel_lite/batches.py") and code.co_name in _DEFAULT_STEP:
