@@ -261,17 +261,17 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run."""
-    request = run.request
     loader = shard(
         source,
         run.data_ranks,
         trainer.device,
         run.data_seed,
         training or trainer.is_sharded,
-        limit=request.max_batches,
+        limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=None if trainer.logical is None else trainer.logical.shares,
-        yields_failures=request.skips_failed_batches if training else request.on_failed_batch is not None,
+        yields_failures=run.request.skips_failed_batches if training else run.request.on_failed_batch is not None,
+        divides=training,
     )
     if loader is not source:
         run.made_loaders.add(loader)

@@ -63,6 +63,14 @@ def test_logical_processes_are_measured_against_ddp_by_hand():
         assert sent.strip() == "0.00 MB"  # of one process
 
 
+def test_every_way_to_feed_processes_is_measured_against_the_loop_by_hand():
+    done = run_module("benchmarks.streams", "--quick")
+    assert done.returncode == 0, done.stdout
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| by hand", "| ours"))]
+    assert len(rows) == 10
+    assert all(float(ratio) > 0 for _, _, ratio in rows)
+
+
 def test_every_path_is_measured_against_the_loop_on_the_same_data():
     done = run_module("benchmarks.paths", "--quick", "--rounds", "1")
     assert done.returncode == 0, done.stdout

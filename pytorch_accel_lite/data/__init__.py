@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.data.mixtures import Mixture, MixtureBatchSampler, MixtureSampler
     from pytorch_accel_lite.data.named import NamedDatasets, NamedSampler
     from pytorch_accel_lite.data.shuffled_stream import ShuffledStream
+    from pytorch_accel_lite.data.streams import ReadByAll
 
 __all__ = [
     "Batch",
@@ -25,6 +26,7 @@ __all__ = [
     "NamedDatasets",
     "NamedSampler",
     "OwnShard",
+    "ReadByAll",
     "ShardedLoader",
     "ShuffledStream",
     "shard",
@@ -36,6 +38,7 @@ _SOURCES = {
     "mixtures": ("Mixture", "MixtureBatchSampler", "MixtureSampler"),
     "named": ("NamedDatasets", "NamedSampler"),
     "shuffled_stream": ("ShuffledStream",),
+    "streams": ("ReadByAll",),
 }
 __getattr__ = loaded_when_named(
     __name__, {name: f"{__name__}.{module}" for module, names in _SOURCES.items() for name in names}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from itertools import chain, count, islice
+from functools import partial
+from itertools import chain, count, islice, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped, with_last
-from pytorch_accel_lite.data.self_sharding import find_own_share
+from pytorch_accel_lite.data.plan import with_last
 from pytorch_accel_lite.data.skipping import ended, skip_samples
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _END = object()  # of a source
+_AT_ONCE = 2  # steps about which the processes agree together
 
 
 class OwnShard:
@@ -47,7 +48,7 @@ class OwnShard:
         return len(self.batches)  # type: ignore[arg-type]
 
 
-class _ReadInTurn(ShardedLoader):
+class ReadInTurn(ShardedLoader):
     """Reads its source in turn. To resume in the middle of an epoch, it returns to where a stateful source was.
 
     Otherwise it reads the source from the beginning and discards what has already been seen.
@@ -57,6 +58,7 @@ class _ReadInTurn(ShardedLoader):
         super().__init__(source, ranks, device, options)
         self._tracker = _create_tracker(source, keeps=options.fill and options.seed is not None)
         self._batches_per_step = 1  # that this process reads
+        self._reader = ranks.rank  # the random numbers in a stream differ between readers
 
     def position(self) -> Any:
         return None if self._tracker is None else self._tracker.position
@@ -73,7 +75,7 @@ class _ReadInTurn(ShardedLoader):
 
     def _set_epoch(self, epoch: int) -> None:
         """Tell a stream that shuffles itself which epoch begins; otherwise it might repeat an order."""
-        batches = self.source.batches if isinstance(self.source, OwnShard) else self.source
+        batches = _batches_of(self.source)
         dataset: Any = getattr(batches, "dataset", None)
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
@@ -124,7 +126,7 @@ class _ReadInTurn(ShardedLoader):
 
     def _open(self, first: int) -> Iterator[Any]:
         """Begin to read the source, whose next batch is number ``first`` of the epoch."""
-        batches = self.source.batches if isinstance(self.source, OwnShard) else self.source
+        batches = _batches_of(self.source)
         reader = self._start_reading(self.source)
         is_seeded_here = self.options.seed is not None and isinstance(batches, DataLoader) and not batches.num_workers
         return self._seeded(reader, first) if is_seeded_here else reader
@@ -132,7 +134,7 @@ class _ReadInTurn(ShardedLoader):
     def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         """Read each batch with generators seeded from its place, and leave torch's as it was."""
         assert self.options.seed is not None
-        place = mix(self.options.seed, self._epoch, self._ranks.rank)
+        place = mix(self.options.seed, self._epoch, self._reader)
         for number in count(first):
             state = torch.default_generator.get_state()
             seed_generators(mix(number, after=place))
@@ -145,58 +147,74 @@ class _ReadInTurn(ShardedLoader):
             yield batch
 
 
-class StreamLoader(_ReadInTurn):
-    """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads them all and deals them out in turn.
+class Announced:
+    """What this process reads for some steps, described to the others while all of them compute an earlier step.
 
-    Every sample is thus seen once, even if the stream is random.
+    :param items: what is read in each step
+    :param describe: returns a number for an item
+    :param begin: begins to put the numbers of all processes together, as :meth:`Ranks.begin_sum` does; it is given
+        those of each step, their negatives, whether reading has failed, and whether there is no item at all
+    :ivar items: what was read; fewer items than steps if the source has ended
+    :ivar numbers: a number for each step; 0 if there is no item
     """
 
-    def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
-        super().__init__(source, ranks, device, options)
-        self._batches_per_step = ranks.world_size
+    def __init__(
+        self,
+        items: Iterator[Any],
+        ranks: Ranks,
+        describe: Callable[[Any], int],
+        begin: Callable[[list[float]], Callable[[], list[float]]],
+        steps: int = 1,
+    ) -> None:
+        self._ranks = ranks
+        self._steps = steps
+        self._error: Exception | None = None
+        self._known: list[int] = []
+        self.items: list[Any] = []
+        self.numbers = [0] * steps
+        failed = [False] * steps
+        try:
+            for place, item in enumerate(islice(items, steps)):
+                self.numbers[place] = describe(item)
+                self.items.append(item)
+        except Exception as error:
+            if ranks.replicas > 1:  # the others with which it shares batches wait for this one
+                raise
+            self._error = error
+            failed[len(self.items)] = True
+        self._finish = begin([*self.numbers, *(-number for number in self.numbers), *failed, not self.items])
 
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._set_epoch(epoch)
-        return self._steps_alone(start) if self._ranks.world_size == 1 else self._deal_out(start)
+    def total(self, place: int = 0) -> int:
+        """Return what the numbers of all processes for a step are together.
 
-    def _deal_out(self, start: int) -> Iterator[Batch]:
-        rank = self._ranks.rank
-        steps = with_last(islice(self._groups(start), self._left))
-        is_last = False
-        while not is_last:  # a process without a batch in the last step must not wait for the others
-            step = self._ranks.broadcast_object(lambda: self._next_of(steps))
-            if step is None:
-                return
-            group, is_last = step
-            if self._tracker is not None and rank == 0:
-                self._tracker.advance(len(group))
-            sizes = [find_batch_size(batch) for batch in group]
-            if rank < len(group):
-                yield Batch(group[rank], sizes[rank], sum(sizes), is_last)
-            elif self.options.fill:
-                yield Batch(group[0], 0, sum(sizes), is_last)
+        :raises Exception: on all processes, if one of them could not read for this step
+        """
+        self._known = self._known or [int(value) for value in self._finish()]
+        if self._known[2 * self._steps + place]:
+            self._ranks.run_together(self._fail)
+        return self._known[place]
 
-    def _next_of(self, steps: Iterator[Any]) -> Any:
-        """Read the next step, without effect on the generators if others, which do not read, must have the same."""
-        with preserving_generators() if self._ranks.replicas > 1 else nullcontext():
-            return next(steps, None)
+    @property
+    def without(self) -> int:
+        """Number of processes that have read nothing."""
+        return self._known[-1]
 
-    def _groups(self, start: int) -> Iterator[list[Any]]:
-        """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
-        yield from grouped(self._read_from(start), self._ranks.world_size)
+    @property
+    def are_equal(self) -> bool:
+        """Whether all processes have read something with the same number, if ``begin`` takes the maximum."""
+        return self._known[0] == -self._known[1] and self._known[-1] == (not self.items)
 
-    def _num_steps(self) -> int:
-        return count_global_batches(len(self.source), self._ranks.world_size)
-
-    def _ends_in_one(self) -> bool:
-        return ends_in_one(find_length(self.source.dataset), self.source.batch_size, self.source.drop_last)
+    def _fail(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
-class PreShardedLoader(_ReadInTurn):
+class PreShardedLoader(ReadInTurn):
     """The batches of any other iterable, assumed to be this process's own.
 
-    In training, the processes agree at every step on whether any has a batch left. One that has none repeats its last
-    batch with zero weight until the others are done.
+    In training, the processes agree on how many samples each step has, for two steps at once and while they compute the
+    one before; for a list of batches, they do so when the epoch begins. A process that has no batch left repeats its
+    last one with zero weight until the others are done.
 
     :param shared_by: name of the mechanism by which a stream shards itself, if that was detected
     """
@@ -209,7 +227,10 @@ class PreShardedLoader(_ReadInTurn):
         super().__init__(source, ranks, device, options)
         self.shared_by = shared_by
         length = find_length(source)
-        self._length = int(ranks.max([-1 if length is None else length])[0])
+        is_list = type(_batches_of(source)) in (list, tuple) and ranks.replicas == 1
+        longest, is_other = ranks.max([-1 if length is None else length, not is_list])
+        self._length = int(longest)
+        self._is_list = not is_other  # on all processes
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._set_epoch(epoch)
@@ -218,7 +239,7 @@ class PreShardedLoader(_ReadInTurn):
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
         done = 0
-        if start and not self._ranks.max([self.position() is None])[0]:
+        if start and not self._ranks.max([ReadInTurn.position(self) is None])[0]:
             done = start
         with preserving_generators():
             steps = self._in_step(done)
@@ -229,43 +250,59 @@ class PreShardedLoader(_ReadInTurn):
     def _in_step(self, start: int) -> Iterator[Batch]:
         """Yield the steps from the position of a stateful source, or from the beginning if ``start`` is 0."""
         tracker = self._tracker
-        batches = islice(self._read_alike(start), self._left if start else self.limit)
-        batch = None
-        ready = next(batches, None)
-        while True:
-            batch = batch if ready is None else ready
-            size = 0 if ready is None else find_batch_size(batch)
-            following = None if ready is None else next(batches, None)
-            total, running, empty = self._ranks.sum([size, following is not None, batch is None])
-            if total and empty:
-                raise ValueError(
-                    f"{int(empty)} of {self._ranks.world_size} processes have no training batch at all. Give every "
-                    "process at least one."
-                )
-            if not total:
-                return
-            if tracker is not None and ready is not None:
-                tracker.advance()
-            elif tracker is not None:
-                tracker.position = None  # to resume, the last batch must be read again
-            yield Batch(batch, size, int(total), not running)
+        limit = self._left if start else self.limit
+        batches = islice(self._read_alike(start), limit)
+        begin = self._agree_ahead(limit) if self._is_list and not start else self._ranks.begin_sum
+        announce = partial(Announced, batches, self._ranks, find_batch_size, begin, _AT_ONCE)
+        ready = announce()
+        total = ready.total()
+        batch = self._filler(ready) if total and ready.without else None
+        while total:
+            following = announce()
+            for place in range(_AT_ONCE):
+                is_before = place + 1 < _AT_ONCE
+                left = ready.total(place + 1) if is_before else following.total()
+                has_own = place < len(ready.items)
+                if has_own:
+                    batch = ready.items[place]
+                if tracker is not None and has_own:
+                    tracker.advance()
+                elif tracker is not None:
+                    tracker.position = None  # to resume, the last batch must be read again
+                yield Batch(batch, ready.numbers[place], total, not left)
+                total = left
+                if not total:
+                    return
             ready = following
+
+    def _agree_ahead(self, limit: int | None) -> Callable[[list[float]], Callable[[], list[float]]]:
+        """Add up the sizes of the batches in lists, and return what gives those of the next steps, see `Announced`."""
+        batches = islice(_batches_of(self.source), limit)
+        sizes = self._ranks.run_together(lambda: [find_batch_size(batch) for batch in batches])
+        totals = map(sum, zip_longest(*sizes, fillvalue=0))
+        rest = [0] * (2 * _AT_ONCE), sizes.count([])
+
+        def begin(_: list[float]) -> Callable[[], list[float]]:
+            known = [*islice(totals, _AT_ONCE)]
+            known += [0] * (_AT_ONCE - len(known))
+            return lambda: [*known, *rest[0], rest[1]]
+
+        return begin
+
+    def _filler(self, ready: Announced) -> Any:
+        """Return what a process computes that has no batch of its own, if some have none in the first step."""
+        raise ValueError(
+            f"{ready.without} of {self._ranks.world_size} processes have no training batch at all. Give every process "
+            "at least one."
+        )
 
     def _num_steps(self) -> int:
         return self._length if self._length >= 0 else len(self.source)  # raises the source's own error
 
 
-def create_loader(
-    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_torchs: bool
-) -> ShardedLoader:
-    """Return the loader for a source that cannot be indexed.
-
-    :param is_torchs: whether the source is a ``DataLoader`` of torch
-    """
-    share = find_own_share(source.dataset, ranks) if is_torchs else None
-    if is_torchs and share is None:
-        return StreamLoader(source, ranks, device, options)
-    return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)
+def _batches_of(source: Any) -> Any:
+    """Return the user's loader."""
+    return source.batches if isinstance(source, OwnShard) else source
 
 
 def _create_tracker(source: Any, keeps: bool) -> PositionTracker | None:
@@ -273,7 +310,7 @@ def _create_tracker(source: Any, keeps: bool) -> PositionTracker | None:
 
     :param keeps: whether a training state may ask for it: only in training whose order follows from a seed
     """
-    batches = source.batches if isinstance(source, OwnShard) else source
+    batches = _batches_of(source)
     if not any(hasattr(item, "load_state_dict") for item in (batches, getattr(batches, "dataset", None))):
         return None
     from pytorch_accel_lite.data.stateful import PositionTracker, can_track  # rarely needed

@@ -68,6 +68,8 @@ class LoaderOptions:
     :param yields_failures: yield a :class:`FailedRead` for a batch that cannot be read and continue, if the source can
         be indexed
     :param shares: the shares of logical processes that this process reads; ``None`` without logical processes
+    :param divides: let each process read a part of a stream that can be divided, in an order of its own; otherwise, the
+        batches of all processes follow the order of the stream
     """
 
     seed: int | None = None
@@ -76,6 +78,7 @@ class LoaderOptions:
     channels_last: bool = False
     yields_failures: bool = False
     shares: Shares | None = None
+    divides: bool = False
 
 
 @dataclass

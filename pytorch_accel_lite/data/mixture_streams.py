@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from pytorch_accel_lite.data.dividing import part_of
 from pytorch_accel_lite.data.mixtures import check_weights
 from pytorch_accel_lite.data.stateful import can_return
 from pytorch_accel_lite.randomness import preserving_generators
@@ -70,6 +71,12 @@ class MixtureStream(IterableDataset[Any]):
             if sample is _END:
                 return
             yield sample
+
+    def shard(self, rank: int, world_size: int) -> MixtureStream | None:
+        """Return a mixture of a part of each stream; ``None`` if one cannot be divided."""
+        parts = {name: part_of(stream, rank, world_size) for name, stream in zip(self.names, self.streams, strict=True)}
+        is_whole = all(part is not None for part in parts.values())
+        return MixtureStream(parts, self.weights, repeat=self.repeat) if is_whole else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return, by name, how much of each stream has been given, and its state if it has one."""

@@ -35,7 +35,7 @@ def shard(
                 f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
                 "__len__ and __getitem__."
             )
-        from pytorch_accel_lite.data.iterables import create_loader
+        from pytorch_accel_lite.data.streams import create_loader
 
         return create_loader(source, ranks, device, chosen, is_loader)
     if ranks.world_size > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from pytorch_accel_lite.data.dividing import part_of
 from pytorch_accel_lite.data.stateful import can_return
 from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.utils import check_positive_int
@@ -77,6 +78,11 @@ class ShuffledStream(IterableDataset[Any]):
             seed_generators(seed)
             block = list(islice(reader, self.block_size))
         return torch.randperm(len(block), generator=torch.Generator().manual_seed(seed >> 1)).tolist(), block
+
+    def shard(self, rank: int, world_size: int) -> ShuffledStream | None:
+        """Return a part, shuffled on its own, of the stream inside; ``None`` if that cannot be divided."""
+        part = part_of(self.stream, rank, world_size)
+        return None if part is None else ShuffledStream(part, self.block_size, mix(self.seed, rank))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the block, how much of it has been given, and the state at which it begins."""

@@ -50,18 +50,50 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up lists of numbers element by element, in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self.begin_sum(values)()
+
+    def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to add up lists of numbers as :meth:`sum` does, and return a function that waits for the sums."""
+        return self._begin_reducing(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Take the maximum of lists of numbers element by element, in float64."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self.begin_max(values)()
 
-    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+    def begin_max(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to take the maximum as :meth:`max` does, and return a function that waits for it."""
+        return self._begin_reducing(values, dist.ReduceOp.MAX)
+
+    def _begin_reducing(self, values: Sequence[float], operation: Any) -> Callable[[], list[float]]:
         if self.world_size == 1:
-            return list(values)
+            return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, operation, group=self._group)
-        return tensor.tolist()
+        work = dist.all_reduce(tensor, operation, group=self._group, async_op=True)
+
+        def finish() -> list[float]:
+            work.wait()
+            return tensor.tolist()
+
+        return finish
+
+    def begin_scatter(self, pieces: Sequence[torch.Tensor] | None, size: int) -> Callable[[], torch.Tensor]:
+        """Begin to send each rank a piece of data from rank 0, and return a function that waits for this rank's.
+
+        All ranks must begin it. What has begun is completed even if no one waits for it.
+
+        :param pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
+        :param size: that length
+        """
+        mine = torch.empty(size, dtype=torch.uint8) if pieces is None else pieces[0]
+        sent = None if pieces is None else list(pieces)
+        work = dist.scatter(mine, sent, src=0, group=self._group, async_op=True) if self.world_size > 1 else None
+
+        def finish() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return mine
+
+        return finish
 
     def sum_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over the ranks in place, on its device and without waiting for the device."""

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -36,14 +37,21 @@ class DataRanks(Ranks):
         self.world_size = len(own)
         self.replicas = len(peers)
         alike = tuple(zip(*peers, strict=True))
+        self._places = [
+            place for _, place in sorted((rank, place) for each in peers for place, rank in enumerate(each))
+        ]
         self._first_alike = alike[self.rank][0]
         self.is_first_alike = everyone.rank == self._first_alike
         self._group = _own_group(dist.group.WORLD, peers, "gloo")
         self.device_group = _own_group(dist.group.WORLD, peers, None)
         self._alike_group = _own_group(dist.group.WORLD, alike, "gloo")
 
-    def max(self, values: Sequence[float]) -> list[float]:
-        return self._everyone.max(values)
+    def begin_max(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        return self._everyone.begin_max(values)
+
+    def begin_scatter(self, pieces: Sequence[torch.Tensor] | None, size: int) -> Callable[[], torch.Tensor]:
+        expanded = None if pieces is None else [pieces[place] for place in self._places]
+        return self._everyone.begin_scatter(expanded, size)
 
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
         return self._everyone.run_together(action, only_first)

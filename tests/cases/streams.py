@@ -7,13 +7,15 @@ from io import StringIO
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
+from pytorch_accel_lite.data import MixtureStream, OwnShard, ReadByAll, ShuffledStream, shard
+from pytorch_accel_lite.distributed import Ranks
 from tests.cases.common import rank, world_size
-from tests.cases.data import SavesEachUpdate
+from tests.cases.data import Reading, SavesEachUpdate
 from tests.tasks import weights
 
 
@@ -46,6 +48,24 @@ class Forgetful(Shelf):
     state_dict = None
 
 
+class Cut(Shelf):
+    """Numbers of which each process may read its own."""
+
+    def shard(self, rank, world_size):
+        part = type(self)(self.numbers[rank::world_size])
+        part.read = self.read
+        return part
+
+
+class ForgetfulCut(Cut):
+    """The same, without a state."""
+
+    state_dict = None
+
+
+SHELVES = {"shelf": Shelf, "forgetful": Forgetful, "own part": Shelf, "cut": Cut, "forgetful cut": ForgetfulCut}
+
+
 def hugging_face(size: int, read: list[int], num_shards: int = 3) -> Any:
     from datasets import Dataset
 
@@ -66,11 +86,18 @@ def rows_or_tensors(samples: list[Any]) -> torch.Tensor:
 
 def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
     """A stream, and the arguments of its loader."""
-    if kind in ("shelf", "forgetful", "own part"):
+    if kind in SHELVES:
         numbers = range(size) if kind != "own part" else range(rank(), size - (rank() > 0), world_size())
-        stream = (Forgetful if kind == "forgetful" else Shelf)(numbers)
+        stream = SHELVES[kind](numbers)
         stream.read = read
         return stream, {}
+    if kind.startswith("all of "):
+        stream, kwargs = source(kind.removeprefix("all of "), size, read)
+        return ReadByAll(stream), kwargs
+    if kind == "mixture of cut":
+        streams = {"a": Cut(range(size)), "b": ForgetfulCut(range(100, 100 + size))}
+        streams["a"].read = streams["b"].read = read
+        return MixtureStream(streams, repeat=False), {}
     if kind.startswith("blocks of "):
         return ShuffledStream(source(kind.removeprefix("blocks of "), size, read)[0], 7), {
             "collate_fn": rows_or_tensors
@@ -87,12 +114,133 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
     stream = hugging_face(size, read)
     if kind == "shuffled":
         stream = stream.shuffle(seed=1, buffer_size=4)
+    if kind == "six shards":
+        stream = hugging_face(size, read, 6)
     if kind == "split":
         from datasets.distributed import split_dataset_by_node
 
         stream = split_dataset_by_node(hugging_face(size, read, 6), rank(), world_size())
     workers = 2 if kind in ("workers", "plain workers") else 0
     return stream, {"collate_fn": rows, "num_workers": workers}
+
+
+class Note:
+    """Something in a batch that is not a tensor, but holds one."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __eq__(self, other):
+        return torch.equal(self.tensor, other.tensor)
+
+
+class Mixed(IterableDataset):
+    """Batches of all kinds of values, of which no two have the same size."""
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        for number in range(7):
+            x = torch.rand(2 + number % 3, 5 * number + 1, generator=generator, dtype=torch.float64)
+            yield {
+                "x": x.mT.contiguous().mT[:, : number + 1],
+                "names": ["a" * number, "b"],
+                "note": Note(x.sum()),
+                "half": x.bfloat16(),
+                "mask": x > 0.5,
+                "none": torch.empty(2, 0),
+                "sparse": torch.eye(number + 1).to_sparse(),
+                "rows": x.numpy(),
+            }
+
+
+def dealt_batches() -> Any:
+    """What each process is dealt in an epoch of training and one of evaluation, of each kind of batches."""
+    found = {}
+    loader = DataLoader(Mixed(), None)
+    for training in (True, False):
+        loaded = shard(loader, Ranks(Accelerator(cpu=True)), torch.device("cpu"), seed=None, training=training)
+        found[training] = [*loaded.steps(1)]
+    largest = [
+        [x.untyped_storage().nbytes() / max(x.nbytes, 1) for x in (b.data["x"], b.data["note"].tensor)]
+        for b in found[True]
+    ]
+    return found, largest
+
+
+class Fails(IterableDataset):
+    """Numbers, after some of which reading fails."""
+
+    def __init__(self, numbers, good):
+        self.numbers, self.good = numbers, good
+
+    def __iter__(self):
+        for number in self.numbers:
+            if number == self.good:
+                raise OSError(f"no number {number}")
+            yield torch.tensor([float(number), 0.0])
+
+    def shard(self, rank, world_size):
+        return Fails(self.numbers[rank::world_size], self.good)
+
+
+def failing_streams() -> dict[str, Any]:
+    """How many steps there are, and what is said, when one process cannot read."""
+    found = {}
+    all_numbers = [*range(24)]
+    streams = {
+        "dealt": DataLoader(Reading(Fails(all_numbers, 17)), 2),
+        "dealt at once": DataLoader(Reading(Fails(all_numbers, 0)), 2),
+        "divided": DataLoader(Fails(all_numbers, 17), 2),
+        "own": OwnShard(DataLoader(Fails([*range(8)], 6 if rank() == 1 else None), 2)),
+        "no batch at all": [[1, 2]] if rank() else [torch.ones(2, 2)],
+        "different": DataLoader(ReadByAll(Fails([n + (n > 11) * rank() for n in all_numbers], None)), 2),
+        "different lengths": DataLoader(ReadByAll(Fails(all_numbers[: 16 + 4 * rank()], None)), 2),
+    }
+    for name, stream in streams.items():
+        model, keeps = nn.Linear(2, 1), Keeps()
+        trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=[keeps], seed=0)
+        trainer.create_train_dataloader = lambda *_, stream=stream: stream
+        with redirect_stdout(StringIO()):
+            try:
+                trainer.train(all_numbers, 1)
+            except Exception as error:
+                found[name] = len(keeps.seen), f"{type(error).__name__}: {error}"
+    return found
+
+
+def streams_within_streams() -> Any:
+    """Streams of every kind are evaluated and predicted in the steps of another; the weights of a run on each."""
+    found = {}
+
+    class Looks(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            for name in ("shelf", "cut", "all of shelf"):
+                stream, _ = source(name, 7, [])
+                trainer.evaluate(stream, per_device_batch_size=2)
+                predicted = trainer.predict(source(name, 5, [])[0], per_device_batch_size=2)
+                assert torch.equal(predicted[:, 0], torch.arange(5.0))
+
+    class Looked(Sums):
+        def calculate_eval_batch_loss(self, batch):
+            return self.calculate_train_batch_loss(batch)
+
+        def calculate_predict_batch_output(self, batch):
+            return batch
+
+    for name in ("shelf", "cut", "all of shelf", "own part"):
+        for callbacks in ([], [Looks()]):
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            trainer = Looked(model, None, optimizer, callbacks=callbacks, seed=5)
+            trainer.own_part = name == "own part"
+            with redirect_stdout(StringIO()):
+                trainer.train(source(name, 13, [])[0], 2, per_device_batch_size=2, train_dataloader_kwargs={})
+            found[name, bool(callbacks)] = weights(model)
+    return found
 
 
 class Keeps(TrainerCallback):

@@ -1,0 +1,303 @@
+"""Streams: data that cannot be indexed and that belong to all processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from pytorch_accel_lite.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal
+from pytorch_accel_lite.data.dividing import PARTS, can_be_divided, how_divided, is_divided, over, own_part_of, part_of
+from pytorch_accel_lite.data.iterables import Announced, PreShardedLoader, ReadInTurn
+from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
+from pytorch_accel_lite.data.self_sharding import find_own_share
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.randomness import preserving_generators
+from pytorch_accel_lite.utils import find_length
+
+_END = object()  # of a part
+
+
+class ReadByAll(IterableDataset[Any]):
+    """Marks a stream that is cheap to read: every process reads all of it, and uses its own batches.
+
+    Nothing is then sent between processes, and the batches are the same as if one process had dealt them out. The
+    stream must give the same samples in the same order on every process; random numbers that it draws while it is read
+    are the same under a seed. The processes compare a few values of each step, and raise an error if these differ.
+
+    :param stream: an iterable dataset
+    """
+
+    def __init__(self, stream: Any) -> None:
+        if not isinstance(stream, IterableDataset):
+            raise TypeError(f"The stream must be an IterableDataset, not {type(stream).__name__}.")
+        self.stream: Any = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stream":  # not set yet during unpickling
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+class StreamLoader(ReadInTurn):
+    """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads them all and deals them out in turn.
+
+    Every sample is thus seen once, even if the stream is random. What is left of an epoch in which each process read a
+    part of its own is read part by part.
+    """
+
+    def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+        super().__init__(source, ranks, device, options)
+        self._batches_per_step = ranks.world_size
+        self._is_read_by_all = isinstance(source.dataset, ReadByAll) and ranks.world_size > 1
+        if self._is_read_by_all:
+            self._reader = 0
+        self._parts: list[_Part] = []  # of a resumed epoch
+
+    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        if not start:
+            self._parts = []
+        self._set_epoch(epoch)
+        if self._is_read_by_all:
+            return self._pick_own(start)
+        return self._deal_out(start) if self._parts or self._ranks.world_size > 1 else self._steps_alone(start)
+
+    def _deal_out(self, start: int) -> Iterator[Batch]:
+        """Yield the batches of this process, which it receives while it computes the step before."""
+        deal = Deal(islice(self._groups(start), self._left), self._ranks, self.options.fill)
+        size = self._ranks.broadcast_object(deal.prepare)
+        if size != ENDED:
+            receive = deal.begin(size)
+        while size != ENDED:
+            size, own = receive()
+            if size == FAILED:
+                self._ranks.run_together(deal.fail)
+            if size != ENDED:
+                receive = deal.begin(size)
+            self._advance(own.num_batches)
+            if own.num_samples or self.options.fill:
+                yield Batch(own.data, own.num_samples, own.total_samples, size == ENDED)
+
+    def _pick_own(self, start: int) -> Iterator[Batch]:
+        """Read the batches of all processes, and yield those of this one."""
+        groups = islice(self._groups(start), self._left)
+        announce = partial(Announced, groups, self._ranks, _describe, self._ranks.begin_max)
+        ready, following = announce(), announce()
+        self._compare(ready)
+        while ready.items:
+            self._compare(following)  # announced before the last step was computed
+            after = announce() if following.items else following
+            (group,) = ready.items
+            sizes = [find_batch_size(batch) for batch in group]
+            self._advance(len(group))
+            has_own = self._ranks.rank < len(group)
+            if has_own or self.options.fill:
+                own = self._ranks.rank if has_own else 0
+                yield Batch(group[own], sizes[own] * has_own, sum(sizes), not following.items)
+            ready, following = following, after
+
+    def _compare(self, step: Announced) -> None:
+        step.total()
+        if not step.are_equal:
+            name = type(self.source.dataset.stream).__name__
+            raise ValueError(
+                f"The processes read different samples from ReadByAll({name}). It must give the same samples in the "
+                f"same order on every process: seed its random numbers, pass {name} without ReadByAll, which the first "
+                f"process then reads for all, or give it a method shard(rank, world_size)."
+            )
+
+    def _groups(self, start: int) -> Iterator[list[Any]]:
+        """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
+        batches = self._read_parts() if self._parts else self._read_from(start)
+        yield from grouped(batches, self._ranks.world_size)
+
+    def _read_parts(self) -> Iterator[Any]:
+        """Yield a batch of each part in turn, after what has been seen of it."""
+        self._dealt: deque[tuple[_Part, int]] = deque()
+        reading = deque((part, part.begin(self._epoch)) for part in self._parts)
+        while reading:
+            part, batches = reading.popleft()
+            batch = next(batches, _END)
+            if batch is not _END:
+                reading.append((part, batches))
+                self._dealt.append((part, find_batch_size(batch)))
+                yield batch
+
+    def _advance(self, num_batches: int) -> None:
+        """Move the position past batches that this process has read, and that are about to be used."""
+        if self._parts:
+            for part, size in [self._dealt.popleft() for _ in range(num_batches)]:
+                part.advance(size)
+        elif num_batches and self._tracker is not None:
+            self._tracker.advance(num_batches)
+
+    def position(self) -> Any:
+        """Return the position in the stream, or those in its parts."""
+        return {PARTS: [part.position_in_it() for part in self._parts]} if self._parts else super().position()
+
+    def move_to(self, position: Any) -> str:
+        """Make the next, resumed epoch begin at a position in the stream, or at those in its parts."""
+        self._parts = []
+        if not is_divided(position) or not can_be_divided(self.source.dataset):
+            return super().move_to(position)
+        held = position[PARTS]
+        said = [
+            f"This epoch was read in {len(held)} parts, one by each process. The first process reads what is left of "
+            "them for all."
+        ]
+        for number, of_part in enumerate(held):
+            part = self._create_part(number, len(held), int(of_part["samples"]))
+            said.append(part.move_to(of_part["position"]))
+            self._parts.append(part)
+        return " ".join(filter(None, dict.fromkeys(said)))
+
+    def _create_part(self, number: int, count: int, samples: int) -> _Part:
+        dataset = part_of(self.source.dataset, number, count)
+        if dataset is None:
+            raise ValueError(
+                f"The training data, a {type(self.source.dataset).__name__}, were read in {count} parts when the state "
+                "was saved, but cannot be divided into as many now. Create them as they were."
+            )
+        return _Part(over(self.source, dataset), self._ranks, self.device, self.options, number, samples)
+
+    def stop_workers(self) -> None:
+        """Stop the workers of all parts, too."""
+        super().stop_workers()
+        for part in self._parts:
+            part.stop_workers()
+
+    def _num_steps(self) -> int:
+        return count_global_batches(len(self.source), self._ranks.world_size)
+
+    def _ends_in_one(self) -> bool:
+        return ends_in_one(find_length(self.source.dataset), self.source.batch_size, self.source.drop_last)
+
+
+class _Part(StreamLoader):
+    """A part of a stream, of which a process of the interrupted run has read the beginning.
+
+    :param number: number of the part
+    :param samples: number of its samples that have been seen in this epoch
+    """
+
+    def __init__(
+        self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, number: int, samples: int
+    ) -> None:
+        super().__init__(source, ranks, device, options)
+        self._reader = number
+        self._samples = samples
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        """Begin to read what is left of it."""
+        self._epoch = epoch
+        self._set_epoch(epoch)
+        return self._read_from(self._samples)
+
+    def advance(self, size: int) -> None:
+        """Move the position past the next batch."""
+        self._samples += size
+        self._advance(1)
+
+    def position_in_it(self) -> dict[str, Any]:
+        """Return where it is."""
+        return {"samples": self._samples, "position": self.position()}
+
+
+class DividedLoader(PreShardedLoader):
+    """The batches of a stream that can be divided: each process reads a part.
+
+    An epoch that is resumed by other processes, or that was not read in parts, is completed as it was begun, by a
+    :class:`StreamLoader`.
+    """
+
+    has_own_position = False
+
+    def __init__(
+        self, source: DataLoader[Any], part: Any, ranks: Ranks, device: torch.device, options: LoaderOptions
+    ) -> None:
+        super().__init__(over(source, part), ranks, device, options, how_divided(source.dataset))
+        self._whole = StreamLoader(source, ranks, device, options)
+        self._completes_whole = False
+        self._samples = 0  # of this part, in this epoch
+
+    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        if start and self._completes_whole:
+            self._whole.limit = self.limit
+            return self._whole.steps(epoch, start, self._steps_done)
+        self._completes_whole = False
+        if not start:
+            self._samples = 0
+        return self._counted(super()._steps(epoch, start))
+
+    def _counted(self, steps: Iterator[Batch]) -> Iterator[Batch]:
+        for step in steps:
+            self._samples += step.num_samples or 0
+            yield step
+
+    def _steps_together(self, start: int) -> Iterator[Batch]:
+        return self._in_step(self._samples if start else 0)
+
+    def _filler(self, ready: Announced) -> Any:
+        """Return the last batch of a part that has ended before the epoch was resumed, or one of another part."""
+        (batch, *_) = [item for items in self._ranks.all_gather_object(ready.items[:1]) for item in items]
+        if self._samples and not ready.items:
+            with preserving_generators():
+                *_, batch = self._open(0)
+        return batch
+
+    def stop_workers(self) -> None:
+        """Stop the workers of what completes the epoch of other parts, too."""
+        super().stop_workers()
+        self._whole.stop_workers()
+
+    def position(self) -> Any:
+        """Return the positions in all parts. Call it on every process."""
+        if self._completes_whole:
+            return self._whole.position()
+        return {PARTS: self._ranks.all_gather_object({"samples": self._samples, "position": super().position()})}
+
+    def move_to(self, position: Any) -> str:
+        """Make the next, resumed epoch begin at the position of this part, or complete an epoch of other parts."""
+        self._completes_whole = not is_divided(position) or len(position[PARTS]) != self._ranks.world_size
+        if self._completes_whole:
+            return self._whole.move_to(position)
+        own = position[PARTS][self._ranks.rank]
+        self._samples = int(own["samples"])
+        return super().move_to(own["position"])
+
+
+def _describe(group: list[Any]) -> int:
+    """Return a number by which steps that differ are told apart: from the sizes of the batches, and a few values."""
+    found = crc32(str([find_batch_size(batch) for batch in group]).encode())
+    for tensor in tensors_in(group[0]):
+        if tensor.layout is torch.strided:
+            few = tensor.detach().flatten()[:: max(tensor.numel() // 64, 1)]
+            found = crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def create_loader(
+    source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, is_torchs: bool
+) -> ShardedLoader:
+    """Return the loader for a source that cannot be indexed.
+
+    :param is_torchs: whether the source is a ``DataLoader`` of torch
+    """
+    share = find_own_share(source.dataset, ranks) if is_torchs else None
+    if not is_torchs or share is not None:
+        return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)
+    part = own_part_of(source.dataset, ranks) if options.divides else None
+    if part is not None:
+        return DividedLoader(source, part, ranks, device, options)
+    return StreamLoader(source, ranks, device, options)

@@ -1,0 +1,170 @@
+"""Streams on several processes: dealt out by the first, divided into parts, or read by all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.metadata import version
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from tests import cases
+from tests.cases.streams import Mixed, train_on
+from tests.tasks import equal
+
+pytestmark = pytest.mark.processes
+
+
+def numbers_in(results: Any, begin: int = 0) -> list[int]:
+    return [int(x) for result in results for batch in result["seen"][begin:] for x in batch[:, 0]]
+
+
+def require_datasets() -> None:
+    pytest.importorskip("datasets")
+    if int(version("datasets").partition(".")[0]) < 5:
+        pytest.skip("datasets before 5.0 skips samples when it returns to a position")
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("kind", ["cut", "forgetful cut", "blocks of cut", "mixture of cut"])
+def test_each_process_reads_its_part_of_a_stream_that_can_be_divided(two_ranks, tmp_path, kind):
+    """31 numbers are 16 and 15: after five steps of three, the second process has none left."""
+    whole = two_ranks.run(train_on, kind, tmp_path, size=31)
+    every = [*range(31), *range(100, 131)] if kind.startswith("mixture") else [*range(31)]
+    assert sorted(numbers_in(whole)) == sorted(every * 2)
+    for rank, result in enumerate(whole):
+        assert sorted(result["read"]) == [x for x in sorted(every * 2) if x % 2 == rank]
+    said = "Each process reads its own part of the training data, as sharded by "
+    assert [said in result["printed"] for result in whole] == [True, False]
+    steps = len(whole[0]["seen"]) // 2
+    for update in (2, steps, steps + 3):
+        resumed = two_ranks.run(train_on, kind, resume_from=tmp_path / f"{update}", size=31)
+        for before, after in zip(whole, resumed, strict=True):
+            seen = min(update, len(before["seen"]) // 2) + max(update - steps, 0)
+            assert same(after["seen"], before["seen"][seen:])
+            assert equal(after["weights"], before["weights"])
+        if kind == "cut":
+            assert sum(len(result["read"]) for result in resumed) <= len(numbers_in(resumed)) + 15
+
+
+def test_hugging_faces_streams_are_divided_by_their_shards(two_ranks, tmp_path):
+    require_datasets()
+    whole = two_ranks.run(train_on, "six shards", tmp_path)
+    assert sorted(whole[0]["read"] + whole[1]["read"]) == sorted(numbers_in(whole))  # none is read by both
+    assert sorted(numbers_in(whole)) == sorted([*range(26)] * 2)
+    assert "as sharded by split_dataset_by_node (IterableDataset)" in whole[0]["printed"]
+    resumed = two_ranks.run(train_on, "six shards", resume_from=tmp_path / "2")
+    for before, after in zip(whole, resumed, strict=True):
+        assert same(after["seen"], before["seen"][2:])
+        assert equal(after["weights"], before["weights"])
+    alone = train_on("six shards", resume_from=tmp_path / "2")
+    seen = [{"seen": result["seen"][:2]} for result in whole]
+    assert sorted(numbers_in(seen) + numbers_in([alone])) == sorted([*range(26)] * 2)
+    three = two_ranks.run(train_on, "hugging face")  # three shards, for two processes
+    assert sorted(numbers_in(three)) == sorted([*range(26)] * 2)
+    assert three[0]["printed"] == ""
+
+
+@pytest.mark.parametrize("kind", ["cut", "forgetful cut"])
+def test_a_divided_stream_is_completed_by_any_number_of_processes(two_ranks, job, tmp_path, kind):
+    first = {}
+    for processes in (1, 2, 3):
+        folder = tmp_path / f"{processes}"
+        folder.mkdir()
+        saved = (
+            [train_on(kind, folder, size=31)] if processes == 1 else job(processes).run(train_on, kind, folder, size=31)
+        )
+        first[processes] = numbers_in([{"seen": result["seen"][:2]} for result in saved])
+    again = tmp_path / "again"
+    again.mkdir()
+    for before, after, folder in ((2, 1, None), (1, 2, None), (3, 2, again), (2, 3, None)):
+        kwargs = {"resume_from": tmp_path / f"{before}" / "2", "size": 31, "folder": folder}
+        resumed = [train_on(kind, **kwargs)] if after == 1 else job(after).run(train_on, kind, **kwargs)
+        assert Counter(numbers_in(resumed) + first[before]) == Counter([*range(31)] * 2)
+        said = f"This epoch was read in {before} parts, one by each process."
+        assert (said in resumed[0]["printed"]) == (before > 1)
+    # A run that has completed parts of others is interrupted, too.
+    update = 3
+    seen = first[3] + numbers_in(
+        [{"seen": r["seen"][:1]} for r in job(2).run(train_on, kind, resume_from=tmp_path / "3" / "2", size=31)]
+    )
+    for after in (3, 1):
+        kwargs = {"resume_from": again / f"{update}", "size": 31}
+        resumed = [train_on(kind, **kwargs)] if after == 1 else job(after).run(train_on, kind, **kwargs)
+        assert Counter(numbers_in(resumed) + seen) == Counter([*range(31)] * 2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_process_whose_part_is_empty_waits_for_the_others(ranks, size):
+    found = ranks.run(train_on, "cut", size=size)
+    assert sorted(numbers_in(found)) == sorted([*range(size)] * 2)
+    assert all(equal(result["weights"], found[0]["weights"]) for result in found)
+
+
+def test_a_stream_that_all_read_gives_the_batches_that_one_process_would_deal(two_ranks, tmp_path):
+    (tmp_path / "dealt").mkdir()
+    (tmp_path / "read").mkdir()
+    dealt = two_ranks.run(train_on, "shelf", tmp_path / "dealt")
+    found = two_ranks.run(train_on, "all of shelf", tmp_path / "read")
+    for one, other in zip(dealt, found, strict=True):
+        assert same(one["seen"], other["seen"])
+        assert equal(one["weights"], other["weights"])
+        assert other["read"] == [*range(26)] * 2
+    for folder, update in (("dealt", 3), ("read", 3), ("read", 6)):
+        resumed = two_ranks.run(train_on, "all of shelf", resume_from=tmp_path / folder / f"{update}")
+        for before, after in zip(found, resumed, strict=True):
+            assert equal(after["weights"], before["weights"])
+            assert len(after["read"]) == {3: 8, 6: 20}[update] + 26 * (update == 3)
+    alone = train_on("all of shelf", resume_from=tmp_path / "read" / "3", batch_size=6)
+    assert sorted(numbers_in([alone])) == sorted([*range(18, 26), *range(26)])
+
+
+def test_batches_of_any_kind_are_dealt(ranks):
+    expected = list(Mixed())
+    n = ranks.world_size
+    for rank, (found, storage) in enumerate(ranks(cases.streams.dealt_batches)):
+        steps = -(-7 // n)
+        own = expected[rank::n]
+        assert [len(found[True]), len(found[False])] == [steps, len(own)]
+        for step, batch in chain(enumerate(found[True]), enumerate(found[False])):
+            has_own = step < len(own)
+            right = own[step] if has_own else expected[step * n]
+            group = expected[step * n : (step + 1) * n]
+            assert batch.num_samples == len(right["x"]) * has_own
+            assert batch.total_samples == sum(len(other["x"]) for other in group)
+            assert batch.is_last == (step == steps - 1)
+            assert batch.data.keys() == right.keys()
+            for key, value in right.items():
+                if key == "rows":
+                    assert (value == batch.data[key]).all()
+                elif isinstance(value, torch.Tensor):
+                    assert torch.equal(batch.data[key].to_dense(), value.to_dense())
+                    assert batch.data[key].dtype == value.dtype
+                else:
+                    assert batch.data[key] == value
+        assert rank == 0 or max(small for _, small in storage) <= 2  # small values do not keep messages alive
+
+
+def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
+    for rank, found in enumerate(two_ranks(cases.streams.failing_streams)):
+        of_reader = "OSError: " if rank == 0 else "OSError: Rank 0 failed: OSError: "
+        of_second = "OSError: " if rank == 1 else "OSError: Rank 1 failed: OSError: "
+        assert found["dealt"] == (3, f"{of_reader}no number 17")
+        assert found["dealt at once"] == (0, f"{of_reader}no number 0")
+        assert found["divided"] == (3, f"{of_second}no number 17")
+        assert found["own"] == (2, f"{of_second}no number 6")
+        assert "Rank 1 failed: ValueError: The batch size" in found["no batch at all"][1] or rank == 1
+        for name in ("different", "different lengths"):
+            assert "The processes read different samples from ReadByAll(Fails). It must" in found[name][1]
+        assert found["different"][0] == 2
+
+
+def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):
+    for found in two_ranks(cases.streams.streams_within_streams):
+        for name in ("shelf", "cut", "all of shelf", "own part"):
+            assert equal(found[name, False], found[name, True]), name
