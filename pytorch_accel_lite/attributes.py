@@ -63,7 +63,7 @@ def trained(trainer: Trainer) -> dict[str, Any]:
             found[name] = module
             known |= own
     found |= {name: value for name, value in optimizers(trainer).items() if id(value) not in saved}
-    schedulers = _find(trainer, _is_scheduler)
+    schedulers = _find(trainer, is_scheduler)
     return found | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
@@ -118,7 +118,8 @@ def _parameters(module: Any) -> list[nn.Parameter]:
     return list(module.parameters()) if isinstance(module, nn.Module) else []
 
 
-def _is_scheduler(value: Any) -> bool:
+def is_scheduler(value: Any) -> bool:
+    """Whether a value is a scheduler."""
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
         return False
     return all(hasattr(value, name) for name in ("optimizer", "step", "state_dict", "load_state_dict"))

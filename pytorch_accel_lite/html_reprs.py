@@ -1,4 +1,4 @@
-"""HTML representations of trainers, histories, run configs, diagnoses and worst samples in notebooks."""
+"""HTML representations of trainers, histories, run configs, results of tools and worst samples in notebooks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.experiment.cross_validation import CrossValidation
     from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.tools.diagnosis import Diagnosis
+    from pytorch_accel_lite.tools.memory import MemoryEstimate
     from pytorch_accel_lite.tracking import InMemoryRunHistory
     from pytorch_accel_lite.trainer import Trainer
 
@@ -56,6 +57,11 @@ def of_run_config(config: TrainerRunConfig) -> str:
 def of_diagnosis(found: Diagnosis) -> str:
     """Show where the time of a step is spent, with advice."""
     return _table(found.summary(), found.parts(), notes=found.advice or ["Nothing stands out."])
+
+
+def of_memory(found: MemoryEstimate) -> str:
+    """Show what the peak of a device's memory consists of, with advice."""
+    return _table(found.summary(), found.rows(), notes=found.advice)
 
 
 def of_worst_samples(worst: WorstSamplesCallback) -> str:

@@ -59,6 +59,13 @@ def find_groups(model: nn.Module, given: Sequence[GivenGroup] | None = None) -> 
     return [group for group in groups if group.parameters]
 
 
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model, in order: layers of a transformer, stages of a ResNet, or else its children."""
+    root = _skip_wrappers(model)
+    found = _find_blocks(root) or list(root.children())
+    return [block for block in found if next(block.parameters(), None) is not None]
+
+
 def _with_parameters(model: nn.Module, divided: list[list[nn.Module]]) -> list[Group]:
     groups = [Group(modules) for modules in divided]
     owners: dict[nn.Parameter, Group] = {}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.schemes import closures as closures
     from pytorch_accel_lite.schemes import own_step as own_step
     from pytorch_accel_lite.tools import diagnosis as diagnosis
+    from pytorch_accel_lite.tools import memory as memory
     from pytorch_accel_lite.tools import tuning as tuning
     from pytorch_accel_lite.trainer import Trainer
 else:
@@ -38,6 +39,7 @@ else:
     closures = MethodsOf("pytorch_accel_lite.schemes.closures")
     own_step = MethodsOf("pytorch_accel_lite.schemes.own_step")
     diagnosis = MethodsOf("pytorch_accel_lite.tools.diagnosis", answering_method)
+    memory = MethodsOf("pytorch_accel_lite.tools.memory", answering_method)
     tuning = MethodsOf("pytorch_accel_lite.tools.tuning", answering_method)
 
 

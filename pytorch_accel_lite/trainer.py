@@ -256,9 +256,8 @@ class Trainer:
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         steps = num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
-        request = RunRequest("training", *steps, scheduler_interval, scheduler_metric, eval_every_n_epochs)
-        request.auto_microbatch = auto_microbatch
-        request.sanity_eval_batches = sanity_eval_batches
+        rest = scheduler_interval, scheduler_metric, eval_every_n_epochs, auto_microbatch, sanity_eval_batches
+        request = RunRequest("training", *steps, *rest)
         if self.is_running:
             raise RuntimeError(
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
@@ -289,6 +288,7 @@ class Trainer:
     find_lr = optional.tuning.find_lr
     find_batch_size = optional.tuning.find_batch_size
     diagnose = optional.diagnosis.diagnose
+    estimate_memory = optional.memory.estimate_memory
     if not TYPE_CHECKING:
         fit, test, validate, add_callback = METHODS
 

@@ -28,6 +28,7 @@ _OF_TRAINER = {
     "find_lr": "find a learning rate by a range test",
     "find_batch_size": "find the largest batch that fits into memory",
     "diagnose": "find out what limits the speed of training",
+    "estimate_memory": "estimate the memory that training takes, on any number of devices",
 }
 
 

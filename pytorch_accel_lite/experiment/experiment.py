@@ -67,7 +67,8 @@ class Experiment:
             as ``["--optimizer.lr", "3e-4"]``
         :param environment: variables that override the file, such as ``PYTORCH_ACCEL_LITE_OPTIMIZER__LR``; by default
             those of this process
-        :param tool: ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"`` or ``"test"`` if its arguments are needed too
+        :param tool: ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"``, ``"estimate_memory"`` or ``"test"`` if its
+            arguments are needed too
         :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
         :raises ImportError: if jsonargparse is not installed (extra ``cli``)
         """

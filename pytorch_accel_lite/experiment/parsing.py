@@ -24,7 +24,7 @@ from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra
 
 #: Commands with arguments of their own beside some of those of ``train``: methods of the trainer, and ``run_tests``.
-TOOLS = ("find_lr", "find_batch_size", "diagnose", "test")
+TOOLS = ("find_lr", "find_batch_size", "diagnose", "estimate_memory", "test")
 _DEFAULT_CLASSES = {"trainer": "Trainer", "accelerator": "Accelerator"}
 _GIVEN_TO_TESTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
 _GIVEN_TO_TRAIN = {"train_dataset", "eval_dataset", "create_scheduler_fn"}

@@ -27,12 +27,25 @@ _placed: WeakSet[nn.Module] = WeakSet()
 def place_model(trainer: Trainer) -> None:
     """Shard the model as the trainer's class does, once, and give values to what it has left on the meta device.
 
-    :raises TypeError: if the optimizer exists already, with the parameters that sharding replaces
     :raises ValueError: if there are no values for a parameter or a buffer
     """
     model = trainer.get_model(keep_torch_compile=False)
     if model in _placed:
         return
+    source = shard_model(trainer, _create_mesh(trainer))
+    seed = trainer.seed
+    if seed is None:
+        seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    fill(model, trainer.device, source, seed)
+    _placed.add(model)
+
+
+def shard_model(trainer: Trainer, mesh: Any) -> str | os.PathLike[str] | None:
+    """Shard the model as the trainer's class does, and return where to find its weights, if it says so.
+
+    :raises TypeError: if the optimizer exists already, with the parameters that sharding replaces
+    :raises ValueError: if the accelerator would shard the model again
+    """
     if trainer.accelerator.is_fsdp2:
         raise ValueError(
             f"{type(trainer).__name__}.parallelize_model shards the model, and the accelerator's FSDP plugin would do "
@@ -43,12 +56,7 @@ def place_model(trainer: Trainer) -> None:
             f"{type(trainer).__name__}.parallelize_model replaces the parameters that the optimizer holds. Pass a "
             "function that creates the optimizer afterwards, such as functools.partial(AdamW, lr=1e-3)."
         )
-    source = trainer.parallelize_model(_create_mesh(trainer))
-    seed = trainer.seed
-    if seed is None:
-        seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
-    fill(model, trainer.device, source, seed)
-    _placed.add(model)
+    return trainer.parallelize_model(mesh)
 
 
 def _create_mesh(trainer: Trainer) -> Any:

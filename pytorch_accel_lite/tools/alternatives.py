@@ -1,0 +1,129 @@
+"""What would lower the memory that training takes, each estimated by making the steps in that way."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.layer_groups import find_blocks
+from pytorch_accel_lite.optimizers import parts_of
+from pytorch_accel_lite.run import Run
+from pytorch_accel_lite.tools.pretending import Scenario, measure
+from pytorch_accel_lite.utils import is_overridden
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
+    from pytorch_accel_lite.trainer import Trainer
+
+_LEAST_GAIN = 0.05
+_MOST_TRIES = 5
+_USUAL_DEVICES = 8
+
+
+class Peaks:
+    """The peaks of scenarios, each measured once.
+
+    :param read: the run for which the batch was read
+    """
+
+    def __init__(self, trainer: Trainer, read: Run, batch: Batch) -> None:
+        self._trainer = trainer
+        self._read = read
+        self._batch = batch
+        self._known: dict[Scenario, int | None] = {}
+
+    def of(self, scenario: Scenario) -> int | None:
+        """Return the peak, or ``None`` if the model does not work in that way."""
+        if scenario not in self._known:
+            self._known[scenario] = None
+            with suppress(Exception), warnings.catch_warnings():  # blocks that cannot be recomputed, for example
+                warnings.simplefilter("ignore")
+                self._known[scenario] = measure(self._trainer, self._read, self._batch, scenario).peak
+        return self._known[scenario]
+
+    def note(self, scenario: Scenario, peak: int) -> None:
+        """Keep a peak that has been measured."""
+        self._known[scenario] = peak
+
+
+def lower_peaks(trainer: Trainer, peaks: Peaks, scenario: Scenario, stage: str) -> dict[str, int]:
+    """Return the peak after each change that lowers it by at least a twentieth, by its description, lowest first.
+
+    :param stage: when the peak is
+    """
+    least = (1 - _LEAST_GAIN) * (peaks.of(scenario) or 0)
+    found = {text: peaks.of(other) for text, other in _changes(trainer, scenario, stage)}
+    helpful = {text: peak for text, peak in found.items() if peak is not None and peak <= least}
+    return dict(sorted(helpful.items(), key=lambda item: item[1]))
+
+
+def _changes(trainer: Trainer, scenario: Scenario, stage: str) -> Iterator[tuple[str, Scenario]]:
+    """Yield what can be changed, with the scenario in which it is."""
+    model = trainer.get_model(keep_torch_compile=False)
+    blocks = find_blocks(model)
+    if blocks and not getattr(model, "is_gradient_checkpointing", False):
+        names = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
+        yield f"Activation checkpointing of the blocks ({names})", replace(scenario, recomputes=True)
+    if scenario.batch_size > 1:
+        half = scenario.batch_size // 2
+        yield f"Batches of {half}", replace(scenario, batch_size=half)
+    devices = scenario.world_size if scenario.world_size > 1 else _USUAL_DEVICES
+    if scenario.sharding == "none":
+        shared = replace(scenario, sharding="blocks", world_size=devices)
+        yield f"fully_shard for each block and the model, on {devices} devices", shared
+    else:
+        yield f"{2 * devices} devices", replace(scenario, world_size=2 * devices)
+    yield from _smaller_changes(trainer, model.parameters(), scenario, stage)
+
+
+def _smaller_changes(
+    trainer: Trainer, parameters: Iterable[Any], scenario: Scenario, stage: str
+) -> Iterator[tuple[str, Scenario]]:
+    """Yield what can be changed by an argument."""
+    is_float32 = any(parameter.dtype == torch.float32 for parameter in parameters)
+    if is_float32 and trainer.accelerator.mixed_precision == "no" and not is_overridden(trainer, "train_step"):
+        yield "Accelerator(mixed_precision='bf16')", replace(scenario, computes_in_bf16=True)
+    optimizer = trainer.optimizer
+    fusable = [one for one in parts_of(optimizer).values() or [optimizer] if "fused" in getattr(one, "defaults", ())]
+    if stage == "update" and fusable and not any(one.defaults["fused"] for one in fusable):
+        yield f"{type(fusable[0]).__name__}(..., fused=True)", replace(scenario, updates_one_by_one=True)
+    if scenario.sharding == "none" and scenario.world_size > 1 and not scenario.gradients_in_buckets:
+        change = "DistributedDataParallelKwargs(gradient_as_bucket_view=True) in the accelerator's kwargs_handlers"
+        yield change, replace(scenario, gradients_in_buckets=True)
+
+
+def largest_batch(peaks: Peaks, scenario: Scenario, usable: float) -> int | None:
+    """Return the largest batch size whose peak is at most ``usable`` bytes; 0 if none is, ``None`` if unknown.
+
+    Peaks rise along a line almost, so the next size to try is where the line through the last two meets the limit.
+    """
+    known: dict[int, int] = {}
+
+    def try_size(size: int) -> bool:
+        peak = peaks.of(replace(scenario, batch_size=size))
+        if peak is not None:
+            known[size] = peak
+        return peak is not None
+
+    size = scenario.batch_size
+    if not (try_size(size) and try_size(size // 2 or 2)):
+        return None
+    for _ in range(_MOST_TRIES):
+        fits = max((size for size, peak in known.items() if peak <= usable), default=0)
+        too_large = min((size for size, peak in known.items() if peak > usable), default=math.inf)
+        (first, low), (second, high) = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
+        slope = (high - low) / (second - first)
+        if too_large == fits + 1:
+            break
+        if slope <= 0:
+            return None
+        guess = math.floor(first + (usable - low) / slope)
+        if not try_size(int(max(fits + 1, min(guess, too_large - 1)))):
+            return None
+    return max((size for size, peak in known.items() if peak <= usable), default=0)

@@ -1,0 +1,241 @@
+"""estimate_memory(): the memory of real runs is found without them, and nothing is changed by it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import ModelEmaCallback
+from tests.cases.memory import BATCH, Blocks, Sharding, make_trainer, peak_of_a_run, rows, squared
+from tests.launching import CAN_SHARD
+from tests.tasks import Stream, equal, quiet_trainer, regression_data, small_model
+
+quick = {"advise": False, "device_type": "cpu"}
+NUM_BYTES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_peak_is_that_of_a_real_run(steps, capsys):
+    found = make_trainer().estimate_memory(rows(), BATCH, gradient_accumulation_steps=steps, **quick)
+    peak, parts, stage = peak_of_a_run("whole", gradient_accumulation_steps=steps)
+    assert found.peak == pytest.approx(peak, rel=0.02)
+    assert found.stage == stage == "backward pass"
+    for kind in ("parameters", "optimizer", "gradients", "activations"):
+        order = 8 * 8 * BATCH  # of the samples, which the run draws
+        assert found.parts[kind] == pytest.approx(parts.get(kind, 0), rel=0.01, abs=order)
+    assert found.parts["parameters"] == NUM_BYTES
+    assert sum(found.parts.values()) == found.peak
+    assert repr(found) in capsys.readouterr().out
+
+
+def test_the_peak_is_what_the_allocator_sees():
+    trainer, data = make_trainer(), rows()
+    found = trainer.estimate_memory(data, BATCH, **quick)
+    trainer.train(data, 1, per_device_batch_size=BATCH)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trainer.train(data, max_num_train_steps=1, per_device_batch_size=BATCH)
+    highest = total = sum(found.parts[kind] for kind in ("parameters", "optimizer"))
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            highest = max(highest, total)
+    assert found.peak == pytest.approx(highest, rel=0.03)
+
+
+@pytest.mark.processes
+@CAN_SHARD
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_peak_of_a_sharded_model_is_that_of_several_processes(two_ranks, steps):
+    options = {"gradient_accumulation_steps": steps}
+    found = make_trainer(Sharding).estimate_memory(rows(), BATCH, 2, **options, **quick)
+    assert found.is_sharded
+    for peak, parts, _ in two_ranks.run(peak_of_a_run, "sharded", **options):
+        assert found.peak == pytest.approx(peak, rel=0.03)
+        for kind in ("parameters", "optimizer"):
+            assert found.parts[kind] == pytest.approx(parts[kind], rel=0.01)
+
+
+def test_replicas_have_buckets_for_their_gradients():
+    """All the time, in place of the gradients or beside them."""
+    found = []
+    for in_place in (False, True):
+        options = DistributedDataParallelKwargs(gradient_as_bucket_view=in_place)
+        trainer = make_trainer(accelerator=Accelerator(cpu=True, kwargs_handlers=[options]))
+        found.append(trainer.estimate_memory(rows(), BATCH, 8, **quick))
+    assert [estimate.parts["communication"] for estimate in found] == [NUM_BYTES, 0]
+    assert found[1].parts["gradients"] == NUM_BYTES
+    alone = make_trainer().estimate_memory(rows(), BATCH, **quick)
+    assert found[0].peak == alone.peak + NUM_BYTES
+    assert alone.peak < found[1].peak <= found[0].peak
+
+
+@CAN_SHARD
+def test_what_is_shared_shrinks_with_the_processes():
+    """The model may be larger than any memory: it has 3 * 2⁴⁰ parameters here."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(2**20, 2**20, bias=False), nn.ReLU()) for _ in range(3)])
+    trainer = Trainer(model, squared, partial(torch.optim.SGD, lr=1, momentum=0.9), callbacks=[])
+    data = TensorDataset(*(torch.zeros(2, 1).expand(2, 2**20) for _ in range(2)))
+    layer = 4 * 2**40
+    found = trainer.estimate_memory(data, 1, 64, sharded=True, **quick)
+    assert found.parts["parameters"] == found.parts["optimizer"] == 3 * layer // 64
+    assert layer <= found.parts["communication"] <= 3 * layer  # what is whole, and what is exchanged
+    assert model[0][0].weight.is_meta
+
+
+def test_averages_are_counted():
+    alone, averaged = make_trainer(), make_trainer()
+    averaged.callback_handler.add_callback(ModelEmaCallback(evaluate_during_training=False))
+    peaks = [trainer.estimate_memory(rows(), BATCH, **quick).peak for trainer in (alone, averaged)]
+    assert peaks[1] - peaks[0] == NUM_BYTES
+
+
+@CAN_SHARD
+def test_advice_is_computed():
+    options = {"device_memory": "300KiB", "device_type": "cpu"}
+    found = make_trainer().estimate_memory(rows(), BATCH, **options)
+    assert found.fits
+    by_change = {text.partition(" ")[0]: peak for text, peak in found.alternatives.items()}
+    changed = {
+        "Batches": {"per_device_batch_size": BATCH // 2},
+        "fully_shard": {"per_device_batch_size": BATCH, "world_size": 8, "sharded": True},
+    }
+    for change, other in changed.items():
+        assert by_change[change] == make_trainer().estimate_memory(rows(), **other, **quick).peak
+    assert by_change["Activation"] < found.peak
+    assert list(found.alternatives.values()) == sorted(found.alternatives.values())
+    for size, fits in ((found.largest_batch, True), (found.largest_batch + 1, False)):
+        other = make_trainer().estimate_memory(rows(2 * size), size, advise=False, **options)
+        assert other.fits is fits
+    assert f"batches of up to {found.largest_batch} fit" in repr(found)
+    assert f"1 process, batches of {BATCH}" in found.summary()
+
+
+def test_computing_like_a_gpu():
+    """Attention with dropout keeps no weights there."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = self.project(x).reshape(len(x), -1, 1, 48).transpose(1, 2).chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1).mean((1, 2))
+
+    data = TensorDataset(torch.randn(4, 512, 16), torch.zeros(4, dtype=torch.long))
+    model = Attention()
+    trainer = quiet_trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()))
+    peaks = [trainer.estimate_memory(data, 4, device_type=kind, advise=False).peak for kind in ("cpu", "cuda")]
+    assert peaks[0] > 4 * 512 * 512 * 4 > 2 * peaks[1]
+
+
+def test_nothing_is_changed():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double().eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = quiet_trainer(model, optimizer=optimizer)
+    trainer.train(regression_data(16), 1)
+    model[0].weight.grad = torch.ones(4, 5).double()
+    model[1].eval()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer.progress, trainer.run_config))
+    run, generator, hook = trainer.current_run, torch.get_rng_state(), sys.excepthook
+    trainer.estimate_memory(regression_data(40), 4, **quick)
+    assert equal(model.state_dict(), before[0])
+    for index, state in before[1]["state"].items():
+        assert equal(optimizer.state_dict()["state"][index], state)
+    assert optimizer.state_dict()["param_groups"] == before[1]["param_groups"]
+    assert (trainer.progress, trainer.run_config) == before[2:]
+    assert trainer.current_run is run
+    assert (model[0].weight.grad == 1).all()
+    assert model[0].training
+    assert not model[1].training
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert sys.excepthook is hook
+    assert not torch.distributed.is_initialized()
+    trainer.train(regression_data(16), 1)
+
+
+class OwnStep(Trainer):
+    """Updates two optimizers, each with a loss of its own."""
+
+    def train_step(self, batch):
+        x, y = batch
+        self.update((self.model(x) - y).square().mean(), optimizer="0")
+        self.update(self.critic(x).mean(), optimizer="1")
+        return {}
+
+
+def test_steps_of_the_users_own():
+    model, critic = small_model(), small_model()
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in (model, critic)]
+    trainer = OwnStep(model, None, optimizers, callbacks=[])
+    trainer.critic = critic
+    found = trainer.estimate_memory(regression_data(), 4, **quick)
+    size = sum(8 * parameter.numel() for part in (model, critic) for parameter in part.parameters())
+    assert found.parts["parameters"] == size
+    assert found.parts["optimizer"] >= 2 * size
+
+
+def test_a_step_that_needs_values_is_named():
+    class Reads(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            self.latest = output["loss"].item()
+            return output
+
+    with pytest.raises(NotImplementedError, match=r"_local_scalar_dense.*output\[.loss.\].item\(\).*test_memory.py"):
+        Reads(small_model(), nn.MSELoss(), torch.optim.SGD(small_model().parameters())).estimate_memory(
+            regression_data(), **quick
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"world_size": 0}, ValueError, "world_size=0 must be at least 1"),
+        ({"sharded": True}, ValueError, "sharded=True needs several processes"),
+        ({"device_memory": "80 gigs"}, ValueError, "device_memory='80 gigs' must be"),
+        ({"device_memory": 0}, ValueError, "device_memory=0 must be"),
+        ({"num_steps": 3}, TypeError, "estimate_memory\\(\\) has no argument 'num_steps'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input(arguments, error, said):
+    with pytest.raises(error, match=said):
+        make_trainer().estimate_memory(rows(), **arguments)
+
+
+def test_what_cannot_be_pretended():
+    with pytest.raises(ValueError, match="logical_processes=2"):
+        make_trainer(logical_processes=2).estimate_memory(rows())
+    with pytest.raises(ValueError, match=r"sharded=False, but Sharding\.parallelize_model"):
+        make_trainer(Sharding).estimate_memory(rows(), world_size=2, sharded=False)
+    with pytest.raises(ValueError, match="train_dataset gave no batch"):
+        make_trainer().estimate_memory(Stream(0))
+    with pytest.raises(ValueError, match="uninitialised lazy layers"):
+        Trainer(nn.LazyLinear(1), nn.MSELoss(), partial(torch.optim.SGD, lr=1)).estimate_memory(rows())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to compare with")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_peak_is_that_of_a_gpu(precision):
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(512, 8, 2048, 0.1, batch_first=True) for _ in range(6)])
+    data = TensorDataset(torch.randn(64, 256, 512), torch.randn(64, 256, 512))
+    accelerator = Accelerator(mixed_precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[], accelerator=accelerator)
+    found = trainer.estimate_memory(data, 16, advise=False)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train(data, 1, per_device_batch_size=16)
+    workspace = 64 * 2**20  # of cuBLAS
+    assert torch.cuda.max_memory_allocated() == pytest.approx(found.peak, rel=0.05, abs=workspace)
