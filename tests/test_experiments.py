@@ -523,6 +523,8 @@ def test_tools_take_the_arguments_of_train_and_their_own(file, capsys):
     assert "Tried 10 learning rates" in printed or "learning rates from" in printed
     assert Path("runs/small/find_lr.png").exists()
     assert "for 8 samples" in run("diagnose", file, "--diagnose.num_steps=2", capsys=capsys)[1]
+    options = ["--estimate_memory.advise=false", "--estimate_memory.world_size=8"]
+    assert "8 processes, batches of 8" in run("estimate_memory", file, *options, capsys=capsys)[1]
     file.write_text(FILE + "find_batch_size: {max_batch_size: 3}\n")
     assert "The largest batch size that fits is 3" in run("find_batch_size", file, capsys=capsys)[1]
     assert run("evaluate", file, "--weights=x", capsys=capsys)[0] == 2  # the section of another command is left alone

@@ -12,9 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pytorch_accel_lite.distributed.prepared import local
+
 #: What bytes are for, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
 _FSDP = ("torch/distributed/fsdp", "torch\\distributed\\fsdp")
+_ELSEWHERE = ""
 _FRAMES_TO_SEARCH = 32
 
 #: Returns what is known of tensors: pairs of a kind and a tensor of that kind.
@@ -36,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, owners: Owners, block: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
         self._owners = owners
         self._block = block
@@ -61,7 +64,11 @@ class LiveBytes(TorchDispatchMode):
 
     def discount(self, tensor: torch.Tensor) -> None:
         """Count a tensor no longer, as its bytes are elsewhere."""
-        self._forget(id(tensor.untyped_storage()))
+        key = id(tensor.untyped_storage())
+        if key in self._held:
+            reference, size, kind = self._held[key]
+            self._held[key] = reference, 0, _ELSEWHERE
+            self._count(kind, -size)
 
     def __enter__(self) -> Any:
         resize = self._resize
@@ -73,12 +80,12 @@ class LiveBytes(TorchDispatchMode):
                 self._hold(storage, known[2])
             return result
 
-        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign]
-        return super().__enter__()
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[assignment,method-assign]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count what it returns."""
@@ -98,11 +105,12 @@ class LiveBytes(TorchDispatchMode):
         known = self._held.get(id(storage))
         if known is None:
             self._hold(storage, _kind_of_new())
-        elif known[1] != self._rounded(storage):
+        elif known[2] != _ELSEWHERE and known[1] != self._rounded(storage):
             self._hold(storage, known[2])
 
     def _rounded(self, storage: Any) -> int:
-        return -(-storage.nbytes() // self._block) * self._block
+        size: int = storage.nbytes()
+        return -(-size // self._block) * self._block
 
     def _hold(self, storage: Any, kind: str) -> None:
         key = id(storage)
@@ -130,10 +138,9 @@ class LiveBytes(TorchDispatchMode):
         """Find out what tensors are for, which is only known once they have become gradients, for example."""
         self._sorted_at = self._total
         for kind, tensor in self._owners():
-            local = getattr(tensor, "_local_tensor", tensor)
-            key = id(local.untyped_storage())
+            key = id(local(tensor).untyped_storage())
             held = self._held.get(key)
-            if held is not None and held[2] != kind:
+            if held is not None and held[2] not in (kind, _ELSEWHERE):
                 self._bytes[held[2]] -= held[1]
                 self._bytes[kind] += held[1]
                 self._held[key] = held[0], held[1], kind

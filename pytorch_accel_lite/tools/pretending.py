@@ -97,7 +97,7 @@ def measure(trainer: Trainer, read: Run, batch: Batch, scenario: Scenario) -> Li
     return pretended.live
 
 
-class FakeLiveBytes(LiveBytes):
+class FakeLiveBytes(LiveBytes):  # type: ignore[no-untyped-call]
     """The live bytes of fake tensors. Numbers that an optimizer reads, such as those of its steps, are 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -344,7 +344,8 @@ class Pretended:
         live = self.live
         live.add("gradients" if in_place else "communication", sum(map(_bytes, trained)))
         for parameter in trained if in_place else ():
-            parameter.register_post_accumulate_grad_hook(lambda owner: live.discount(owner.grad))
+            hooked: Any = parameter
+            hooked.register_post_accumulate_grad_hook(lambda owner: live.discount(owner.grad))
 
     def _choose_implementations(self) -> None:
         """Let optimizers update many tensors at once where they do so by default: the type of fake ones hides it."""
