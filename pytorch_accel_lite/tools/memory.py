@@ -152,8 +152,8 @@ def estimate_memory(
     no memory, so the model may be on the meta device and of any size. Nothing is changed. Call it in a single process.
 
     :param world_size: number of processes to pretend
-    :param sharded: divide the model over the processes by ``fully_shard``, block by block; by default as training does:
-        by an overridden :meth:`parallelize_model`, or not at all
+    :param sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by
+        an overridden :meth:`parallelize_model`; block by block if the accelerator has an FSDP plugin; or not at all.
     :param device_type: the kind of device to pretend; by default the trainer's, or ``"cuda"`` if that is a CPU
     :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
         trainer's GPU, if it has one. The largest batch that fits is only known with it.
