@@ -1,4 +1,4 @@
-"""Workloads other than a plain training loop: evaluation, two processes, start-up, saving, memory, a GPU."""
+"""Workloads other than a plain training loop: evaluation, two processes, start-up, memory, a GPU."""
 
 from __future__ import annotations
 
@@ -202,49 +202,6 @@ def time_import(statement: str) -> dict[str, float] | None:
     return {"cpu": cpu, "wall": wall}
 
 
-# ----------------------------------------------------------------------------------------------- saving
-
-
-def saving(quick: bool, run: Run) -> Measures:
-    """Compare states of the transformer and its AdamW with ``torch.save`` of the same tensors."""
-    from pytorch_accel_lite import Trainer
-    from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-
-    task, keep = make_task("transformer", True), tempfile.TemporaryDirectory()
-    folder = Path(keep.name)
-    model = task.make_model()
-    trainer = Trainer(model, task.loss_func, task.make_optimizer(model), callbacks=(), seed=0)
-    trainer.train(task.dataset, 1, None, task.batch_size)
-    writer = BackgroundWriter(trainer.accelerator)
-
-    def save(synced: bool, keep: Any = keep) -> None:  # keeps the directory alive as long as this function
-        with open(folder / "plain.pt", "wb") as file:
-            torch.save({"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)
-            if synced:
-                file.flush()
-                os.fsync(file.fileno())
-
-    def pause() -> dict[str, float]:
-        result = timed(lambda: trainer.save_training_state(folder / "background", writer=writer))
-        writer.wait()
-        return result
-
-    def load() -> None:
-        content = torch.load(folder / "plain.pt", weights_only=True)
-        model.load_state_dict(content["model"])
-        trainer.optimizer.load_state_dict(content["optimizer"])
-
-    return {
-        "torch.save, synced to the disk": lambda: timed(lambda: save(True)),
-        "again (control)": lambda: timed(lambda: save(True)),
-        "torch.save, not synced": lambda: timed(lambda: save(False)),
-        "training state": lambda: timed(lambda: trainer.save_training_state(folder / "state")),
-        "training state, asynchronous: the pause": pause,
-        "torch.load": lambda: timed(load),
-        "load_training_state, verified": lambda: timed(lambda: trainer.load_training_state(folder / "state")),
-    }
-
-
 # ----------------------------------------------------------------------------------------------- memory
 
 
@@ -421,7 +378,6 @@ OTHERS = {
         "accelerate",
         lambda quick, run: {name: partial(time_import, statement) for name, statement in IMPORTS.items()},
     ),
-    "saving": Other("Saving and loading 10 million parameters with AdamW", "torch.save, synced to the disk", saving),
     "memory": Other(
         "Memory growth from update 10,000 to update 100,000 of the MLP",
         "by hand",

@@ -129,14 +129,18 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     return str(value)
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cores_per_process(processes: int) -> int:
     """Return the number of cores of this machine available to each process, at least one.
 
     :param processes: number of processes in the job, assumed to be on this machine unless the launcher tells otherwise
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return max(cores // max(here, 1), 1)
+    return max(available_cores() // max(here, 1), 1)
 
 
 def in_notebook() -> bool:

@@ -79,6 +79,17 @@ def test_every_path_is_measured_against_the_loop_on_the_same_data():
     assert all(float(by_hand) > 0 for by_hand in rows.values())
 
 
+def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
+    done = run_module("benchmarks.saving", "--rounds", "1", "--millions", "1", "--folders", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    rows = [
+        line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| save", "| async", "| res"))
+    ]
+    assert len(rows) == 4
+    assert all(float(own.split()[0]) >= 0 and float(ratio) > 0 for _, _, own, ratio, *_ in rows)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
     with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):

@@ -19,9 +19,11 @@ from pytorch_accel_lite.checkpoint.files import FROZEN, place
 from pytorch_accel_lite.checkpoint.places import local_copy
 from pytorch_accel_lite.checkpoint.training_state import (
     MODEL,
+    TENSORS,
     DamagedStateError,
     open_state,
     read_weights,
+    stored_checksum,
     verify_state,
 )
 from pytorch_accel_lite.utils import format_metric
@@ -53,9 +55,11 @@ def _describe(name: str, directory: Path) -> None:
     shared = state.shared
     weights = read_weights(state)
     count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
-    print(f"weights: {len(weights)} tensors, {count:,} numbers, sha256 {manifest['files'][MODEL]['sha256'][:16]}")
-    if state.pieces:
-        print(f"in shards: {len(state.pieces)} tensors of the weights, the optimizer and the callbacks")
+    checksum = stored_checksum(manifest["files"][MODEL])[:16]
+    print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
+    in_shards = [name for name, pieces in state.pieces.items() if pieces[0].path.name != TENSORS]
+    if in_shards:
+        print(f"in shards: {len(in_shards)} tensors of the weights, the optimizer and the callbacks")
     if left_out := shared.get(FROZEN):
         print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
     held = [name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None]

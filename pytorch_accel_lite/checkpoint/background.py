@@ -1,14 +1,39 @@
-"""Writing in the background while training continues."""
+"""Writing in the background while training continues, from copies in host memory."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from accelerate import Accelerator
+from torch.utils._pytree import tree_map_only
 
 from pytorch_accel_lite.distributed import Ranks
+
+
+class HostMemory:
+    """Host memory for copies of tensors, kept from one copy to the next: getting it anew takes longer than copying."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, list[torch.Tensor]] = {}
+
+    def copy(self, state: Any) -> Any:
+        """Return a state with its tensors copied to host memory. It overwrites the copy that was made before."""
+        free, self._held = self._held, {}
+
+        def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach()
+            if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+                return tensor.to("cpu", copy=True)
+            kind = tensor.dtype, tensor.shape, tensor.stride()
+            again = free.get(kind)
+            copied = again.pop() if again else torch.empty_like(tensor, device="cpu")
+            self._held.setdefault(kind, []).append(copied)
+            return copied.copy_(tensor)
+
+        return tree_map_only(torch.Tensor, copy_tensor, state)
 
 
 class BackgroundWriter:
@@ -18,12 +43,14 @@ class BackgroundWriter:
     all ranks, so they can share one process group.
 
     :ivar ranks: the processes, with a group that is used only by background threads
+    :ivar memory: for copies of what is to be written
     """
 
     _newest: ClassVar[threading.Thread | None] = None  # over all writers
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.ranks = Ranks(accelerator, "background writing")
+        self.memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 

@@ -60,7 +60,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file's content as a hexadecimal string."""
+    """Return the SHA-256 of a file's content as a hexadecimal string, as states of format 1 have it."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -89,11 +89,15 @@ def storable(value: Any, path: str) -> Any:
     )
 
 
-def write_plain(value: Any, path: Path) -> None:
-    """Write a value to be loaded with :func:`load_plain`."""
+def write_plain(value: Any, path: Path, synced: bool = True) -> None:
+    """Write a value to be loaded with :func:`load_plain`.
+
+    :param synced: ``False`` to leave it to the caller to sync the file
+    """
     with open(path, "wb") as file:
         torch.save(value, file)
-    sync(path)
+    if synced:
+        sync(path)
 
 
 def load_plain(path: Path) -> Any:
@@ -123,10 +127,13 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None, synced: bool = True
+) -> None:
     """Write tensors as safetensors. The format has no tied tensors: each name gets its own copy.
 
     :param metadata: further texts to store in the file, by name
+    :param synced: ``False`` to leave it to the caller to sync the file
     :raises OSError: if the file cannot be written
     """
     separate: dict[str, torch.Tensor] = {}
@@ -142,7 +149,8 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
     except safetensors.SafetensorError as error:
         raise OSError(f"The file {os.fspath(path)!r} cannot be written. {error}") from error
     path.chmod(mode)  # safetensors creates files that only their owner can read
-    sync(path)
+    if synced:
+        sync(path)
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: StrPath) -> None:

@@ -71,13 +71,13 @@ def own_pieces(tensors: Mapping[str, Any]) -> OwnPieces:
 
 
 def write_pieces(pieces: OwnPieces, path: Path) -> None:
-    """Write the parts of tensors that this process holds.
+    """Write the parts of tensors that this process holds, without syncing the file.
 
     :raises OSError: if the file cannot be written
     """
     info = {name: {_OFFSETS: list(start)} for name, (start, _) in pieces.items()}
     tensors = {name: tensor for name, (_, tensor) in pieces.items()}
-    write_tensors(tensors, path, {_INFO: json.dumps(info), _VERSION: "1.0"})
+    write_tensors(tensors, path, {_INFO: json.dumps(info), _VERSION: "1.0"}, synced=False)
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -139,6 +139,9 @@ def read_like(pieces: list[Piece], like: Any, name: str) -> Any:
 
 def _read(pieces: list[Piece], name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """Read a part of a tensor."""
+    for piece in pieces:
+        if (piece.start, piece.shape) == (start, shape):
+            return piece.file.get_tensor(name).clone()  # which is mapped: its pages would be lost with the file
     result = torch.empty(shape, dtype=pieces[0].dtype)
     for piece in pieces:
         first = [max(a, b) for a, b in zip(start, piece.start, strict=True)]
@@ -151,8 +154,11 @@ def _read(pieces: list[Piece], name: str, start: tuple[int, ...], shape: tuple[i
     return result
 
 
+#: The types of tensors in safetensors files, by their names there.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
+#: The types of tensors that can be written and read in pieces.
+READABLE = frozenset(_DTYPES.values())

@@ -24,7 +24,7 @@ from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_o
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.pieces import own_pieces
 from pytorch_accel_lite.checkpoint.places import read_state
-from pytorch_accel_lite.checkpoint.sharded import put_back_like, take_out, take_out_weights
+from pytorch_accel_lite.checkpoint.sharded import put_back_like, take_out_large, take_out_sharded, take_out_weights
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_weights
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
@@ -68,18 +68,19 @@ def capture(
     pieces: dict[str, Any] = {}
     if sharded:
         weights = take_out_weights(weights, pieces)
-        shared = take_out(shared, pieces)
+        shared = take_out_sharded(shared, pieces)
     own_part = own_pieces(pieces) if sharded else None
     tensors = {name: value for name, value in weights.items() if _fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in weights.items() if name not in tensors}
     if trainer.logical is not None:
         shared["logical"] = trainer.logical.capture(trainer)
-    shared = storable(shared, "state")
+    large: dict[str, torch.Tensor] = {}
+    shared = take_out_large(storable(shared, "state"), large)
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
     own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
     if not is_first:
-        return Snapshot({}, {}, {}, own, {}, own_part)
-    return Snapshot(*untie(tensors), shared, own, _collect_metadata(trainer), own_part)
+        return Snapshot({}, {}, {}, {}, own, {}, own_part)
+    return Snapshot(*untie(tensors), large, shared, own, _collect_metadata(trainer), own_part)
 
 
 def _fits_safetensors(value: Any) -> bool:

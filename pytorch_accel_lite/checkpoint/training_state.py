@@ -11,8 +11,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,25 @@ import accelerate
 import safetensors
 import safetensors.torch
 import torch
-from torch.utils._pytree import tree_map_only
 
+from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.files import StrPath, checksum, load_plain, sync, write_plain, write_tensors
+from pytorch_accel_lite.checkpoint.hashing import FileHashes
 from pytorch_accel_lite.checkpoint.pieces import OwnPieces, Piece, find_pieces, write_pieces
 from pytorch_accel_lite.checkpoint.sharded import read_weights_like
 from pytorch_accel_lite.distributed import Ranks
 
-FORMAT_VERSION = 1
+#: Since 2, checksums are those of pieces, and large tensors beside the weights are in a file of their own.
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"
+TENSORS = "trainer.safetensors"
 RANK = "rank{:05d}.pt"
 SHARDS = "shards{:05d}.safetensors"
 _SHARDS = re.compile(r"shards\d+\.safetensors")
+_CHECKSUM = "sha256_of_pieces"
+_WHOLE_CHECKSUM = "sha256"  # of a file in states of format 1
 _OF_ACCELERATE = (
     "{!r} is a training state of Accelerate, as written by pytorch-accelerated, which lacks what is needed to resume a "
     "run here. Start a new run from its weights, for example with "
@@ -55,7 +61,8 @@ class TrainingState:
     :param own: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
         by a different number of processes
     :param tensors: the weights, if they have been read already: nothing is left of the copy of a remote state
-    :param pieces: the parts of sharded tensors in open files, by name; their places in ``shared`` are marked
+    :param pieces: large tensors, and the parts of sharded ones, in open files, by name; their places in ``shared`` are
+        marked
     """
 
     directory: Path | str
@@ -72,20 +79,21 @@ class Snapshot:
 
     :param weights: tensors of the model by name, tied ones once
     :param tied: the other names of tied weights, mapped to the names under which they are kept
+    :param tensors: large tensors by name, whose places in ``shared`` are marked
     :param pieces: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
     """
 
     weights: dict[str, torch.Tensor]
     tied: dict[str, str]
+    tensors: dict[str, torch.Tensor]
     shared: dict[str, Any]
     own: dict[str, Any]
     metadata: dict[str, Any]
     pieces: OwnPieces | None = None
 
-    def to_host(self) -> Snapshot:
-        """Return a copy in host memory that later updates do not change."""
-        copies = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), vars(self))
-        return Snapshot(**copies)
+    def to_host(self, memory: HostMemory) -> Snapshot:
+        """Return a copy in host memory that later updates do not change, but the next copy to that memory does."""
+        return Snapshot(**memory.copy(vars(self)))
 
 
 def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:
@@ -112,17 +120,24 @@ def _make_empty(temporary: Path) -> None:
 
 
 def write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    """Write this rank's files and return their entries in the manifest."""
-    names = [RANK.format(rank)]
-    write_plain(snapshot.own, temporary / names[0])
+    """Write this rank's files and return their entries in the manifest. They are hashed while others are written."""
+    writes: dict[str, Callable[[Path], None]] = {RANK.format(rank): partial(write_plain, snapshot.own, synced=False)}
     if snapshot.pieces is not None:
-        names.append(SHARDS.format(rank))
-        write_pieces(snapshot.pieces, temporary / names[-1])
+        writes[SHARDS.format(rank)] = partial(write_pieces, snapshot.pieces)
     if rank == 0:
-        names += [TRAINER, MODEL]
-        write_plain(snapshot.shared, temporary / TRAINER)
-        write_tensors(snapshot.weights, temporary / MODEL, snapshot.tied)
-    return {name: {"size": (temporary / name).stat().st_size, "sha256": checksum(temporary / name)} for name in names}
+        writes[TRAINER] = partial(write_plain, snapshot.shared, synced=False)
+        if snapshot.tensors:
+            writes[TENSORS] = partial(write_tensors, snapshot.tensors, synced=False)
+        writes[MODEL] = partial(write_tensors, snapshot.weights, metadata=snapshot.tied, synced=False)
+    with FileHashes() as hashes:
+        for name, write in writes.items():
+            write(temporary / name)
+            hashes.add(temporary / name)
+        for name in writes:
+            sync(temporary / name)
+        return {
+            name: {"size": (temporary / name).stat().st_size, _CHECKSUM: hashes.of(temporary / name)} for name in writes
+        }
 
 
 def manifest_text(files: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
@@ -211,16 +226,28 @@ def verify_state(directory: StrPath) -> dict[str, Any]:
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
-    for name, entry in manifest["files"].items():
-        path = directory / name
+    files = {directory / name: entry for name, entry in manifest["files"].items()}
+    for path, entry in files.items():
         if not path.is_file():
             raise DamagedStateError(f"{os.fspath(path)!r} is missing.")
         size = path.stat().st_size
         if size != entry["size"]:
             raise DamagedStateError(f"{os.fspath(path)!r} is damaged: it has {size} bytes instead of {entry['size']}.")
-        if checksum(path) != entry["sha256"]:
-            raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not match its checksum.")
+    with FileHashes() as hashes:
+        for path, entry in files.items():
+            if _CHECKSUM in entry:
+                hashes.add(path)
+        for path, entry in files.items():
+            found = hashes.of(path) if _CHECKSUM in entry else checksum(path)
+            if found != stored_checksum(entry):
+                raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not match its checksum.")
     return manifest
+
+
+def stored_checksum(entry: Mapping[str, Any]) -> str:
+    """Return the checksum of a file from its entry in the manifest."""
+    stored: str = entry.get(_CHECKSUM) or entry[_WHOLE_CHECKSUM]
+    return stored
 
 
 def read_state(directory: Path, ranks: Ranks) -> TrainingState:
@@ -237,8 +264,9 @@ def read_verified(directory: Path, metadata: dict[str, Any], ranks: Ranks) -> Tr
 
 
 def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
-    """Read what is shared by all ranks, except the weights. Files with shards are opened, but not read."""
-    pieces = find_pieces(directory / name for name in sorted(metadata["files"]) if _SHARDS.fullmatch(name))
+    """Read what is shared by all ranks, except the weights. Files of large tensors are opened, but not read."""
+    names = [name for name in sorted(metadata["files"]) if name == TENSORS or _SHARDS.fullmatch(name)]
+    pieces = find_pieces(directory / name for name in names)
     return TrainingState(directory, metadata, load_plain(directory / TRAINER), None, pieces=pieces)
 
 

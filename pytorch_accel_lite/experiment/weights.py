@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state
 from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, write_tensors
+from pytorch_accel_lite.checkpoint.sharded import put_back_whole
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import open_state, read_state, read_weights, verify_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state
@@ -117,6 +118,7 @@ def load_weights(trainer: Trainer, path: Path) -> None:
     if path.is_dir():
         state = read_state(path, trainer.ranks)
         model.load_state_dict(fit_model_state(model, read_weights(state), path))
+        put_back_whole(state)
         load_loss_state(trainer, state.shared.get("loss_func", {}), path)
         load_attribute_states(trainer, state.shared.get("attributes", {}), path, is_final=False)
     elif path.suffix == ".safetensors":

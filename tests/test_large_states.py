@@ -1,0 +1,182 @@
+"""Training states with tensors large enough for files of their own: their bits, their damage, and older formats."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import NonFiniteLossError, Trainer
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
+from pytorch_accel_lite.checkpoint.files import checksum
+from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from tests.tasks import equal, quiet_trainer, regression_data
+
+BIG, SEVERAL_PIECES = 150, 2100
+
+
+def make_trainer(width: int = BIG, callbacks: Any = (), **kwargs: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, width), nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    return Trainer(model, nn.MSELoss(), optimizer, callbacks, seed=3, **kwargs)
+
+
+def train(trainer: Trainer, **kwargs: Any) -> Trainer:
+    trainer.train(regression_data(8, dtype=torch.float32), 2, per_device_batch_size=4, **kwargs)
+    return trainer
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_momentum_and_averages_resume_to_the_same_bits(tmp_path, asynchronous):
+    def callbacks(folder: Path) -> list[Any]:
+        saving = SaveTrainingStateCallback(folder, save_every_n_steps=1, asynchronous=asynchronous)
+        ema = ModelEmaCallback(decay=0.9, evaluate_during_training=False, save_path=tmp_path / "ema.pt")
+        return [ema, saving]
+
+    whole = train(make_trainer(callbacks=callbacks(tmp_path / "states")))
+    saved = sorted((tmp_path / "states").glob("update-*"))
+    assert len(saved) == 4
+    for state in saved:
+        assert "trainer.safetensors" in verify_state(state)["files"]
+        shutil.copytree(state, tmp_path / "again" / state.name)
+        resumed = train(make_trainer(callbacks=callbacks(tmp_path / "again")), resume_from="latest")
+        shutil.rmtree(tmp_path / "again")
+        assert equal(resumed.model.state_dict(), whole.model.state_dict())
+        momentum = [trainer.optimizer.state_dict()["state"] for trainer in (resumed, whole)]
+        assert all(equal(momentum[0][index], momentum[1][index]) for index in momentum[1])
+        averages = [next(iter(trainer.callback_handler)).state_dict() for trainer in (resumed, whole)]
+        assert equal(*(found["module"] for found in averages))
+
+
+def flip_last(content: bytearray) -> None:
+    content[-1] ^= 1
+
+
+def swap_pieces(content: bytearray) -> None:
+    size = 8 << 20
+    content[:size], content[size : 2 * size] = content[size : 2 * size], content[:size]
+
+
+@pytest.mark.parametrize("damage", [flip_last, swap_pieces])
+def test_damage_anywhere_in_a_file_of_several_pieces_is_named(tmp_path, damage: Callable[[bytearray], None]):
+    trainer = train(make_trainer(SEVERAL_PIECES))
+    trainer.save_training_state(tmp_path / "state")
+    for name in ("model.safetensors", "trainer.safetensors"):
+        path = tmp_path / "state" / name
+        intact = path.read_bytes()
+        content = bytearray(intact)
+        damage(content)
+        path.write_bytes(content)
+        before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+        with pytest.raises(DamagedStateError, match=rf"{name}' is damaged: its content does not match its checksum"):
+            trainer.load_training_state(tmp_path / "state")
+        assert equal(trainer.model.state_dict(), before)
+        path.write_bytes(intact)
+    verify_state(tmp_path / "state")
+
+
+class Kept:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_tensors_of_every_kind_come_back_as_they_were(tmp_path):
+    flat = torch.randn(40_000)
+    kept = {
+        "plain": torch.randn(200, 200),
+        "views of one": [flat[:20_000], flat[20_000:]],
+        "transposed": torch.randn(150, 300).t(),
+        "complex": torch.randn(100, 100, dtype=torch.complex128),
+        "dotted": {"a": {"b": torch.ones(200, 200)}, "a.b": torch.zeros(200, 200)},
+        "ordered": OrderedDict(b=torch.randn(200, 200, dtype=torch.bfloat16), a=1),
+        "whole numbers": (torch.arange(50_000), torch.randn(3)),
+    }
+    trainer = make_trainer()
+    trainer.register_for_checkpointing("kept", Kept(kept))
+    trainer.save_training_state(tmp_path / "state")
+    other, found = make_trainer(), Kept(None)
+    other.register_for_checkpointing("kept", found)
+    other.load_training_state(tmp_path / "state")
+    assert_alike(found.state, kept)
+    first, second = found.state["views of one"]
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert found.state["transposed"].stride() == kept["transposed"].stride()
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_alike(found[key], value)
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            assert_alike(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def as_in_format_1(state: Path) -> None:
+    """Give a state without large tensors the manifest that versions 0.1 and 0.2 wrote."""
+    manifest = json.loads((state / "manifest.json").read_bytes())
+    assert "trainer.safetensors" not in manifest["files"]
+    files = {
+        name: {"size": entry["size"], "sha256": checksum(state / name)} for name, entry in manifest["files"].items()
+    }
+    manifest |= {"format_version": 1, "files": files}
+    manifest["checksum"] = _manifest_checksum(manifest)
+    (state / "manifest.json").write_text(json.dumps(manifest, indent=2))
+
+
+def test_states_of_earlier_versions_are_verified_and_resumed(tmp_path, monkeypatch, capsys):
+    def small_trainer() -> Trainer:
+        return make_trainer(5, [SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)])
+
+    whole = train(small_trainer())
+    state = shutil.copytree(tmp_path / "states" / "update-000000001", tmp_path / "old")
+    as_in_format_1(state)
+    monkeypatch.setattr("sys.argv", ["checkpoint", "inspect", str(state)])
+    assert look_at_states() == 0
+    assert "format 1" in capsys.readouterr().out
+    assert equal(train(small_trainer(), resume_from=state).model.state_dict(), whole.model.state_dict())
+    content = bytearray((state / "trainer.pt").read_bytes())
+    flip_last(content)
+    (state / "trainer.pt").write_bytes(content)
+    with pytest.raises(DamagedStateError, match=r"trainer.pt' is damaged"):
+        train(small_trainer(), resume_from=state)
+
+
+def test_weights_are_checked_whatever_their_size():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    trainer = quiet_trainer(model)
+    with torch.no_grad():
+        model[0].weight.fill_(1e30)  # whose squares overflow
+        trainer.check_weights()
+        for tensor, bad in ((model[0].bias, math.inf), (model[0].weight, math.nan), (model.mask, math.nan)):
+            before = tensor.clone()
+            tensor[0] = bad
+            with pytest.raises(NonFiniteLossError, match="infinite or NaN"):
+                trainer.check_weights()
+            tensor.copy_(before)
+    trainer.check_weights()
