@@ -74,7 +74,7 @@ def test_a_url_can_be_loaded_and_looked_at(folder, capsys):
     assert equal(trainer.get_model().state_dict(), before)
     capsys.readouterr()
     inspect(f"{url_of(folder)}/update-000000002")
-    assert f"training state {url_of(folder)}/update-000000002, format 1" in capsys.readouterr().out
+    assert f"training state {url_of(folder)}/update-000000002, format 2" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match=r"no training state at 'faulty://.*/update-000000009'"):
         trainer.load_training_state(f"{url_of(folder)}/update-000000009")
 

@@ -141,7 +141,8 @@ def _read(pieces: list[Piece], name: str, start: tuple[int, ...], shape: tuple[i
     """Read a part of a tensor."""
     for piece in pieces:
         if (piece.start, piece.shape) == (start, shape):
-            return piece.file.get_tensor(name).clone()  # which is mapped: its pages would be lost with the file
+            mapped: torch.Tensor = piece.file.get_tensor(name)
+            return mapped.clone()  # its pages would be lost with the file
     result = torch.empty(shape, dtype=pieces[0].dtype)
     for piece in pieces:
         first = [max(a, b) for a, b in zip(start, piece.start, strict=True)]
