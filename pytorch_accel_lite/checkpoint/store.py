@@ -15,7 +15,7 @@ from pytorch_accel_lite.checkpoint.training_state import (
     DamagedStateError,
     TrainingState,
     read_manifest,
-    read_state,
+    read_verified,
     recover,
     verify_state,
 )
@@ -102,8 +102,8 @@ class StateStore:
 
     def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
         """Return the newest intact state, as :meth:`find_latest` finds it. All ranks take part."""
-        path = ranks.broadcast_object(lambda: self.find_latest(report))
-        return None if path is None else read_state(path, ranks)
+        found = ranks.broadcast_object(lambda: self._verify_latest(report))
+        return None if found is None else read_verified(*found, ranks)
 
     def has_states(self) -> bool:
         """Whether there are any states, intact or not."""
@@ -115,11 +115,15 @@ class StateStore:
         :param report: called with a message for each damaged state that is skipped
         :raises DamagedStateError: if there are states, but all are damaged
         """
+        found = self._verify_latest(report)
+        return None if found is None else found[0]
+
+    def _verify_latest(self, report: Callable[[str], object]) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest intact state and its manifest."""
         problems = []
         for path in self._states():
             try:
-                verify_state(path)
-                return path
+                return path, verify_state(path)
             except DamagedStateError as error:
                 problems.append(str(error))
                 report(f"Skipping a damaged training state. {error}")
