@@ -1,14 +1,10 @@
-"""The time to the first batch of a shuffled epoch, and its memory, by number of samples.
+"""The time to the first batch of a shuffled epoch, and its memory, by number of samples: see benchmarks.growth.
 
-python -m benchmarks.order [--samples 1000000 100000000]
-
-Each case runs in a fork of its own: a ``DataLoader`` by hand, and a trainer, with and without a seed. The data have a
-length, and samples that are their indices. Memory is what the peak of the process grows by.
+The data have a length, and samples that are their indices. Memory is what the peak of a process grows by.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import time
@@ -16,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.data import shard
+from pytorch_accel_lite.distributed import Ranks
 
 LARGEST_BY_HAND = 10**7  # it makes a list of all indices: ten times as many take gigabytes
 
@@ -43,21 +42,21 @@ class FirstStep(TrainerCallback):
     seconds = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self.begin = time.perf_counter()
+        self.begin = time.process_time()
 
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self.seconds = self.seconds or time.perf_counter() - self.begin
+        self.seconds = self.seconds or time.process_time() - self.begin
 
 
 def by_hand(size: int) -> float:
-    """Return the seconds until a ``DataLoader`` gives its first batch."""
-    begin = time.perf_counter()
+    """Return the seconds of CPU time until a ``DataLoader`` gives its first batch."""
+    begin = time.process_time()
     next(iter(DataLoader(Numbers(size), 32, shuffle=True)))
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def by_trainer(size: int, seed: int | None = None) -> float:
-    """Return the seconds until a trainer has its first batch."""
+    """Return the seconds of CPU time until a trainer has its first batch."""
     model = nn.Linear(1, 1)
     first = FirstStep()
     trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[first], seed=seed)
@@ -66,8 +65,17 @@ def by_trainer(size: int, seed: int | None = None) -> float:
     return first.seconds
 
 
+def first_after(size: int, start: int) -> float:
+    """Return the seconds of CPU time until an epoch that is resumed after some samples gives its first batch."""
+    ranks, device = Ranks(Accelerator(cpu=True)), torch.device("cpu")
+    begin = time.process_time()
+    loader = shard(DataLoader(Numbers(size), 32, shuffle=True), ranks, device, seed=0, training=True)
+    next(loader.steps(epoch=1, start=start))
+    return time.process_time() - begin
+
+
 def measured(action: Callable[[], float]) -> tuple[float, float]:
-    """Return the seconds of an action and the megabytes by which it makes a process grow, in a fork."""
+    """Return the seconds of CPU time of an action and the megabytes by which it makes a process grow, in a fork."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
@@ -82,27 +90,3 @@ def measured(action: Callable[[], float]) -> tuple[float, float]:
         seconds, grown = map(float, answer.read().split())
     os.wait()
     return seconds, grown
-
-
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--samples", type=int, nargs="+", default=[10**6, 10**7, 10**8])
-    torch.set_num_threads(1)
-    by_trainer(64)  # imports what runs need
-    print("| samples | | first batch | memory |\n|---|---|---|---|")
-    for size in parser.parse_args().samples:
-        cases: dict[str, Callable[[], float]] = {
-            "`DataLoader` by hand": lambda size=size: by_hand(size),
-            "trainer": lambda size=size: by_trainer(size),
-            "trainer with a seed": lambda size=size: by_trainer(size, seed=0),
-        }
-        if size > LARGEST_BY_HAND:
-            del cases["`DataLoader` by hand"]
-        for name, action in cases.items():
-            seconds, grown = measured(action)
-            print(f"| {size:,} | {name} | {seconds:.3g} s | {grown:.0f} MB |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -217,16 +217,23 @@ class InMemoryRunHistory(RunHistory):
         """Return the values of every metric by name, oldest first, as copies."""
         return {name: list(values) for name, values in self._metrics.items()}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, first_epoch: int = 0) -> list[dict[str, Any]]:
         """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
 
+        :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
+            recorded in the order of their epochs.
         :raises ValueError: if a metric was recorded as ``epoch``
         """
         if "epoch" in self._metrics:
             raise ValueError("A metric was recorded as 'epoch', the name of the epoch column. Use another name.")
         table: dict[int, dict[str, Any]] = {}
         for name, values in self._metrics.items():
-            for epoch, value in zip(self._epochs[name], values, strict=True):
+            epochs = self._epochs[name]
+            first = 0
+            if first_epoch:
+                later = takewhile(lambda epoch: epoch >= first_epoch, reversed(epochs))
+                first = len(epochs) - sum(1 for _ in later)
+            for epoch, value in zip(epochs[first:], values[first:], strict=True):
                 table.setdefault(epoch, {"epoch": epoch})[name] = value
         return [table[epoch] for epoch in sorted(table)]
 

@@ -24,6 +24,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 LATENCY = 40
 #: How often Python has waited for the device, by reason.
 waits: Counter[str] = Counter()
+#: How often anything has been copied to the device, whether Python has waited or not.
+copies: Counter[str] = Counter()
 
 _MIXED = {"aten::copy_", "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"}
 _READING = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::is_nonzero"}
@@ -188,8 +190,10 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         return _copy_across(*args)
     if target is not None and torch.device(target).type == "cpu":
         return _copy_to_host(args[0], func, kwargs)
-    if name == "aten::_to_copy" and not isinstance(args[0], SimulatedTensor) and not kwargs.get("non_blocking"):
-        waits["copy to device"] += 1
+    if name == "aten::_to_copy" and not isinstance(args[0], SimulatedTensor):
+        copies["to device"] += 1
+        if not kwargs.get("non_blocking"):
+            waits["copy to device"] += 1
     host_kwargs = kwargs | {"device": "cpu"} if target is not None else kwargs
     return tree_map(to_device, func(*tree_map(to_host, args), **tree_map(to_host, host_kwargs)))
 

@@ -11,6 +11,7 @@ from torch.utils.data import RandomSampler
 from benchmarks.order import by_trainer, measured
 from pytorch_accel_lite.data import order
 from pytorch_accel_lite.data.computed_order import ComputedOrder
+from pytorch_accel_lite.data.order import indices_at
 from tests import cases
 from tests.cases.computed_order import SIZE, orders_of_epochs
 from tests.tasks import Rows, listener, quiet_trainer, regression_data, small_model
@@ -24,11 +25,16 @@ def test_every_index_is_there_once(size):
         assert sorted(computed.tolist()) == list(range(size))
 
 
-def test_a_part_is_the_same_wherever_it_begins():
-    whole = ComputedOrder(50_000, key=5).at(0, 50_000)
+@pytest.mark.parametrize(
+    "whole", [ComputedOrder(50_000, key=5), torch.randperm(50_000, dtype=torch.int32), range(50_000)], ids=type
+)
+def test_the_indices_of_a_step_are_the_same_wherever_an_epoch_begins(whole):
+    expected = whole.at(0, 50_000) if isinstance(whole, ComputedOrder) else torch.as_tensor(whole).long()
     for step, start in ((7, 0), (1000, 333), (20_000, 1), (50_000, 0)):
         bounds = [(begin, min(begin + step, 50_000)) for begin in range(start, 50_000, step)]
-        assert torch.equal(torch.cat(list(ComputedOrder(50_000, key=5).parts(bounds))), whole[start:])
+        parts = list(indices_at(whole, bounds))
+        assert [len(part) for part in parts] == [end - begin for begin, end in bounds]
+        assert torch.equal(torch.cat(parts), expected[start:])
 
 
 def test_the_order_is_random():

@@ -77,6 +77,12 @@ def test_no_step_waits_for_the_device_and_the_results_are_the_same(case):
     assert_same(on_device(case), on_cpu(case))
 
 
+def test_rows_of_data_on_the_device_are_chosen_there():
+    few_steps, many_steps = on_device("data_on_the_device")["copies"]
+    assert few_steps == many_steps  # the order, for many steps at once
+    assert_same(on_device("data_partly_on_the_device"), on_cpu("data_partly_on_the_device"))
+
+
 @pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
 def test_a_shipped_callback_does_not_wait_for_the_device_in_a_step(name):
     assert on_device("shipped_callbacks")[name] == 15 * READS_NUMBERS.get(name, 0)

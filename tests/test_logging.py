@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,35 @@ def test_a_metric_that_is_called_epoch_is_refused(tmp_path, suffix):
     record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("epoch", 0.5))
     with pytest.raises(ValueError, match="A metric was recorded as 'epoch'"):
         train(make_trainer([record, MetricsFileCallback(tmp_path / f"m.{suffix}")]))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_row_is_appended_and_the_file_always_has_the_whole_history(tmp_path, suffix):
+    path = tmp_path / f"m.{suffix}"
+    files: list[int] = []
+
+    def change(trainer: Any) -> None:
+        history, epoch = trainer.run_history, trainer.progress.epoch
+        if epoch in (1, 2, 3):
+            trainer.evaluate(make_data())  # writes a row, to which the epoch then adds
+        if epoch == 2:
+            history.update_metric("early", 1.0)
+        elif epoch == 5:
+            history.delete_metric("early")
+        elif epoch == 6:
+            path.write_text("")  # someone else
+
+    def look(trainer: Any) -> None:
+        files.append(path.stat().st_ino)
+        read = csv_rows(path) if suffix == "csv" else json_rows(path)
+        written = [{name: str(value) for name, value in row.items() if value != ""} for row in read]
+        assert written == [{name: str(v) for name, v in row.items()} for row in trainer.run_history.rows()]
+
+    callbacks = [listener(on_train_epoch_end=change), MetricsFileCallback(path), listener(on_epoch_checkpoint=look)]
+    train(make_trainer(callbacks), epochs=7, eval_dataset=True)
+    replaced = [file != before for before, file in pairwise(files)]
+    # There is a new column in a CSV file, a metric that is gone, and a file that is not as it was.
+    assert replaced == [suffix == "csv", False, False, True, True, False]
 
 
 def test_columns_may_come_later(tmp_path):

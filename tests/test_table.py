@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TimingCallback,
 )
-from tests.tasks import Stream, listener, make_data, make_trainer, train
+from tests.tasks import Stream, listener, make_data, make_model, make_trainer, train
 from tests.terminals import Terminal
 
 
@@ -59,6 +60,21 @@ def fails_at(update: int, error: BaseException) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ rows
+
+
+def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypatch):
+    monkeypatch.setattr("pytorch_accel_lite.callbacks.table.in_notebook", lambda: True)
+    monkeypatch.setattr("pytorch_accel_lite.callbacks.epochs._MOST_ROWS", 3)
+    worse = listener(on_train_epoch_end=lambda t: t.model[2].bias.data.fill_(10.0 * t.progress.epoch))
+    model = make_model()
+    frozen = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(make_trainer([worse, ProgressTableCallback()], model, optimizer=frozen), epochs=6, eval_dataset=True)
+    outputs = [ast.literal_eval(line) for line in printed(capsys) if line.startswith("{")]
+    for kind in ("text/plain", "text/html"):
+        found = [re.findall(r"(\d)/6", output[kind]) for output in outputs]
+        assert found[:4] == [["1"], ["1", "2"], ["1", "2", "3"], ["1", "2", "3", "4"]]  # the best, and three
+        assert found[5:] == [["1", "4", "5", "6"]] * 2
+        assert "(the last 3 of 6 rows; all metrics are in trainer.run_history)" in outputs[-1][kind]
 
 
 def test_an_epoch_is_a_row_of_aligned_numbers(capsys):

@@ -391,6 +391,27 @@ def test_a_fresh_run_keeps_a_state_that_waited_for_its_successor_when_all_was_ki
     assert not list((tmp_path / "states").glob(".update*"))
 
 
+def test_a_long_history_is_resumed_as_it_was(tmp_path):
+    odd = [1.5, 2, True, None, 2**70, float("nan"), "text"]
+
+    def record(trainer: Any) -> None:
+        history, epoch = trainer.run_history, trainer.progress.epoch
+        for name, value in (("float", 0.1 * epoch), ("int", epoch), ("huge", 2**62 + epoch), ("odd", odd[epoch % 7])):
+            history.update_metric(name, value)
+
+    def run(epochs: int, **kwargs: Any) -> Any:
+        saving = SaveTrainingStateCallback(tmp_path, max_checkpoints=1)
+        trainer = make_trainer([listener(on_train_epoch_end=record), saving])
+        return train(trainer, epochs, size=2, **kwargs).run_history
+
+    run(20)
+    resumed, whole = run(21, resume_from="latest"), run(21)
+    for name in whole:
+        assert [*map(repr, resumed[name])] == [*map(repr, whole[name])]
+    assert resumed.rows()[:-1] == resumed.rows()[:20]
+    assert resumed.rows(20) == resumed.rows()[19:]
+
+
 def test_states_of_which_none_is_whole_are_an_error(tmp_path):
     run(tmp_path, max_checkpoints=2)
     for state in states(tmp_path):

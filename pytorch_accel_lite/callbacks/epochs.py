@@ -10,6 +10,7 @@ from typing import Any
 _LEAST = 9  # minimum width of a column of numbers
 _LEAST_FIRST = len("step 123")
 _GAP = "  "
+_MOST_ROWS = 100  # that a notebook shows, which gets the table again after every epoch
 
 
 @dataclass
@@ -31,7 +32,7 @@ def is_rate(name: str) -> bool:
 
 
 class EpochTable:
-    """The rows so far, and the columns in order of importance.
+    """The rows so far, and the columns in order of importance. Adding a row takes the same time however many there are.
 
     :param marked: the column whose best value is marked
     """
@@ -40,6 +41,10 @@ class EpochTable:
         self.rows: list[Row] = []
         self._columns: list[str] = []
         self._marked = marked
+        self._widths: dict[str, int] = {}  # of the cells of each column that has any
+        self._best: Row | None = None
+        self._first_width = _LEAST_FIRST
+        self._time_width = len("59.9s")
 
     def order(self, columns: list[str]) -> None:
         """Set the order of the columns."""
@@ -48,28 +53,26 @@ class EpochTable:
     def add(self, row: Row, columns: list[str]) -> None:
         """Add a row, which may introduce new columns."""
         row.cells = {column: cell for column, cell in row.cells.items() if cell}
-        filled = {column for other in [*self.rows, row] for column in other.cells}
+        for column, cell in row.cells.items():
+            self._widths[column] = max(len(cell), self._widths.get(column, _LEAST))
+        self._first_width = max(len(row.epoch), self._first_width)
+        self._time_width = max(len(row.time), self._time_width)
+        self._best = row if row.is_best else self._best
         self.rows.append(row)
-        self.order([column for column in columns if column in filled or column in self._columns])
+        self.order([column for column in columns if column in self._widths or column in self._columns])
 
     def layout(self, width: int) -> Layout:
         """Choose as many columns as fit."""
-        first = max([_LEAST_FIRST, *(len(row.epoch) for row in self.rows)])
-        room = width - first - len(_GAP) - self._time_width
+        room = width - self._first_width - len(_GAP) - self._time_width
         chosen: dict[str, int] = {}
         for column in self._columns:
-            needed = max([len(column), _LEAST, *(len(row.cells.get(column, "")) for row in self.rows)])
-            needed += column == self._marked
+            needed = max(len(column), self._widths.get(column, _LEAST)) + (column == self._marked)
             if not chosen or needed + len(_GAP) <= room:
                 chosen[column] = needed
                 room -= needed + len(_GAP)
         hidden = [column for column in self._columns if column not in chosen]
         shown = sorted(chosen, key=is_rate)
-        return first, {column: chosen[column] for column in shown}, hidden
-
-    @property
-    def _time_width(self) -> int:
-        return max([len("59.9s"), *(len(row.time) for row in self.rows)])
+        return self._first_width, {column: chosen[column] for column in shown}, hidden
 
     def head(self, layout: Layout) -> list[str]:
         """Return the lines above the rows."""
@@ -90,28 +93,38 @@ class EpochTable:
         return f"{row.cells.get(column, '')}{mark}"
 
     def text(self, width: int) -> str:
-        """Return the complete table as text."""
+        """Return the table as text, as in :meth:`html`."""
         layout = self.layout(width)
-        return "\n".join([*self.head(layout), *(self.line(row, layout) for row in self.rows)])
+        earlier, rows = self._shown()
+        return "\n".join([*earlier, *self.head(layout), *(self.line(row, layout) for row in rows)])
+
+    def _shown(self) -> tuple[list[str], list[Row]]:
+        """Return the rows to show, the latest and the best, and what to say of the others."""
+        rows = self.rows[-_MOST_ROWS:]
+        if len(rows) == len(self.rows):
+            return [], rows
+        said = f"(the last {len(rows)} of {len(self.rows):,} rows; all metrics are in trainer.run_history)"
+        best = [] if self._best is None or any(row is self._best for row in rows) else [self._best]
+        return [said], [*best, *rows]
 
     def html(self, width: int, below: Iterable[str] = ()) -> str:
-        """Return the complete table as HTML.
+        """Return the table as HTML; if it is long, the latest rows and the best.
 
         :param width: width in characters of the equivalent text table, which determines the columns
         :param below: lines of text to show below the table
         """
         _, columns, hidden = self.layout(width)
-        best = max((number for number, row in enumerate(self.rows) if row.is_best), default=None)
+        earlier, rows = self._shown()
         head = "".join(f"<th>{escape(name)}</th>" for name in ["epoch", *columns, "time"])
         body = ""
-        for number, row in enumerate(self.rows):
+        for row in rows:
             cells = [row.epoch, *(row.cells.get(column, "") for column in columns), row.time]
-            marked = [name == self._marked and number == best for name in ["", *columns, ""]]
+            marked = [name == self._marked and row is self._best for name in ["", *columns, ""]]
             body += "<tr>"
             for cell, is_best in zip(cells, marked, strict=True):
                 body += f"<td><b>{escape(cell)}</b></td>" if is_best else f"<td>{escape(cell)}</td>"
             body += "</tr>"
-        said = [*_more(hidden), *(line.strip() for line in below)]
+        said = [*earlier, *_more(hidden), *(line.strip() for line in below)]
         lines = "".join(f'<div style="padding: 0 0.5em">{escape(line)}</div>' for line in said)
         return (
             '<div style="overflow-x: auto; font-variant-numeric: tabular-nums"><table>'

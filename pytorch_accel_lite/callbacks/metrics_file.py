@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import replacing
+from pytorch_accel_lite.tracking import InMemoryRunHistory, count_values
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -24,10 +25,10 @@ Row = dict[str, Any]
 class MetricsFileCallback(StepLogger):
     """Write the metrics of the run history to a file, one row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
-    The file is replaced atomically after each epoch, so a crash never leaves a partial file, and a resumed run has each
-    row once. A metric recorded several times in an epoch, such as by evaluations within it, shows its last value; a
-    :class:`TrackerCallback` logs all of them. Non-finite numbers are written as the strings ``NaN``, ``Infinity`` and
-    ``-Infinity``; values that are not numbers are written as strings.
+    Each epoch appends its row in a single write, so a run that is killed leaves whole rows; a resumed run replaces the
+    file atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations
+    within it, shows its last value; a :class:`TrackerCallback` logs all of them. Non-finite numbers are written as the
+    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings.
 
     :param path: the file to write; missing directories are created. A run that is not resumed replaces the file.
     :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
@@ -44,6 +45,7 @@ class MetricsFileCallback(StepLogger):
             raise ValueError(f"path={os.fspath(path)!r} must end in .jsonl (JSON lines) or .csv.")
         self.updates_path = self.path.with_name(f"{self.path.stem}_updates{self.path.suffix}")
         self._columns: list[str] = []
+        self._epochs = _EpochFile(self.path)
         self._trained = False
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -61,15 +63,12 @@ class MetricsFileCallback(StepLogger):
         trainer.ranks.run_together(lambda: self._begin_files(trainer), only_first=True)
 
     def _begin_files(self, trainer: Trainer) -> None:
-        self._write_epochs(trainer)
+        self._epochs.replace(trainer.run_history)
         if self.every_n_updates is not None:
             update = trainer.progress.update
             rows = [row for row in _read(self.updates_path) if int(row["update"]) <= update] if update else []
             self._columns = list(dict.fromkeys(name for row in rows for name in row))
             _replace(self.updates_path, rows)
-
-    def _write_epochs(self, trainer: Trainer) -> None:
-        _replace(self.path, trainer.run_history.rows())  # type: ignore[attr-defined]
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         row = {"update": update, "epoch": epoch, **values}
@@ -89,11 +88,70 @@ class MetricsFileCallback(StepLogger):
 
     def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._trained:  # otherwise an existing file belongs to another program's run
-            self._update(trainer)
+            self._update(trainer, is_later=trainer.current_run.outer is None)
 
-    def _update(self, trainer: Trainer) -> None:
+    def _update(self, trainer: Trainer, is_later: bool = False) -> None:
+        """Write what is new in the history, or all of it after an evaluation later than the run."""
         if trainer.accelerator.is_main_process:
-            self._write_epochs(trainer)
+            (self._epochs.replace if is_later else self._epochs.update)(trainer.run_history)
+
+
+class _EpochFile:
+    """A file with a row for each epoch of a history. Updates take the same time however many rows there are."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        self._counts: dict[str, int] = {}  # of values in the history, by metric
+        self._epoch = 0  # of the last row, which may still change
+        self._begin = self._end = 0  # offsets in bytes of the last row
+
+    def replace(self, history: Any) -> None:
+        """Write all rows to a new file, which replaces the old one atomically."""
+        rows = history.rows()
+        self._columns = list(dict.fromkeys(name for row in rows for name in row))
+        self._counts = count_values(history)
+        _replace(self._path, rows, self._columns)
+        self._epoch = rows[-1]["epoch"] if rows else 0
+        self._end = self._path.stat().st_size
+        self._begin = self._end - len(self._encode(rows[-1:]))
+
+    def update(self, history: Any) -> None:
+        """Write the last row again and those after it, in a single write, if the rows before it are as they were."""
+        counts = count_values(history)
+        rows = _rows_from(history, self._epoch)
+        shrank = any(count > counts.get(name, 0) for name, count in self._counts.items())
+        if shrank or not self._holds(rows):
+            self.replace(history)
+            return
+        begin = self._begin if rows and rows[0]["epoch"] == self._epoch else self._end
+        text = self._encode(rows)
+        if begin + len(text) < self._end or not self._path.is_file() or self._path.stat().st_size != self._end:
+            self.replace(history)  # the rest of a longer row must not remain; someone else has changed the file
+            return
+        self._counts = counts
+        if not rows:
+            return
+        with self._path.open("r+b") as file:
+            file.seek(begin)
+            file.write(text)
+        self._epoch = rows[-1]["epoch"]
+        self._end = begin + len(text)
+        self._begin = self._end - len(self._encode(rows[-1:]))
+
+    def _holds(self, rows: list[Row]) -> bool:
+        """Whether the columns of the file are those of these rows, too."""
+        return self._path.suffix != ".csv" or all(row.keys() <= set(self._columns) for row in rows)
+
+    def _encode(self, rows: list[Row]) -> bytes:
+        return _as_text(rows, self._path.suffix, self._columns, header=False).encode()
+
+
+def _rows_from(history: Any, epoch: int) -> list[Row]:
+    """Return the rows of a history from an epoch on."""
+    if type(history).rows is InMemoryRunHistory.rows:
+        return history.rows(epoch)  # type: ignore[no-any-return]
+    return [row for row in history.rows() if row["epoch"] >= epoch]
 
 
 def plain(value: Any) -> Any:
@@ -125,7 +183,7 @@ def _replace(path: Path, rows: list[Row], columns: list[str] | None = None) -> N
     """Replace a file atomically with one that has these rows."""
     columns = columns or list(dict.fromkeys(name for row in rows for name in row))
     with replacing(path) as temporary:
-        temporary.write_text(_as_text(rows, path.suffix, columns, header=bool(columns)))
+        temporary.write_bytes(_as_text(rows, path.suffix, columns, header=bool(columns)).encode())
 
 
 def _read(path: Path) -> list[Row]:

@@ -118,7 +118,7 @@ class RunLogCallback(TrainerCallback):
             self._write(trainer)
 
     def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        if self._record and trainer.accelerator.is_main_process:
+        if self._record and trainer.accelerator.is_main_process and (not self._is_running or self._writing.is_due):
             self._write(trainer)
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
@@ -133,21 +133,24 @@ class RunLogCallback(TrainerCallback):
     def _end(self, trainer: Trainer, outcome: str, trace: str | None = None) -> None:
         if not trainer.accelerator.is_main_process or not self._record:
             return
-        attempt = self._record["attempts"][-1]
-        if attempt["outcome"] != "running":  # on_exception has already recorded an error
+        if not self._is_running:  # on_exception has already recorded an error
             return
+        attempt = self._record["attempts"][-1]
         attempt |= {"ended": _now(), "seconds": self._seconds(), "outcome": outcome}
         attempt |= {"traceback": trace} if trace else {}
         self._write(trainer)
+
+    @property
+    def _is_running(self) -> bool:
+        return bool(self._record["attempts"][-1]["outcome"] == "running")
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._start, 2)
 
     def _write(self, trainer: Trainer) -> None:
-        attempt = self._record["attempts"][-1]
-        is_running = attempt["outcome"] == "running"
+        is_running = self._is_running
         if is_running:
-            attempt["seconds"] = self._seconds()
+            self._record["attempts"][-1]["seconds"] = self._seconds()
         history = trainer.run_history
         rows = history.rows() if hasattr(history, "rows") else []
         self._record |= {"progress": trainer.progress.state_dict(), "metrics": rows}

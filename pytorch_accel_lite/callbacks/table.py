@@ -28,9 +28,9 @@ _NOTEBOOK_COLUMNS = 120
 class ProgressTableCallback(LogMetricsCallback):
     """Show a table with a row for each epoch and each evaluation within an epoch, and a summary at the end of the run.
 
-    A terminal prints the rows; a notebook updates the table in place. As many metrics are shown as fit; the others are
-    in ``trainer.run_history``. The best value so far is marked for the metric watched by the first callback that
-    watches one, or else for the evaluation loss.
+    A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows and the best. As many
+    metrics are shown as fit; the others are in ``trainer.run_history``. The best value so far is marked for the metric
+    watched by the first callback that watches one, or else for the evaluation loss.
 
     If the output is neither a terminal nor a notebook, as in a cluster job's log, it prints the lines of
     :class:`PrintProgressCallback` and :class:`LogMetricsCallback` instead.

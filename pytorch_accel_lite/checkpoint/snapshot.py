@@ -22,6 +22,7 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, place, storable, untie
 from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
+from pytorch_accel_lite.checkpoint.numbers import pack_numbers
 from pytorch_accel_lite.checkpoint.pieces import own_pieces
 from pytorch_accel_lite.checkpoint.places import read_state
 from pytorch_accel_lite.checkpoint.sharded import put_back_like, take_out_large, take_out_sharded, take_out_weights
@@ -75,7 +76,8 @@ def capture(
     if trainer.logical is not None:
         shared["logical"] = trainer.logical.capture(trainer)
     large: dict[str, torch.Tensor] = {}
-    shared = take_out_large(storable(shared, "state"), large)
+    history = shared.pop("history")  # what inspects a state reads it from one file
+    shared = take_out_large(storable(shared, "state"), large) | {"history": storable(history, "state.history")}
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
     own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
     if not is_first:
@@ -96,11 +98,12 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
         return state if sharded else full_state_dict(state, is_first)
 
     callbacks = _named(trainer.callback_handler, "state_dict")
+    history: Any = trainer.run_history
     return {
         **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
-        "history": trainer.run_history.state_dict() if hasattr(trainer.run_history, "state_dict") else None,
+        "history": pack_numbers(history.state_dict()) if hasattr(history, "state_dict") else None,
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),

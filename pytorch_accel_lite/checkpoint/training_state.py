@@ -25,6 +25,7 @@ import torch
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.files import StrPath, checksum, load_plain, sync, write_plain, write_tensors
 from pytorch_accel_lite.checkpoint.hashing import FileHashes
+from pytorch_accel_lite.checkpoint.numbers import unpack_numbers
 from pytorch_accel_lite.checkpoint.pieces import OwnPieces, Piece, find_pieces, write_pieces
 from pytorch_accel_lite.checkpoint.sharded import read_weights_like
 from pytorch_accel_lite.distributed import Ranks
@@ -267,7 +268,9 @@ def open_state(directory: Path, metadata: dict[str, Any]) -> TrainingState:
     """Read what is shared by all ranks, except the weights. Files of large tensors are opened, but not read."""
     names = [name for name in sorted(metadata["files"]) if name == TENSORS or _SHARDS.fullmatch(name)]
     pieces = find_pieces(directory / name for name in names)
-    return TrainingState(directory, metadata, load_plain(directory / TRAINER), None, pieces=pieces)
+    shared = load_plain(directory / TRAINER)
+    shared["history"] = unpack_numbers(shared["history"])
+    return TrainingState(directory, metadata, shared, None, pieces=pieces)
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,8 @@ class ComputedOrder:
         return self._size
 
     def __iter__(self) -> Iterator[int]:
-        places = range(0, self._size, _BLOCK)
-        for part in self.parts((place, min(place + _BLOCK, self._size)) for place in places):
-            yield from part.tolist()
+        for begin in range(0, self._size, _BLOCK):
+            yield from self.at(begin, min(begin + _BLOCK, self._size)).tolist()
 
     def at(self, begin: int, end: int) -> torch.Tensor:
         """Return the indices at the places from ``begin`` to ``end``."""
@@ -44,17 +43,6 @@ class ComputedOrder:
         while (outside := np.flatnonzero(indices >= self._size)).size:
             indices[outside] = self._encrypt(indices[outside])
         return torch.from_numpy(indices.astype(np.int64))
-
-    def parts(self, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """Yield the indices between each of these bounds, which follow each other; computed a block at a time."""
-        first = last = 0
-        block = torch.empty(0, dtype=torch.int64)
-        for begin, end in bounds:
-            if end > last:
-                first = begin
-                last = min(max(begin + _BLOCK, end), self._size)
-                block = self.at(first, last)
-            yield block[begin - first : end - first]
 
     def _encrypt(self, numbers: _Numbers) -> _Numbers:
         """Permute the numbers below ``2**bits``: each round mixes one half into the other and swaps the two."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.order import WithOwnSampler, inner_datasets, reads_batches
@@ -44,7 +44,10 @@ def _is_in_memory(dataset: Any) -> bool:
 def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelerator: Accelerator) -> dict[str, Any]:
     """Return the default arguments of a dataloader."""
     workers = default_num_workers(dataset, accelerator.num_processes)
-    memory = tensors_in_memory(dataset)
+    inner = dataset
+    while type(inner) is Subset:  # whose indices take time to convert
+        inner = inner.dataset
+    memory = tensors_in_memory(inner)
     can_be_pinned = memory is None or all(tensor.is_cpu for tensor in memory.tensors)
     kwargs: dict[str, Any] = {
         "batch_size": batch_size,

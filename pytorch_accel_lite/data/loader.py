@@ -112,6 +112,7 @@ class ShardedLoader(ABC):
         self._left: int | None = None
         self._steps_done = 0
         self._min_share = 1
+        self._is_placed = device.type == "cpu"  # whether batches are on the device when they are read
         self._with_workers: WeakSet[Any] = WeakSet()  # iterators
 
     @property
@@ -164,7 +165,7 @@ class ShardedLoader(ABC):
         self._min_share = min_share
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._steps(epoch, start)
-        if self._device.type != "cpu":  # batches are on the CPU already
+        if not self._is_placed:
             steps = (s._replace(data=send_to_device(s.data, self._device, non_blocking=True)) for s in steps)
         if self.options.channels_last:
             steps = (s._replace(data=recursively_apply(_to_channels_last, s.data)) for s in steps)

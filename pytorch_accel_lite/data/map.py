@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.order import BatchReader, draw_order
+from pytorch_accel_lite.data.order import BatchReader, draw_order, indices_at
 from pytorch_accel_lite.data.plan import (
     WrongLengthError,
     count_global_batches,
@@ -121,7 +121,7 @@ class _EpochShares:
                 batch, left = rest
                 batches = chain([batch[-left:]], batches)
             return grouped(batches, self._per_step)
-        if self._rows is not None and (isinstance(order, list) or type(order) in (RandomSampler, range)):
+        if self._rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
             order = _from_front(np.fromiter(order, dtype=np.int64), self._rows)  # once rather than for each batch
         size = find_length(self._sampler)
         if size is None:
@@ -132,20 +132,24 @@ class _EpochShares:
             raise wrong_length(self._sampler, size, len(order))
         at_least = 1 if self._fill else self._divided[0]
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
-        if isinstance(order, (list, range)):
+        if isinstance(order, list) or (type(order) is range and self._rows is None):
             return map(list, map(order.__getitem__, starmap(slice, bounds)))
-        if type(self._sampler) is RandomSampler and hasattr(order, "parts"):  # computed
-            return map(torch.Tensor.tolist, order.parts(bounds)) if self._rows is None else order.parts(bounds)
+        is_computed = type(self._sampler) is RandomSampler and hasattr(order, "at")
+        if is_computed or isinstance(order, (torch.Tensor, range)):
+            parts = indices_at(order, bounds)
+            return map(torch.Tensor.tolist, parts) if self._rows is None else parts
         sizes = [end - begin for begin, end in bounds]
-        if isinstance(order, torch.Tensor):
-            parts = order[start : start + sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
-            return map(torch.Tensor.tolist, parts) if self._rows is None else iter(parts)
         from pytorch_accel_lite.data.samplers import in_turn  # not loaded in a plain run
 
         return in_turn(self._sampler, order, start, sizes)
 
     def __len__(self) -> int:
         return count_global_batches(len(self._sampler), self._per_step, self._drop_last)
+
+    @property
+    def has_fixed_order(self) -> bool:
+        """Whether nothing that happens in an epoch affects its order, so that it may be drawn ahead."""
+        return type(self._sampler) in (RandomSampler, SequentialSampler)
 
     def ends_in_one(self) -> bool:
         """Whether the last step of an epoch has a single sample over all processes, as far as that is known."""
@@ -175,6 +179,11 @@ class MapLoader(ShardedLoader):
         super().__init__(source, ranks, device, options)
         is_plain = source.num_workers == 0 and source.collate_fn is default_collate
         self._memory = tensors_in_memory(source.dataset) if is_plain else None
+        self._on_host = self._memory is None or all(tensor.is_cpu for tensor in self._memory.tensors)
+        if self._memory is not None and not self._on_host:
+            from pytorch_accel_lite.data.on_device import are_on
+
+            self._is_placed = are_on(device, self._memory.tensors)
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
         self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
@@ -201,7 +210,8 @@ class MapLoader(ShardedLoader):
         share = None
         place = 0 if shares is None else mix(self.options.seed or 0, epoch, 0)
         counts = self._shares.begin(epoch, start, self._left, self._min_share)
-        read = self._read_here if self._memory is None else self._read_memory
+        in_memory = self._read_memory if self._on_host else self._read_device
+        read = self._read_here if self._memory is None else in_memory
         for batch in self._read_in_workers() if self.source.num_workers else read():
             own, total, is_last, indices, name, seed, number, ends_step = counts.popleft()
             if seed is not None:
@@ -264,7 +274,6 @@ class MapLoader(ShardedLoader):
         assert self._memory is not None
         tensors, subset, arrange = self._memory
         rows = len(self.source.dataset)
-        on_host = all(tensor.is_cpu for tensor in tensors)
         pin = self.source.pin_memory and self._device.type == "cuda"
         if self.options.seed is None:
             self._draw_seed_of_workers()
@@ -272,12 +281,19 @@ class MapLoader(ShardedLoader):
             chosen = indices if isinstance(indices, torch.Tensor) else _from_front(indices, rows)
             if subset is not None:
                 chosen = subset[chosen]
-            if on_host:
-                batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            else:
-                batch = [tensor.index_select(0, chosen.to(tensor.device, non_blocking=True)) for tensor in tensors]
-            batch = [tensor.pin_memory() if tensor.is_cpu else tensor for tensor in batch] if pin else batch
+            batch = [tensor.index_select(0, chosen) for tensor in tensors]
+            batch = [tensor.pin_memory() for tensor in batch] if pin else batch
             yield batch if arrange is None else arrange(batch)
+
+    def _read_device(self) -> Iterator[Any]:
+        from pytorch_accel_lite.data.on_device import read_rows  # not loaded for data in host memory
+
+        assert self._memory is not None
+        if self.options.seed is None:
+            self._draw_seed_of_workers()
+        rows = len(self.source.dataset)
+        all_rows = (_from_front(indices, rows) for indices in self._shares)
+        return read_rows(self._memory, all_rows, self._shares.has_fixed_order)
 
     def stop_workers(self) -> None:
         super().stop_workers()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.utils.data import ConcatDataset, Dataset, RandomSampler, SequentialSa
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 
-#: Number of samples up to which a random order is torch's own, which takes 8 bytes for each on every process. Larger
+#: Number of samples up to which a random order is torch's own, which takes 4 bytes for each on every process. Larger
 #: ones are computed, see :class:`~pytorch_accel_lite.data.computed_order.ComputedOrder`.
 LARGEST_STORED = 10**7
+_BLOCK = 1 << 14  # samples
 
 
 def inner_datasets(dataset: Any) -> list[Any]:
@@ -84,13 +86,10 @@ def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iter
 
         return draw_from(sampler, ranks, seed, epoch)
     if seed is None:
-        if ranks.world_size == 1:
-            return _shuffled(sampler)
-        is_stored = len(sampler) <= LARGEST_STORED
-        return ranks.broadcast_object(lambda: list(sampler) if is_stored else _shuffled(sampler))
+        return _shuffled(len(sampler), ranks.broadcast_object(_draw_seed))
     with preserving_generators():
         seed_generators(mix(seed, epoch))
-        return _shuffled(sampler)
+        return _shuffled(len(sampler), _draw_seed())
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:
@@ -99,11 +98,39 @@ def _is_plain_shuffle(sampler: Any) -> bool:
     return is_random and len(sampler) == len(sampler.data_source)
 
 
-def _shuffled(sampler: Any) -> Iterable[Any]:
-    """Return the order of a plain ``RandomSampler``, consuming the same random numbers: a tensor, or computed."""
-    seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    if len(sampler) > LARGEST_STORED:
+def _draw_seed() -> int:
+    """Draw the seed of an order, as a plain ``RandomSampler`` does."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def _shuffled(size: int, seed: int) -> Any:
+    """Return the order that a plain ``RandomSampler`` draws with a seed, as a tensor, or a computed one."""
+    if size > LARGEST_STORED:
         from pytorch_accel_lite.data.computed_order import ComputedOrder  # not loaded for data of ordinary size
 
-        return ComputedOrder(len(sampler), seed)
-    return torch.randperm(len(sampler), generator=torch.Generator().manual_seed(seed))
+        return ComputedOrder(size, seed)
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+def indices_at(order: Any, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
+    """Return the indices of each step, between these bounds, which follow each other, in an order of the epoch.
+
+    Indices are computed or copied for many steps at once, which costs a step little, whatever the number of samples.
+
+    :param order: a tensor, a range from 0, or a computed order
+    """
+    return chain.from_iterable(_blocks(order, iter(bounds)))
+
+
+def _blocks(order: Any, bounds: Iterator[tuple[int, int]]) -> Iterator[Sequence[torch.Tensor]]:
+    for first in bounds:
+        more = islice(bounds, max(_BLOCK // max(first[1] - first[0], 1) - 1, 0))
+        begin = end = first[0]
+        sizes = [(end := bound[1]) - bound[0] for bound in chain([first], more)]
+        if isinstance(order, torch.Tensor):
+            indices = order[begin:end].long()
+        elif isinstance(order, range):
+            indices = torch.arange(begin, end)
+        else:
+            indices = order.at(begin, end)
+        yield indices.split(sizes)  # type: ignore[no-untyped-call]

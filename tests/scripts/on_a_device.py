@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Sampler, Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback
@@ -44,6 +44,7 @@ from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import make_data, make_trainer, train
 
 waits: Counter[str] = Counter()
+copies: Counter[str] = Counter()
 LAG = 8  # times the usual
 
 
@@ -169,14 +170,32 @@ def case_split_batches() -> Any:
 
 def case_data_on_the_device() -> Any:
     """Shuffled rows of tensors that lie on the device; their order is drawn on the CPU."""
+    copied = []
 
     def run(size: int) -> Trainer:
         trainer = make_trainer(seed=3)
         data = TensorDataset(*(tensor.to(trainer.device) for tensor in make_data(size).tensors))
         waits.clear()
-        return train(trainer, train_dataset=Subset(data, range(size)), eval_dataset=data, train_dataloader_kwargs={})
+        copies.clear()
+        train(trainer, train_dataset=Subset(data, range(size)), eval_dataset=data, train_dataloader_kwargs={})
+        copied.append(copies.copy())
+        return trainer
 
-    return with_waits(run)
+    return with_waits(run) | {"copies": [dict(counts) for counts in copied]}
+
+
+def case_data_partly_on_the_device() -> Any:
+    """Targets in host memory, in an order that a sampler draws as it is needed."""
+
+    class Drawn(Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(torch.randperm(30).tolist())
+
+    torch.manual_seed(2)
+    trainer = make_trainer()
+    x, y = make_data(30).tensors
+    data = TensorDataset(x.to(trainer.device), y)
+    return results_of(train(trainer, train_dataset=data, train_dataloader_kwargs={"sampler": Drawn()}))
 
 
 def case_a_loss_that_is_nan() -> Any:
@@ -319,8 +338,8 @@ def run(case: str) -> Any:
 def main(file: str) -> None:
     from tests import simulated_device
 
-    global waits
-    waits = simulated_device.waits
+    global waits, copies
+    waits, copies = simulated_device.waits, simulated_device.copies
     os.environ["ACCELERATE_TORCH_DEVICE"] = "sim"
     torch.set_num_threads(1)
     results: dict[str, Any] = {}

@@ -1,0 +1,256 @@
+"""How cost grows: with the number of callbacks, steps, epochs, samples and processes.
+
+    python -m benchmarks.growth [--only epochs samples] [--quick]
+
+What is timed is the CPU time of this process, which other programs disturb least. Steps and epochs are timed in blocks,
+of which the lower quartile counts. Memory is that by which the process grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from benchmarks.order import LARGEST_BY_HAND, by_hand, by_trainer, first_after, measured
+from benchmarks.paths import STEPS_IN_BLOCK, ReadyBatches, ours
+from benchmarks.tasks import Task, make_task
+from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
+
+Row = Sequence[object]
+
+
+class Listening(TrainerCallback):
+    """Listens to the start and the end of each step, and does nothing."""
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        pass
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        pass
+
+
+class Deaf(TrainerCallback):
+    """Listens to the start of a run only."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        pass
+
+
+class Clock(TrainerCallback):
+    """Notes the CPU time at the start of each epoch."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.times.append(time.thread_time())
+
+
+def quartile(seconds: Sequence[float]) -> float:
+    """Return the lower quartile, in microseconds."""
+    return 1e6 * statistics.quantiles(seconds, n=4)[0]
+
+
+def powers(first: int, last: int, factor: int = 10) -> list[int]:
+    return [n for n in (first * factor**power for power in range(64)) if n <= last]
+
+
+@contextlib.contextmanager
+def in_temporary_folder() -> Iterator[None]:
+    """Run a block in a folder of its own, without its output."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Row]) -> None:
+    columns = list(columns)
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
+    print()
+
+
+# ---------------------------------------------------------------------------------------------------- callbacks
+
+
+def of_callbacks(quick: bool) -> None:
+    """Print what callbacks add to a step."""
+    task = make_task("loop")
+    if quick:
+        task = Task(task.make_model, task.make_optimizer, task.dataset, task.batch_size, 80, task.ready)
+    rounds = 1 if quick else 5
+
+    def added(kind: type[TrainerCallback], count: int) -> float:
+        times: tuple[list[float], list[float]] = [], []
+        for _ in range(rounds):
+            for all_times, new in zip(times, ours(task, ReadyBatches, [kind() for _ in range(count)]), strict=True):
+                all_times += new
+        hand, own = (quartile(blocks) / STEPS_IN_BLOCK for blocks in times)
+        return own - hand
+
+    def rows() -> Iterator[Row]:
+        for count in (0, *powers(1, 64, 4)):
+            yield count, f"{added(Listening, count):+.1f}", f"{added(Deaf, count):+.1f}"
+
+    print_table(["callbacks", "that listen to two events of a step, microseconds", "that listen to none"], rows())
+
+
+# -------------------------------------------------------------------------------------------------------- steps
+
+
+class Timed(Dataset[Any]):
+    """Reads batches of one sample, and notes the CPU time of every twentieth."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read = 0
+        self.times: list[float] = []
+        self.batch = torch.ones(1, 4), torch.ones(1, 1)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if self.read % STEPS_IN_BLOCK == 0:
+            self.times.append(time.thread_time())
+        self.read += 1
+        return self.batch
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError
+
+
+def resident() -> float:
+    """Return the resident size of this process in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def tiny_trainer(*chosen: Any, **kwargs: Any) -> Trainer:
+    model = nn.Linear(4, 1)
+    return Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=chosen, **kwargs)
+
+
+def identity(batch: Any) -> Any:
+    return batch
+
+
+def of_steps(quick: bool) -> None:
+    """Print what a step costs in the course of an epoch."""
+    most = 10**3 if quick else 10**6
+    data = Timed(most)
+    memory: dict[int, float] = {}
+
+    class Weighs(TrainerCallback):
+        def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+            if trainer.progress.step in marks:
+                memory[trainer.progress.step] = resident()
+
+    marks = set(powers(100, most))
+    with in_temporary_folder():
+        files = callbacks.MetricsFileCallback("metrics.jsonl"), callbacks.RunLogCallback("log")
+        trainer = tiny_trainer(*get_default_callbacks(), *files, Weighs, seed=0)
+        kwargs = {"num_workers": 0, "collate_fn": identity}
+        trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=kwargs)
+    blocks = [end - begin for begin, end in itertools.pairwise(data.times)]
+
+    def rows() -> Iterator[Row]:
+        for steps in sorted(marks):
+            part = blocks[steps // 2 // STEPS_IN_BLOCK : steps // STEPS_IN_BLOCK]
+            yield f"{steps:,}", f"{quartile(part) / STEPS_IN_BLOCK:.0f}", f"{memory[steps] - memory[100]:+.1f}"
+
+    print_table(["steps so far", "microseconds per step", "memory, MB"], rows())
+
+
+# ------------------------------------------------------------------------------------------------------- epochs
+
+
+def set_ups() -> dict[str, Callable[[], list[Any]]]:
+    """Return what is measured over epochs, by name."""
+    chosen: dict[str, Callable[[], list[Any]]] = {
+        "no callbacks": list,
+        "default callbacks": lambda: get_default_callbacks(progress_bar=False),
+        "a table of epochs": lambda: [callbacks.ProgressTableCallback(show_always=True)],
+        "`MetricsFileCallback`, JSON lines": lambda: [callbacks.MetricsFileCallback("metrics.jsonl")],
+        "`MetricsFileCallback`, CSV": lambda: [callbacks.MetricsFileCallback("metrics.csv")],
+        "`RunLogCallback`": lambda: [callbacks.RunLogCallback("log")],
+        "`PlotMetricsCallback`": lambda: [callbacks.PlotMetricsCallback("metrics.png")],
+        "`EarlyStoppingCallback`": lambda: [callbacks.EarlyStoppingCallback(early_stopping_patience=10**9)],
+    }
+    every = [make for name, make in chosen.items() if "default" not in name and "JSON" not in name]
+    return chosen | {"all of these": lambda: [callback for make in every for callback in make()]}
+
+
+def of_epochs(quick: bool) -> None:
+    """Print what an epoch of one step and an evaluation costs, after so many."""
+    marks = powers(100, 200 if quick else 10**4)
+
+    def rows() -> Iterator[Row]:
+        for name, make in set_ups().items():
+            clock = Clock()
+            data = TensorDataset(torch.randn(4, 4), torch.randn(4, 1))
+            with in_temporary_folder():
+                tiny_trainer(*make(), clock).train(data, marks[-1], data, per_device_batch_size=4)
+            epochs = [end - begin for begin, end in itertools.pairwise(clock.times)]
+            # Means, as some callbacks write only now and then.
+            parts = [epochs[mark - mark // 4 : mark] for mark in marks]
+            yield name, *(f"{1e6 * statistics.fmean(part):.0f}" for part in parts)
+
+    print_table(["microseconds per epoch", *(f"after {mark:,}" for mark in marks)], rows())
+
+
+# ------------------------------------------------------------------------------------------------------ samples
+
+
+def of_samples(quick: bool) -> None:
+    """Print the time to the first batch of a shuffled epoch and of a resumed one, and their memory."""
+
+    def rows() -> Iterator[Row]:
+        for size in powers(1000, 10**4 if quick else 10**8):
+            cases: list[Callable[[], float]] = [
+                lambda size=size: by_trainer(size),
+                lambda size=size: by_trainer(size, seed=0),
+                lambda size=size: first_after(size, size // 2),
+            ]
+            if size <= LARGEST_BY_HAND:
+                cases.insert(0, lambda size=size: by_hand(size))
+            found = [f"{1000 * seconds:.3g} ms, {memory:.0f} MB" for seconds, memory in map(measured, cases)]
+            yield f"{size:,}", *["-"] * (4 - len(found)), *found
+
+    by_trainer(64)  # imports what runs need
+    columns = ["samples", "`DataLoader` by hand", "trainer", "trainer with a seed", "resumed in the middle"]
+    print_table(columns, rows())
+
+
+TABLES = {"callbacks": of_callbacks, "steps": of_steps, "epochs": of_epochs, "samples": of_samples}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.only:
+        TABLES[name](arguments.quick)
+
+
+if __name__ == "__main__":
+    main()
