@@ -1,6 +1,6 @@
 """How cost grows: with the number of callbacks, steps, epochs, samples and processes.
 
-    python -m benchmarks.growth [--only epochs samples] [--quick]
+    python -m benchmarks.growth [--only epochs samples] [--steps 100000] [--epochs 1000] [--rounds 1]
 
 What is timed is the CPU time of this process, which other programs disturb least. Steps and epochs are timed in blocks,
 of which the lower quartile counts. Memory is that by which the process grows.
@@ -17,15 +17,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, debug_launcher
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.order import LARGEST_BY_HAND, by_hand, by_trainer, first_after, measured
-from benchmarks.paths import STEPS_IN_BLOCK, ReadyBatches, ours
+from benchmarks.paths import STEPS_IN_BLOCK, ReadyBatches, Turns, ours
+from benchmarks.paths import by_hand as steps_by_hand
 from benchmarks.tasks import Task, make_task
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
 
@@ -91,16 +97,15 @@ def print_table(columns: Iterable[str], rows: Iterable[Row]) -> None:
 # ---------------------------------------------------------------------------------------------------- callbacks
 
 
-def of_callbacks(quick: bool) -> None:
+def of_callbacks(asked: argparse.Namespace) -> None:
     """Print what callbacks add to a step."""
     task = make_task("loop")
-    if quick:
-        task = Task(task.make_model, task.make_optimizer, task.dataset, task.batch_size, 80, task.ready)
-    rounds = 1 if quick else 5
+    steps = min(task.steps, asked.steps)
+    task = Task(task.make_model, task.make_optimizer, task.dataset, task.batch_size, steps, task.ready)
 
     def added(kind: type[TrainerCallback], count: int) -> float:
         times: tuple[list[float], list[float]] = [], []
-        for _ in range(rounds):
+        for _ in range(asked.rounds):
             for all_times, new in zip(times, ours(task, ReadyBatches, [kind() for _ in range(count)]), strict=True):
                 all_times += new
         hand, own = (quartile(blocks) / STEPS_IN_BLOCK for blocks in times)
@@ -152,10 +157,9 @@ def identity(batch: Any) -> Any:
     return batch
 
 
-def of_steps(quick: bool) -> None:
+def of_steps(asked: argparse.Namespace) -> None:
     """Print what a step costs in the course of an epoch."""
-    most = 10**3 if quick else 10**6
-    data = Timed(most)
+    data = Timed(asked.steps)
     memory: dict[int, float] = {}
 
     class Weighs(TrainerCallback):
@@ -163,7 +167,7 @@ def of_steps(quick: bool) -> None:
             if trainer.progress.step in marks:
                 memory[trainer.progress.step] = resident()
 
-    marks = set(powers(100, most))
+    marks = set(powers(100, asked.steps))
     with in_temporary_folder():
         files = callbacks.MetricsFileCallback("metrics.jsonl"), callbacks.RunLogCallback("log")
         trainer = tiny_trainer(*get_default_callbacks(), *files, Weighs, seed=0)
@@ -186,7 +190,7 @@ def set_ups() -> dict[str, Callable[[], list[Any]]]:
     """Return what is measured over epochs, by name."""
     chosen: dict[str, Callable[[], list[Any]]] = {
         "no callbacks": list,
-        "default callbacks": lambda: get_default_callbacks(progress_bar=False),
+        "default callbacks": lambda: [*get_default_callbacks(progress_bar=False)],
         "a table of epochs": lambda: [callbacks.ProgressTableCallback(show_always=True)],
         "`MetricsFileCallback`, JSON lines": lambda: [callbacks.MetricsFileCallback("metrics.jsonl")],
         "`MetricsFileCallback`, CSV": lambda: [callbacks.MetricsFileCallback("metrics.csv")],
@@ -198,9 +202,9 @@ def set_ups() -> dict[str, Callable[[], list[Any]]]:
     return chosen | {"all of these": lambda: [callback for make in every for callback in make()]}
 
 
-def of_epochs(quick: bool) -> None:
+def of_epochs(asked: argparse.Namespace) -> None:
     """Print what an epoch of one step and an evaluation costs, after so many."""
-    marks = powers(100, 200 if quick else 10**4)
+    marks = powers(100, asked.epochs)
 
     def rows() -> Iterator[Row]:
         for name, make in set_ups().items():
@@ -219,18 +223,18 @@ def of_epochs(quick: bool) -> None:
 # ------------------------------------------------------------------------------------------------------ samples
 
 
-def of_samples(quick: bool) -> None:
+def of_samples(asked: argparse.Namespace) -> None:
     """Print the time to the first batch of a shuffled epoch and of a resumed one, and their memory."""
 
     def rows() -> Iterator[Row]:
-        for size in powers(1000, 10**4 if quick else 10**8):
+        for size in powers(1000, asked.samples):
             cases: list[Callable[[], float]] = [
-                lambda size=size: by_trainer(size),
-                lambda size=size: by_trainer(size, seed=0),
-                lambda size=size: first_after(size, size // 2),
+                partial(by_trainer, size),
+                partial(by_trainer, size, seed=0),
+                partial(first_after, size, size // 2),
             ]
             if size <= LARGEST_BY_HAND:
-                cases.insert(0, lambda size=size: by_hand(size))
+                cases.insert(0, partial(by_hand, size))
             found = [f"{1000 * seconds:.3g} ms, {memory:.0f} MB" for seconds, memory in map(measured, cases)]
             yield f"{size:,}", *["-"] * (4 - len(found)), *found
 
@@ -239,17 +243,69 @@ def of_samples(quick: bool) -> None:
     print_table(columns, rows())
 
 
-TABLES = {"callbacks": of_callbacks, "steps": of_steps, "epochs": of_epochs, "samples": of_samples}
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def of_processes(asked: argparse.Namespace) -> None:
+    """Print what a step costs on several processes of this machine: by hand on ready batches, and with the trainer."""
+
+    def rows() -> Iterator[Row]:
+        for processes in powers(1, 8, 2):
+            queue = get_context("fork").SimpleQueue()
+            with in_temporary_folder():
+                debug_launcher(_steps_in_turns, (asked.steps, queue.put), processes)
+            hand, own = queue.get()
+            yield processes, f"{hand:.0f}", f"{own - hand:+.0f}", f"{own / hand:.2f}"
+
+    columns = ["processes", "DDP by hand, microseconds per step", "added by the trainer", "ratio"]
+    print_table(columns, rows())
+
+
+def _steps_in_turns(steps: int, report: Callable[[tuple[float, float]], None]) -> None:
+    """Report the quartiles of the wall times of steps by hand and of the trainer's, on the first process."""
+    torch.set_num_threads(1)
+    for state in (AcceleratorState, GradientState, PartialState):  # of the process that was forked
+        state._reset_state()
+    task = make_task("loop")
+    accelerator = Accelerator(cpu=True)
+    ranks = accelerator.num_processes
+    few = TensorDataset(*task.dataset[: min(steps * ranks, task.steps) * task.batch_size])
+    task = Task(task.make_model, task.make_optimizer, few, task.batch_size, len(few) // task.batch_size, task.ready)
+    wrap = DistributedDataParallel if ranks > 1 else (lambda model: model)
+    turns = Turns(steps_by_hand(task, task.batches(), time.perf_counter, wrap), time.perf_counter)
+
+    class Alternates(TrainerCallback):
+        def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+            turns()
+
+    model = task.make_model()
+    trainer = Trainer(model, task.loss_func, task.make_optimizer(model), [Alternates()], seed=0)
+    trainer.train(few, 2, per_device_batch_size=task.batch_size)
+    if accelerator.is_main_process:
+        one, other = (quartile(times) / STEPS_IN_BLOCK for times in turns.times)
+        report((one, other))
+
+
+TABLES = {
+    "callbacks": of_callbacks,
+    "steps": of_steps,
+    "epochs": of_epochs,
+    "samples": of_samples,
+    "processes": of_processes,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--steps", type=int, default=10**6, help="largest number of steps")
+    parser.add_argument("--epochs", type=int, default=10**4, help="largest number of epochs")
+    parser.add_argument("--samples", type=int, default=10**8, help="largest number of samples")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions where callbacks are compared")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.only:
-        TABLES[name](arguments.quick)
+        TABLES[name](arguments)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.tasks import Task, make_task
@@ -34,20 +35,21 @@ Blocks = tuple[list[float], list[float]]
 class Turns:
     """Lets a hand-written loop run after each block of a loop that calls this at each step, and times both."""
 
-    def __init__(self, by_hand: Iterator[float]) -> None:
+    def __init__(self, by_hand: Iterator[float], clock: Callable[[], float] = time.thread_time) -> None:
         self._by_hand = by_hand
+        self._clock = clock
         self._steps = 0
         self.times: Blocks = [], []
 
     def __call__(self) -> None:
         if self._steps % STEPS_IN_BLOCK == 0:
-            now = time.thread_time()
+            now = self._clock()
             if self._steps > STEPS_IN_BLOCK:  # not the first block, which warms up
                 self.times[0].append(next(self._by_hand))
                 self.times[1].append(now - self._begin)
             else:
                 next(self._by_hand)
-            self._begin = time.thread_time()
+            self._begin = self._clock()
         self._steps += 1
 
 
@@ -98,19 +100,28 @@ class OfReadyBatches(Trainer):
         return OwnShard(self.train_dataset)
 
 
-def by_hand(task: Task, batches: Iterable[Any]) -> Iterator[float]:
-    """Train endlessly, yielding the seconds of CPU time of each block of steps."""
-    model = task.make_model()
+def by_hand(
+    task: Task,
+    batches: Iterable[Any],
+    clock: Callable[[], float] = time.thread_time,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Iterator[float]:
+    """Train endlessly, yielding the seconds of each block of steps.
+
+    :param clock: tells the time, by default that of the CPU
+    :param wrap: wraps the model
+    """
+    model = wrap(task.make_model())
     optimizer, loss_func = task.make_optimizer(model), task.loss_func
     endless = chain.from_iterable(repeat(batches))
     model.train()
     while True:
-        begin = time.thread_time()
+        begin = clock()
         for inputs, targets in islice(endless, STEPS_IN_BLOCK):
             loss_func(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-        yield time.thread_time() - begin
+        yield clock() - begin
 
 
 def control(task: Task) -> Blocks:

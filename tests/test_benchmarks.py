@@ -90,6 +90,23 @@ def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_cost_is_measured_as_it_grows():
+    options = ["--only", "steps", "epochs", "samples", "--steps", "100", "--epochs", "100", "--samples", "1000"]
+    done = run_module("benchmarks.growth", *options)
+    assert done.returncode == 0, done.stdout
+    rows = dict(line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| "))
+    assert {name.strip() for name in rows} >= {"100", "no callbacks", "all of these", "1,000"}
+    assert float(rows[" all of these "]) > 0
+
+
+def test_workers_are_measured_against_the_standard_loader():
+    done = run_module("benchmarks.workers", "--rounds", "1", "--workers", "1", "--megabytes", "4")
+    assert done.returncode == 0, done.stdout
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 8
+    assert all(float(first) <= float(every) for _, first, every, _ in rows)
+
+
 def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
     with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):

@@ -15,35 +15,44 @@ SECONDS_TO_BEGIN = 2.0
 _ATTEMPTS = 6
 
 
-class CheckedPopen(Popen):
-    """Forks a process and makes sure that it starts.
+class CheckedProcess(ForkProcess):
+    """A process that reports through a pipe that it has started, and is replaced if it does not.
 
     A torch thread that is about to enter the interpreter briefly holds one of its locks without holding the GIL. In a
     child forked at that moment, Python (at least 3.11) waits for that thread, which does not exist in the child.
     """
 
-    def _launch(self, process_obj: CheckedProcess) -> None:
-        for attempt in range(_ATTEMPTS):
-            process_obj.pipe = Pipe(duplex=False)
-            begun, child = process_obj.pipe
-            with begun, child:
-                super()._launch(process_obj)  # type: ignore[misc]
-                if begun.poll(SECONDS_TO_BEGIN * 2**attempt):
-                    return
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.finalizer()  # type: ignore[misc]
-        raise RuntimeError(f"A DataLoader worker did not start after {_ATTEMPTS} attempts. Is the machine overloaded?")
-
-
-class CheckedProcess(ForkProcess):
-    """A process that reports through a pipe that it has started."""
-
     pipe: tuple[Connection, Connection]
+    context: CheckedForkContext
+
+    def start(self) -> None:
+        """Fork the process."""
+        self._call = self._target, self._args, self._kwargs  # type: ignore[has-type] # start() deletes them
+        super().start()
+        self.context.started(self)
 
     @staticmethod
     def _Popen(process_obj: Any) -> Popen:  # noqa: N802 (its name in multiprocessing)
-        return CheckedPopen(process_obj)
+        process_obj.pipe = Pipe(duplex=False)
+        return Popen(process_obj)
+
+    def ensure_begun(self) -> None:
+        """Wait until the process has started, forking it again if it takes too long."""
+        for attempt in range(_ATTEMPTS):
+            begun, child = self.pipe
+            with begun, child:
+                if begun.poll(SECONDS_TO_BEGIN * 2**attempt):
+                    del self._call
+                    return
+            assert self.pid is not None
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self._popen.finalizer()  # type: ignore[has-type]
+            self._target, self._args, self._kwargs = self._call
+            self._popen = self._Popen(self)
+            self._sentinel = self._popen.sentinel
+            del self._target, self._args, self._kwargs
+        raise RuntimeError(f"A DataLoader worker did not start after {_ATTEMPTS} attempts. Is the machine overloaded?")
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         parent, begun = self.pipe
@@ -54,6 +63,25 @@ class CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """A multiprocessing context whose processes are guaranteed to start."""
+    """A multiprocessing context whose processes are guaranteed to start.
 
-    Process = CheckedProcess
+    :param count: number of processes that will be started, of which the last waits for all
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self._waiting: list[CheckedProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> CheckedProcess:  # type: ignore[override] # noqa: N802
+        """Return a process that is not started yet."""
+        process = CheckedProcess(*args, **kwargs)
+        process.context = self
+        return process
+
+    def started(self, process: CheckedProcess) -> None:
+        """Note that a process has been forked."""
+        self._waiting.append(process)
+        if len(self._waiting) == self._count:
+            while self._waiting:
+                self._waiting.pop(0).ensure_begun()

@@ -44,5 +44,5 @@ def _copied(steps: Sequence[torch.Tensor], device: torch.device) -> Sequence[tor
     together = torch.cat(list(steps))
     if device.type == "cuda":
         together = together.pin_memory()  # otherwise the copy would wait for the steps before it
-    parts: Sequence[torch.Tensor] = together.to(device, non_blocking=True).split([len(rows) for rows in steps])
-    return parts
+    sizes = [len(rows) for rows in steps]
+    return together.to(device, non_blocking=True).split(sizes)  # type: ignore[no-any-return,no-untyped-call]

@@ -103,7 +103,7 @@ def _draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
-def _shuffled(size: int, seed: int) -> Any:
+def _shuffled(size: int, seed: int) -> Iterable[Any]:
     """Return the order that a plain ``RandomSampler`` draws with a seed, as a tensor, or a computed one."""
     if size > LARGEST_STORED:
         from pytorch_accel_lite.data.computed_order import ComputedOrder  # not loaded for data of ordinary size

@@ -37,7 +37,7 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     if (start_method() if context is None else context.get_start_method()) == "fork":
         from pytorch_accel_lite.data.forking import CheckedForkContext  # not available on every system
 
-        batches.multiprocessing_context = CheckedForkContext()
+        batches.multiprocessing_context = CheckedForkContext(batches.num_workers)
     gc.disable()
     try:
         return iter(batches)
