@@ -261,11 +261,13 @@ class Noisy(Rows):
         return x, torch.rand(1), np.random.rand(), random.random()
 
 
-def noisy_batches(workers: int, seed: int | None, start: int = 0, world_size: int = 1, **kwargs: Any) -> list[Any]:
+def noisy_batches(
+    workers: int, seed: int | None, start: int = 0, world_size: int = 1, data: Noisy | None = None, **kwargs: Any
+) -> list[Any]:
     by_rank = []
     for rank in range(world_size):
         source = DataLoader(
-            Noisy(regression_data(18)),
+            Noisy(regression_data(18)) if data is None else data,
             6 // world_size,
             shuffle=True,
             num_workers=workers,
@@ -291,6 +293,68 @@ def test_randomness_in_the_dataset_follows_from_seed_epoch_and_position():
     resumed = noisy_batches(2, seed=1, start=6)
     assert all(torch.equal(a, b) for a, b in zip(resumed, expected[1:], strict=True))
     assert not torch.equal(noisy_batches(0, seed=2)[0][:, 5:], expected[0][:, 5:])
+
+
+class Rarely(Noisy):
+    """Draws from the generators of python and numpy for one sample only."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__(regression_data(18))
+        self.chosen = chosen
+        self.reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index) if index == self.chosen else (self.data[index][0], torch.rand(1), 0.0, 0.0)
+
+
+def test_a_dataset_that_draws_for_few_samples_draws_the_same_as_one_that_draws_for_all():
+    always = torch.cat(noisy_batches(0, seed=1))
+    again = 0
+    for chosen in range(18):
+        data = Rarely(chosen)
+        found = torch.cat(noisy_batches(0, seed=1, data=data))
+        draws = (always[:, :5] == data.data[chosen][0]).all(1)
+        assert torch.equal(found[draws], always[draws])
+        assert torch.equal(found[:, :6], always[:, :6])
+        assert not found[~draws, 6:].any()
+        again += (data.reads - 2 * 18) // 6
+    assert 0 < again < 18  # it was noticed while a first batch was watched, or later, when one batch was read again
+    assert torch.equal(torch.cat(noisy_batches(2, seed=1, data=data)), found)
+
+
+def test_an_error_due_to_a_number_is_due_to_that_of_the_seed():
+    class Fails(Rows):
+        def __getitem__(self, index):
+            if index == 13:
+                raise OSError(random.random(), np.random.rand())
+            return super().__getitem__(index)
+
+    raised = []
+    for start in (0, 12):  # the batch comes after others that drew nothing, or is the first
+        source = DataLoader(Fails(regression_data(16)), 4)
+        loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True)
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            list(loader.steps(1, start))
+        raised.append(caught.value.args)
+    assert raised[0] == raised[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_collating_goes_on_from_the_last_sample_whether_or_not_that_has_drawn(workers):
+    found = []
+    for start in (0, 4, 12):
+        source = DataLoader(
+            Rows(regression_data(16)),
+            4,
+            num_workers=workers,
+            collate_fn=lambda samples: torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]),
+        )
+        loader = shard(source, rank_of(0, 1), torch.device("cpu"), seed=1, training=True)
+        found.append([loaded.data for loaded in loader.steps(1, start)])
+    assert torch.equal(torch.stack(found[0][1:]), torch.stack(found[1]))
+    assert torch.equal(torch.stack(found[0][3:]), torch.stack(found[2]))
+    assert len(torch.stack(found[0]).unique()) == 12
 
 
 def test_reading_data_under_a_seed_leaves_the_generators_of_training_the_same_whoever_reads():

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.order import BatchReader, draw_order, indices_at
+from pytorch_accel_lite.data.order import draw_order, indices_at
 from pytorch_accel_lite.data.plan import (
     WrongLengthError,
     count_global_batches,
@@ -187,12 +187,17 @@ class MapLoader(ShardedLoader):
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
         self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
+        self._dataset: Any = source.dataset
+        if options.seed is not None and self._memory is None:
+            from pytorch_accel_lite.data.seeded_reading import BatchReader  # not loaded in a plain run
+
+            self._dataset = BatchReader(source.dataset)
 
     def _create_inner(self) -> DataLoader[Any]:
         source = self.source
         seed = self.options.seed
         return DataLoader(
-            source.dataset if seed is None else BatchReader(source.dataset),
+            self._dataset,
             batch_sampler=self._shares,
             collate_fn=source.collate_fn,
             generator=source.generator if seed is None else torch.Generator().manual_seed(mix(seed) >> 1),
@@ -227,7 +232,7 @@ class MapLoader(ShardedLoader):
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
         collate = self.source.collate_fn
         is_seeded = self.options.seed is not None
-        read = _reader_of(BatchReader(self.source.dataset) if is_seeded else self.source.dataset)
+        read = _reader_of(self._dataset)
         if not is_seeded:
             self._draw_seed_of_workers()
         pins = self.source.pin_memory and torch.accelerator.is_available()

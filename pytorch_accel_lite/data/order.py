@@ -1,4 +1,4 @@
-"""The order of the samples in an epoch, and the randomness inside a dataset."""
+"""The order of the samples in an epoch, and how a dataset is read."""
 
 from __future__ import annotations
 
@@ -42,36 +42,6 @@ class WithOwnSampler(Dataset[Any]):
     def create_sampler(self, shuffle: bool) -> Iterable[Any]:
         """Return the sampler, for a random order or a sequential one."""
         raise NotImplementedError
-
-
-#: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
-#: follow; the position of the first sample; the indices of the samples.
-SeededShare = tuple[int, int, int, list[Any]]
-
-
-class BatchReader(Dataset[Any]):
-    """Reads batches with randomness that is a function of (seed, epoch, position).
-
-    Every sample is read with generators seeded from its place in the epoch's order. A dataset that reads many samples
-    at once (``__getitems__``) gets one seed for them, and collating a batch continues from there. So the number of
-    workers, the number of processes and interruptions do not affect what is read.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._reads_batches = reads_batches(dataset)
-
-    def __getitems__(self, share: SeededShare) -> Any:
-        """Return the samples of a share."""
-        seed, place, first, indices = share
-        if self._reads_batches:
-            seed_generators(seed)
-            return self.dataset.__getitems__(indices)
-        samples = []
-        for position, index in enumerate(indices, first):
-            seed_generators(mix(position, after=place))
-            samples.append(self.dataset[index])
-        return samples
 
 
 def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
