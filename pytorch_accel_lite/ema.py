@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from itertools import chain
 
 import torch
 from torch import nn
@@ -37,8 +36,8 @@ class ModelEma(nn.Module):
 
     def update(self, model: nn.Module) -> None:
         """Update the average from the model, after each update of the model."""
-        averages = []
-        values = []
+        averages: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         overridden = type(self).update_fn is not ModelEma.update_fn
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
         with torch.no_grad():
@@ -47,7 +46,8 @@ class ModelEma(nn.Module):
                     average.copy_(self.update_fn(average, value.to(average.device)))
                 elif average.is_floating_point() or average.is_complex():
                     averages.append(average)
-                    values.append(value.detach().to(average.device, average.dtype))
+                    is_alike = value.dtype is average.dtype and value.device == average.device
+                    values.append(value if is_alike else value.to(average.device, average.dtype))
                 else:
                     average.copy_(value)
             if averages and decay == 0:
@@ -55,7 +55,7 @@ class ModelEma(nn.Module):
             elif averages and decay < 1:  # lerp would turn infinities, as in masks, into NaN
                 torch._foreach_mul_(averages, decay)
                 torch._foreach_add_(averages, values, alpha=1 - decay)
-        self.num_updates += 1
+        vars(self)["num_updates"] += 1  # assigning attributes of a module takes ten times as long
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
         """Return the new average of one tensor. Override it to change the rule; it is then applied tensor by tensor."""
@@ -69,5 +69,20 @@ class ModelEma(nn.Module):
         self.num_updates = 0
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        ours, theirs = (chain(module.parameters(), module.buffers()) for module in (self.module, model))
-        return zip(ours, theirs, strict=True)
+        return zip(_tensors_of(self.module), _tensors_of(model), strict=True)
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module, each once, without names, which take torch most of the time."""
+    found: dict[int, torch.Tensor] = {}
+    seen = set()
+    left: list[nn.Module | None] = [module]
+    while left:
+        part = left.pop()
+        if part is not None and id(part) not in seen:
+            seen.add(id(part))
+            left += [*part._modules.values()][::-1]
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+    return list(found.values())

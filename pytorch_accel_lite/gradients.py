@@ -115,7 +115,8 @@ def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torc
 def updated_parameters(trainer: Trainer) -> list[torch.nn.Parameter]:
     """Return the parameters that an update changes: the optimizer's, and the model's if it optimizes copies of them."""
     optimized = list(optimized_parameters(trainer.optimizer))
-    has_model = len(parameters_not_in_model(trainer.model, trainer.optimizer)) < len(optimized)
+    known = set(map(id, optimized))
+    has_model = any(id(parameter) in known for parameter in trainer.model.parameters())
     if has_model or trainer.current_run.own_step is not None:  # it may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
@@ -134,7 +135,24 @@ def clip(trainer: Trainer, config: TrainerRunConfig) -> None:
     if value is not None:
         accelerator.clip_grad_value_(clipped, value)
     if norm is not None:
-        run.gradient_norm = accelerator.clip_grad_norm_(clipped, norm)
+        is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
+        run.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+
+
+def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
+    """Clip like ``torch.nn.utils.clip_grad_norm_``, with the same operations, but without sorting gradients twice.
+
+    That and moving each norm to the device where it is take torch longer than clipping a small model.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
+    alike = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
+    if device is None or device.type not in ("cpu", "cuda") or len(alike) < len(gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    with torch.no_grad():
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+        torch._foreach_mul_(gradients, torch.clamp(limit / (total + 1e-6), max=1.0))
+    return total
 
 
 def skip_update(self: Trainer) -> None:

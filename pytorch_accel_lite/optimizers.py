@@ -76,17 +76,22 @@ def clear_gradients(optimizer: Any) -> None:
 def take_step(optimizer: Any, *closure: Callable[[], torch.Tensor]) -> None:
     """Step an optimizer like ``optimizer.step()``, but make a record for profilers only while one is running.
 
-    torch makes that record, which takes as long as a small layer, where it calls hooks, if there are any.
+    torch makes that record, which takes as long as a small layer, where it calls hooks, if there are any. A scheduler
+    of torch replaces ``optimizer.step`` by a function that notes the call, which is noted here, too.
     """
     wrapped = type(optimizer).step
+    replaced = vars(optimizer).get("step")
+    is_followed = replaced is not None and getattr(replaced, "_wrapped_by_lr_sched", False)
     is_only_recorded = (
         getattr(wrapped, "__code__", None) is _WRAPPER
-        and "step" not in vars(optimizer)  # where schedulers replace it
+        and (replaced is None or (is_followed and getattr(replaced, "__wrapped__", None) is wrapped))
         and not getattr(optimizer, "_optimizer_step_pre_hooks", True)
         and not getattr(optimizer, "_optimizer_step_post_hooks", True)
         and not any(_GLOBAL_HOOKS)
     )
     if is_only_recorded and not _is_profiling():
+        if is_followed:
+            optimizer._opt_called = True
         wrapped.__wrapped__(optimizer, *closure)
     else:
         optimizer.step(*closure)

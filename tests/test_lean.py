@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import Dataset
+from torchmetrics.regression import MeanSquaredError
 
 from pytorch_accel_lite import Trainer, get_default_callbacks
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
 
 STEPS = 40
@@ -63,16 +66,20 @@ class Whole(Dataset[Any]):
 
 
 def calls_per_step(
-    trainer_class: type[Trainer], data: Any, callbacks: Any, everywhere: bool = False, **kwargs: Any
+    trainer_class: type[Trainer], data: Any, callbacks: Any, everywhere: bool = False, train: Any = None, **kwargs: Any
 ) -> tuple[float, Counter[str]]:
-    """Return the calls of a step: what a longer epoch makes more of them."""
+    """Return the calls of a step: what a longer epoch makes more of them.
+
+    :param train: further arguments of ``train``
+    """
     counts = []
     for steps in (STEPS, 2 * STEPS):
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = trainer_class(model, nn.MSELoss(), optimizer, callbacks=callbacks, **kwargs)
         with Calls(everywhere) as calls:
-            trainer.train(data(steps), 2, per_device_batch_size=8, train_dataloader_kwargs={"collate_fn": _identity})
+            how = {"train_dataloader_kwargs": {"collate_fn": _identity}} | (train or {})
+            trainer.train(data(steps), 2, per_device_batch_size=8, **how)
         counts.append(calls.by_name)
     less, more = counts
     found = Counter({name: (more[name] - less[name]) / (2 * STEPS) for name in more})
@@ -109,6 +116,35 @@ def test_training_states_cost_a_step_what_a_seed_does(tmp_path):
     callbacks = [SaveTrainingStateCallback(tmp_path, save_at_end=False)]
     total, found = calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)
     assert total <= 29, found.most_common()
+
+
+def test_a_sample_that_draws_no_numbers_costs_no_seeding_of_its_own():
+    class Single(Dataset[Any]):
+        def __init__(self, steps: int) -> None:
+            self.inner = Whole(8 * steps)
+
+        def __len__(self) -> int:
+            return len(self.inner)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.inner[index]
+
+    workers = {"train_dataloader_kwargs": {"num_workers": 0}}
+    total, found = calls_per_step(Trainer, Single, (), train=workers, seed=1)
+    assert found["seed_generators"] <= 3  # before the first sample, before collating, and before the step
+    assert total - found["__getitem__"] - found["mix"] <= 33, found.most_common()
+
+
+def test_what_steps_do_besides_calls_no_more_functions_than_this():
+    callbacks = [ModelEmaCallback(evaluate_during_training=False, save_path=None)]
+    callbacks += [MetricsCallback(MeanSquaredError(), train=True)]
+    schedule = partial(ExponentialLR, gamma=0.99)
+    how = {"gradient_clip_norm": 1.0, "create_scheduler_fn": schedule}
+    total, found = calls_per_step(Ready, batches, callbacks, train=how)
+    assert total <= 56, found.most_common()
+    total, found = calls_per_step(Ready, batches, callbacks, train=how, everywhere=True)
+    assert not {"wrapper", "is_torch_version", "_group_tensors_by_device_and_dtype"} & set(+found)
+    assert total <= 173, found.most_common()
 
 
 def calls_by_hand(data: list[Any]) -> int:

@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 import re
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, Reduce
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
+    GradientNormCallback,
     LearningRateMonitorCallback,
     ProgressBarCallback,
     ProgressTableCallback,
@@ -102,6 +103,68 @@ def test_hooks_profiles_and_a_replaced_step_see_every_update(several):
     before = weights(model)
     assert train() == ["replaced"]
     assert not equal(weights(model), before)
+
+
+def test_what_replaces_a_step_after_a_scheduler_is_called_and_a_profile_sees_each_step():
+    seen = []
+
+    class Replaces(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs):
+            step = trainer.optimizer.step  # as the scheduler has replaced it
+
+            @wraps(step)
+            def replaced(*args, **kwargs):
+                seen.append("replaced")
+                return step(*args, **kwargs)
+
+            trainer.optimizer.step = replaced
+
+    trained = []
+    for callbacks in ([], [Replaces]):
+        model = small_model()
+        trainer = quiet_trainer(
+            model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks, seed=1
+        )
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            trainer.train(DATA, 1, per_device_batch_size=13, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
+        steps = trainer.progress.update
+        assert [event.name for event in profiler.events()].count("Optimizer.step#SGD.step") == steps
+        trained.append(weights(model))
+    assert seen == ["replaced"] * steps
+    assert equal(*trained)
+
+
+class OfTwoKinds(nn.Module):
+    """Has weights of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 3), nn.Linear(3, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x.float()).double())
+
+
+@pytest.mark.parametrize("kind", [small_model, OfTwoKinds])
+@pytest.mark.parametrize("limit", [0.05, 50.0])
+def test_gradients_are_clipped_to_the_bits_of_torchs_own_function(kind, limit):
+    torch.manual_seed(0)
+    model = kind()
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    norms = []
+    for x, y in DataLoader(DATA, 13):
+        nn.functional.mse_loss(expected(x), y).backward()
+        norms.append(nn.utils.clip_grad_norm_(expected.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = GradientNormCallback()
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[found])
+    trainer.train(
+        DATA, 1, per_device_batch_size=13, gradient_clip_norm=limit, train_dataloader_kwargs={"shuffle": False}
+    )
+    assert equal(weights(model), weights(expected))
+    assert trainer.run_history.get_latest_metric("gradient_norm_max") == max(norms)
 
 
 def test_a_list_of_optimizers_is_numbered():

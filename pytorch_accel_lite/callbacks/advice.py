@@ -72,9 +72,10 @@ class AdviceCallback(TrainerCallback):
         self._clippings = 0  # several in an update, where train_step updates several optimizers
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
-        looks = self._limit is not None or trainer.scheduler is not None or trainer.accelerator.scaler is not None
-        trainer.callback_handler.set_listening(self, looks, *_STEP_EVENTS)
-        trainer.callback_handler.set_listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
+        listening = trainer.callback_handler.set_listening
+        listening(self, self._limit is not None or trainer.scheduler is not None, "on_optimizer_step_start")
+        listening(self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
+        listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
         if trainer.ranks.world_size > 1:
             from pytorch_accel_lite.callbacks.slow_ranks import ForwardTimes  # not loaded by a single process
 
@@ -175,6 +176,8 @@ def _learning_rate(trainer: Trainer) -> float:
 
 
 def _as_number(rate: Any) -> float:
+    if type(rate) is float:
+        return rate  # the usual case, without slow checks of abstract types
     if isinstance(rate, torch.Tensor):
         return to_float(rate) if rate.is_cpu else math.nan
     return float(rate) if isinstance(rate, numbers.Real) else math.nan

@@ -130,7 +130,10 @@ class MetricsCallback(TrainerCallback):
         if batch_output["batch_size"] == 0:  # a copy of another process's sample, only here to keep ranks in step
             return
         with torch.no_grad():
-            metrics.update(*self.transform(batch, batch_output))
+            arguments = self.transform(batch, batch_output)
+            parts: Iterable[Any] = torch.nn.ModuleDict.values(metrics)
+            for metric in parts:  # the collection's own update() also looks for the keywords that each takes
+                metric.update(*arguments)
 
     def _record(self, trainer: Trainer, metrics: MetricCollection, prefix: str) -> None:
         with warnings.catch_warnings():
