@@ -1,6 +1,6 @@
 """The overhead of a step for common set-ups: python -m benchmarks.paths [--rounds 15] [--only seed].
 
-The trainer and a hand-written loop over the same data take turns every 20 steps, in one process. Results are the lower
+The trainer and a hand-written loop that does the same take turns every 20 steps, in one process. Results are the lower
 quartiles of the CPU times of these blocks, in microseconds per step: other programs on the machine can only slow a
 block down, so the quicker ones show best what the code costs. The control compares the hand-written loop with itself,
 and shows how reliable the other figures are.
@@ -15,66 +15,95 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from benchmarks.tasks import Task, make_task
-from pytorch_accel_lite import Trainer, get_default_callbacks
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite import Trainer, callbacks, get_default_callbacks
 from pytorch_accel_lite.data import OwnShard
 
-STEPS_IN_BLOCK = 20
-QUIET = get_default_callbacks(progress_bar=False)
-Blocks = tuple[list[float], list[float]]
+DECAY = 0.99
+COLUMNS = ["no callbacks", "default", "with a bar", "everything on"]
+Blocks = tuple[list[float], list[float]]  # seconds of CPU time of the hand-written loop, and of the other
 
 
-class Turns:
-    """Lets a hand-written loop run after each block of a loop that calls this at each step, and times both."""
+@dataclass(frozen=True)
+class SetUp:
+    """What the trainer and the hand-written loop do, besides training.
 
-    def __init__(self, by_hand: Iterator[float], clock: Callable[[], float] = time.thread_time) -> None:
-        self._by_hand = by_hand
-        self._clock = clock
-        self._steps = 0
-        self.times: Blocks = [], []
+    :param reads: ``"list"`` of batches, ``"getitem"`` or ``"getitems"`` for the method of a dataset, or ``"tensors"``
+    :param states: save training states, every so many updates; 0 to save them only between epochs, ``None`` for never
+    :param column: the callbacks of the trainer, and with ``"everything on"`` also of the hand-written loop
+    """
 
-    def __call__(self) -> None:
-        if self._steps % STEPS_IN_BLOCK == 0:
-            now = self._clock()
-            if self._steps > STEPS_IN_BLOCK:  # not the first block, which warms up
-                self.times[0].append(next(self._by_hand))
-                self.times[1].append(now - self._begin)
-            else:
-                next(self._by_hand)
-            self._begin = self._clock()
-        self._steps += 1
+    reads: str
+    seed: int | None = None
+    states: int | None = None
+    workers: int = 0
+    accumulation: int = 1
+    clips: bool = False
+    follows_schedule: bool = False
+    averages: bool = False
+    has_metrics: bool = False
+    column: str = COLUMNS[0]
+    steps_in_turn: int = 20
+
+    def in_column(self, column: str) -> SetUp:
+        if column != COLUMNS[-1]:
+            return replace(self, column=column)
+        return replace(self, column=column, clips=True, follows_schedule=True, averages=True, has_metrics=True)
+
+    def callbacks(self, folder: Path) -> list[Any]:
+        found = [] if self.column == COLUMNS[0] else list(get_default_callbacks(progress_bar=False))
+        if self.column in COLUMNS[2:]:
+            found.append(callbacks.ProgressBarCallback(show_always=True))
+        if self.averages:
+            found.append(callbacks.ModelEmaCallback(DECAY, evaluate_during_training=False, save_path=None))
+        if self.has_metrics:
+            found.append(callbacks.MetricsCallback(accuracy(), train=True))
+        if self.states is not None:
+            often = {"save_every_n_steps": self.states or None, "max_checkpoints": 1}
+            found.append(callbacks.SaveTrainingStateCallback(folder, save_at_end=False, **often))
+        return found
 
 
-class ReadyBatches:
-    """A list of batches."""
+PATHS = {
+    "list of batches": SetUp("list"),
+    "DataLoader, `__getitem__`": SetUp("getitem"),
+    "DataLoader, `__getitem__`, seed": SetUp("getitem", seed=1),
+    "DataLoader, `__getitem__`, 2 workers": SetUp("getitem", workers=2),
+    "DataLoader, `__getitem__`, 2 workers, seed": SetUp("getitem", workers=2, seed=1),
+    "DataLoader, `__getitems__`": SetUp("getitems"),
+    "DataLoader, `__getitems__`, seed": SetUp("getitems", seed=1),
+    "DataLoader, `__getitems__`, seed and states": SetUp("getitems", seed=1, states=0),
+    "TensorDataset": SetUp("tensors"),
+    "TensorDataset, seed": SetUp("tensors", seed=1),
+    "TensorDataset, seed and states": SetUp("tensors", seed=1, states=0),
+}
+#: What does more in a step, where a column with everything on would repeat that of the list.
+DOING_MORE = {
+    "list, accumulation of 4": SetUp("list", accumulation=4),
+    "list, clipping": SetUp("list", clips=True),
+    "list, schedule": SetUp("list", follows_schedule=True),
+    "list, EMA": SetUp("list", averages=True),
+    "list, metrics": SetUp("list", has_metrics=True),
+    "list, states every 100 updates": SetUp("list", states=100, steps_in_turn=100),
+}
 
-    def __init__(self, task: Task, at_each: Callable[[], object]) -> None:
-        self._batches = task.batches()
-        self._at_each = at_each
 
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            self._at_each()
-            yield batch
+class Reads(Dataset[Any]):
+    """A dataset that reads samples."""
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
-class ReadsBatches(Dataset[Any]):
-    """A dataset that reads a batch of samples at once."""
-
-    def __init__(self, task: Task, at_each: Callable[[], object]) -> None:
+    def __init__(self, task: Task) -> None:
         self.x, self.y = task.dataset.tensors  # type: ignore[attr-defined]
-        self._at_each = at_each
 
     def __len__(self) -> int:
         return len(self.x)
@@ -82,112 +111,198 @@ class ReadsBatches(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.x[index], self.y[index]
 
+
+class ReadsBatches(Reads):
+    """A dataset that reads a batch of samples at once."""
+
     def __getitems__(self, indices: list[int]) -> Any:
-        self._at_each()
         return self.x[indices], self.y[indices]
-
-
-def nothing() -> None:
-    pass
 
 
 def collated(batch: Any) -> Any:
     return batch
 
 
-class OfReadyBatches(Trainer):
-    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
-        return OwnShard(self.train_dataset)
+def accuracy() -> MulticlassAccuracy:
+    return MulticlassAccuracy(10, validate_args=False)
 
 
-def by_hand(
-    task: Task,
-    batches: Iterable[Any],
-    clock: Callable[[], float] = time.thread_time,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> Iterator[float]:
-    """Train endlessly, yielding the seconds of each block of steps.
+def data_of(task: Task, setup: SetUp) -> tuple[Any, dict[str, Any]]:
+    """Return a source of data, and the arguments with which a ``DataLoader`` reads it."""
+    options: dict[str, Any] = {"num_workers": setup.workers, "persistent_workers": bool(setup.workers)}
+    if setup.reads == "list":
+        return task.batches(), {}
+    if setup.reads == "getitems":
+        return ReadsBatches(task), options | {"collate_fn": collated}
+    return (task.dataset if setup.reads == "tensors" else Reads(task)), options
 
-    :param clock: tells the time, by default that of the CPU
-    :param wrap: wraps the model
-    """
-    model = wrap(task.make_model())
+
+def by_hand(task: Task, setup: SetUp, folder: Path, batches: Iterable[Any] | None = None) -> Iterator[float]:
+    """Train endlessly, yielding the seconds of CPU time of each turn."""
+    data, options = data_of(task, setup)
+    if batches is None:
+        batches = DataLoader(data, task.batch_size, shuffle=True, **options) if options else data
+    model = task.make_model()
     optimizer, loss_func = task.make_optimizer(model), task.loss_func
     endless = chain.from_iterable(repeat(batches))
+    parameters = list(model.parameters())
+    schedule = CosineAnnealingLR(optimizer, 100_000) if setup.follows_schedule else None
+    average = [parameter.detach().clone() for parameter in parameters] if setup.averages else None
+    metric = accuracy() if setup.has_metrics else None
     model.train()
     while True:
-        begin = clock()
-        for inputs, targets in islice(endless, STEPS_IN_BLOCK):
-            loss_func(model(inputs), targets).backward()
+        begin = time.thread_time()
+        for step, (inputs, targets) in enumerate(islice(endless, setup.steps_in_turn), 1):
+            outputs = model(inputs)
+            loss = loss_func(outputs, targets)
+            (loss if setup.accumulation == 1 else loss / setup.accumulation).backward()
+            if metric is not None:
+                metric.update(outputs.detach(), targets)
+            if step % setup.accumulation:
+                continue
+            if setup.clips:
+                torch.nn.utils.clip_grad_norm_(parameters, 10.0)
             optimizer.step()
+            if schedule is not None:
+                schedule.step()
             optimizer.zero_grad()
-        yield clock() - begin
+            if average is not None:
+                with torch.no_grad():
+                    torch._foreach_mul_(average, DECAY)
+                    torch._foreach_add_(average, parameters, alpha=1 - DECAY)
+        if setup.states:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "by_hand.pt")
+        yield time.thread_time() - begin
 
 
-def control(task: Task) -> Blocks:
-    one, other = (by_hand(task, ReadyBatches(task, nothing)) for _ in range(2))
-    pairs = [(next(one), next(other)) for _ in range(task.steps // STEPS_IN_BLOCK)]
+class Indexed:
+    """The batches of tensors in memory, shuffled once and picked by one operation per tensor: the fastest by hand."""
+
+    def __init__(self, task: Task) -> None:
+        self.tensors, self.batch_size = task.dataset.tensors, task.batch_size  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[Any]:
+        for indices in torch.randperm(len(self.tensors[0])).split(self.batch_size):  # type: ignore[no-untyped-call]
+            yield [tensor.index_select(0, indices) for tensor in self.tensors]
+
+
+class TakesTurns(Trainer):
+    """Lets a hand-written loop run after every so many of its own steps, and times both."""
+
+    by_hand: Iterator[float]
+    steps_in_turn: int
+    is_list = False
+
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
+        return (
+            OwnShard(self.train_dataset)
+            if self.is_list
+            else super().create_train_dataloader(batch_size, train_dl_kwargs)
+        )
+
+    def training_run_start(self) -> None:
+        self.steps = 0
+        self.times: Blocks = [], []
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        if self.steps % self.steps_in_turn == 0:
+            now = time.thread_time()
+            one = next(self.by_hand)
+            if self.steps > self.steps_in_turn:  # not the first turn, which warms up
+                self.times[0].append(one)
+                self.times[1].append(now - self.begin)
+            self.begin = time.thread_time()
+        self.steps += 1
+        return super().calculate_train_batch_loss(batch)
+
+
+def taking_turns(one: Iterator[float], other: Iterator[float], turns: int) -> Blocks:
+    pairs = [(next(one), next(other)) for _ in range(turns)]
     first, second = zip(*pairs[1:], strict=True)
     return list(first), list(second)
 
 
-def ours(task: Task, reads: type[Any], callbacks: Iterable[Any], **kwargs: Any) -> Blocks:
-    is_ready = reads is ReadyBatches
-    options: dict[str, Any] = {"batch_size": task.batch_size, "shuffle": True, "collate_fn": collated}
-    data = reads(task, nothing)
-    turns = Turns(by_hand(task, data if is_ready else DataLoader(data, **options)))
+def compare(task: Task, setup: SetUp, folder: Path) -> Blocks:
+    """Return the times of the turns of a hand-written loop and of a trainer with the same set-up."""
+    data, options = data_of(task, setup)
     model = task.make_model()
-    trainer_class = OfReadyBatches if is_ready else Trainer
-    trainer = trainer_class(model, task.loss_func, task.make_optimizer(model), callbacks, **kwargs)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        trainer.train(
-            reads(task, turns),
-            1,
-            per_device_batch_size=task.batch_size,
-            train_dataloader_kwargs={"num_workers": 0, "collate_fn": collated},
-        )
-    return turns.times
+    trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), setup.callbacks(folder), seed=setup.seed)
+    trainer.is_list = setup.reads == "list"
+    trainer.by_hand, trainer.steps_in_turn = by_hand(task, setup, folder), setup.steps_in_turn
+    how: dict[str, Any] = {"gradient_accumulation_steps": setup.accumulation}
+    if setup.clips:
+        how["gradient_clip_norm"] = 10.0
+    if setup.follows_schedule:
+        how["create_scheduler_fn"] = partial(CosineAnnealingLR, T_max=100_000)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        trainer.train(data, 1, per_device_batch_size=task.batch_size, train_dataloader_kwargs=options, **how)
+    return trainer.times
 
 
-def paths(task: Task, folder: str) -> dict[str, Callable[[], Blocks]]:
-    """Return, by name, what compares the trainer with the hand-written loop over the same data."""
+def set_ups(task: Task, folder: Path, quick: bool) -> dict[tuple[str, str], Callable[[], Blocks]]:
+    """Return, by name and column, what compares something with the hand-written loop over the same data."""
+    found: dict[tuple[str, str], Callable[[], Blocks]] = {}
+    shorter = {"steps_in_turn": 5} if quick else {}
+    listed, tensors = (replace(PATHS[name], **shorter) for name in ("list of batches", "TensorDataset"))
+    turns = task.steps // listed.steps_in_turn
 
-    def states() -> list[Any]:
-        return [SaveTrainingStateCallback(folder, save_at_end=False)]
+    def hand(setup: SetUp, batches: Any = None) -> Iterator[float]:
+        return by_hand(task, setup, folder, batches)
 
-    return {
-        "control": lambda: control(task),
-        "list of batches": lambda: ours(task, ReadyBatches, []),
-        "list of batches, default callbacks": lambda: ours(task, ReadyBatches, QUIET),
-        "DataLoader": lambda: ours(task, ReadsBatches, []),
-        "DataLoader, default callbacks": lambda: ours(task, ReadsBatches, QUIET),
-        "DataLoader, seed": lambda: ours(task, ReadsBatches, [], seed=1),
-        "DataLoader, training states": lambda: ours(task, ReadsBatches, states()),
-    }
+    found["control: the loop over the list again", COLUMNS[0]] = lambda: taking_turns(hand(listed), hand(listed), turns)
+    found["TensorDataset, indexed by hand", COLUMNS[0]] = lambda: taking_turns(
+        hand(tensors), hand(tensors, Indexed(task)), turns
+    )
+    for paths, columns in ((PATHS, COLUMNS), (DOING_MORE, COLUMNS[:3])):
+        for name, setup in paths.items():
+            for column in columns:
+                found[name, column] = partial(compare, task, replace(setup.in_column(column), **shorter), folder)
+    return found
+
+
+def rows(found: dict[tuple[str, str], Blocks]) -> Iterator[str]:
+    """Yield the rows of the table: the time of the hand-written loop, and what others add to it in each column."""
+    steps = {name: setup.steps_in_turn for name, setup in (PATHS | DOING_MORE).items()}
+    for name in dict.fromkeys(name for name, _ in found):
+        cells = []
+        by_hand = None
+        for column in COLUMNS:
+            if (name, column) not in found:
+                cells.append("")
+                continue
+            in_turn = steps.get(name, SetUp("list").steps_in_turn)
+            hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / in_turn for times in found[name, column])
+            by_hand = hand if by_hand is None else by_hand
+            cells.append(f"{own - hand:+.1f} ({own / hand:.2f})")
+        yield f"| {name} | {by_hand:.0f} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paths", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="only set-ups whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="only paths whose name contains one of these")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     task = make_task("loop")
-    if arguments.quick:
-        few = TensorDataset(*task.dataset[: 80 * task.batch_size])
-        task = Task(task.make_model, task.make_optimizer, few, task.batch_size, 80, task.ready)
+    steps = 20 if arguments.quick else 1000
+    few = TensorDataset(*task.dataset[: steps * task.batch_size])
+    task = Task(task.make_model, task.make_optimizer, few, task.batch_size, steps, task.ready)
     with tempfile.TemporaryDirectory() as folder:
-        chosen = {name: run for name, run in paths(task, folder).items() if arguments.only in name}
-        found: dict[str, Blocks] = {name: ([], []) for name in chosen}
+        chosen = {
+            (name, column): run
+            for (name, column), run in set_ups(task, Path(folder), arguments.quick).items()
+            if any(part in name for part in arguments.only) and column in arguments.columns
+        }
+        found: dict[tuple[str, str], Blocks] = {key: ([], []) for key in chosen}
         for _ in range(arguments.rounds):
-            for name, run in chosen.items():
-                for times, new in zip(found[name], run(), strict=True):
+            for key, run in chosen.items():
+                for times, new in zip(found[key], run(), strict=True):
                     times += new
-    print("| path | by hand, microseconds per step | added by the trainer |\n|---|---|---|")
-    for name, blocks in found.items():
-        hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / STEPS_IN_BLOCK for times in blocks)
-        print(f"| {name} | {hand:.0f} | {own - hand:+.1f} |")
+    print(f"| path | by hand, microseconds per step | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
+    for row in rows(found):
+        print(row)
 
 
 if __name__ == "__main__":

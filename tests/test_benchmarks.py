@@ -9,6 +9,7 @@ import pytest
 from benchmarks import comparison, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
+from benchmarks.paths import DOING_MORE, PATHS
 from tests.launching import run_module
 
 pytestmark = pytest.mark.programs
@@ -72,11 +73,14 @@ def test_every_way_to_feed_processes_is_measured_against_the_loop_by_hand():
 
 
 def test_every_path_is_measured_against_the_loop_on_the_same_data():
-    done = run_module("benchmarks.paths", "--quick", "--rounds", "1")
+    chosen = ["--only", "list", "seed and states", "--columns", "no callbacks", "everything on"]
+    done = run_module("benchmarks.paths", "--quick", "--rounds", "1", *chosen)
     assert done.returncode == 0, done.stdout
-    rows = dict(line.split("|")[1:3] for line in done.stdout.splitlines()[2:])
-    assert {name.strip() for name in rows} >= {"control", "list of batches", "DataLoader, seed"}
-    assert all(float(by_hand) > 0 for by_hand in rows.values())
+    rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in done.stdout.splitlines()[2:])}
+    assert rows.keys() >= {*DOING_MORE, "list of batches", "TensorDataset, seed and states"}
+    for name, (by_hand, *added) in rows.items():
+        assert float(by_hand) > 0
+        assert [bool(cell.strip()) for cell in added] == [True, False, False, name in PATHS], name
 
 
 def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
