@@ -30,11 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.order import LARGEST_BY_HAND, by_hand, by_trainer, first_after, measured
-from benchmarks.paths import STEPS_IN_BLOCK, ReadyBatches, Turns, ours
+from benchmarks.paths import SetUp, TakesTurns, compare
 from benchmarks.paths import by_hand as steps_by_hand
 from benchmarks.tasks import Task, make_task
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
 
+STEPS_IN_BLOCK = SetUp.steps_in_turn
 Row = Sequence[object]
 
 
@@ -106,7 +107,8 @@ def of_callbacks(asked: argparse.Namespace) -> None:
     def added(kind: type[TrainerCallback], count: int) -> float:
         times: tuple[list[float], list[float]] = [], []
         for _ in range(asked.rounds):
-            for all_times, new in zip(times, ours(task, ReadyBatches, [kind() for _ in range(count)]), strict=True):
+            found = compare(task, SetUp("list"), Path(), [kind() for _ in range(count)])
+            for all_times, new in zip(times, found, strict=True):
                 all_times += new
         hand, own = (quartile(blocks) / STEPS_IN_BLOCK for blocks in times)
         return own - hand
@@ -272,17 +274,13 @@ def _steps_in_turns(steps: int, report: Callable[[tuple[float, float]], None]) -
     few = TensorDataset(*task.dataset[: min(steps * ranks, task.steps) * task.batch_size])
     task = Task(task.make_model, task.make_optimizer, few, task.batch_size, len(few) // task.batch_size, task.ready)
     wrap = DistributedDataParallel if ranks > 1 else (lambda model: model)
-    turns = Turns(steps_by_hand(task, task.batches(), time.perf_counter, wrap), time.perf_counter)
-
-    class Alternates(TrainerCallback):
-        def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
-            turns()
-
     model = task.make_model()
-    trainer = Trainer(model, task.loss_func, task.make_optimizer(model), [Alternates()], seed=0)
+    trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), [], seed=0)
+    trainer.clock, trainer.steps_in_turn = time.perf_counter, STEPS_IN_BLOCK
+    trainer.by_hand = steps_by_hand(task, SetUp("list"), Path(), task.batches(), trainer.clock, wrap)
     trainer.train(few, 2, per_device_batch_size=task.batch_size)
     if accelerator.is_main_process:
-        one, other = (quartile(times) / STEPS_IN_BLOCK for times in turns.times)
+        one, other = (quartile(times) / STEPS_IN_BLOCK for times in trainer.times)
         report((one, other))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -32,7 +33,8 @@ from pytorch_accel_lite.data import OwnShard
 
 DECAY = 0.99
 COLUMNS = ["no callbacks", "default", "with a bar", "everything on"]
-Blocks = tuple[list[float], list[float]]  # seconds of CPU time of the hand-written loop, and of the other
+Clock = Callable[[], float]
+Blocks = tuple[list[float], list[float]]  # seconds of the hand-written loop, and of the other
 
 
 @dataclass(frozen=True)
@@ -137,12 +139,23 @@ def data_of(task: Task, setup: SetUp) -> tuple[Any, dict[str, Any]]:
     return (task.dataset if setup.reads == "tensors" else Reads(task)), options
 
 
-def by_hand(task: Task, setup: SetUp, folder: Path, batches: Iterable[Any] | None = None) -> Iterator[float]:
-    """Train endlessly, yielding the seconds of CPU time of each turn."""
+def by_hand(
+    task: Task,
+    setup: SetUp,
+    folder: Path,
+    batches: Iterable[Any] | None = None,
+    clock: Clock = time.thread_time,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Iterator[float]:
+    """Train endlessly, yielding the seconds of each turn.
+
+    :param clock: tells the time, by default that of the CPU
+    :param wrap: wraps the model
+    """
     data, options = data_of(task, setup)
     if batches is None:
         batches = DataLoader(data, task.batch_size, shuffle=True, **options) if options else data
-    model = task.make_model()
+    model = wrap(task.make_model())
     optimizer, loss_func = task.make_optimizer(model), task.loss_func
     endless = chain.from_iterable(repeat(batches))
     parameters = list(model.parameters())
@@ -151,7 +164,7 @@ def by_hand(task: Task, setup: SetUp, folder: Path, batches: Iterable[Any] | Non
     metric = accuracy() if setup.has_metrics else None
     model.train()
     while True:
-        begin = time.thread_time()
+        begin = clock()
         for step, (inputs, targets) in enumerate(islice(endless, setup.steps_in_turn), 1):
             outputs = model(inputs)
             loss = loss_func(outputs, targets)
@@ -172,7 +185,7 @@ def by_hand(task: Task, setup: SetUp, folder: Path, batches: Iterable[Any] | Non
                     torch._foreach_add_(average, parameters, alpha=1 - DECAY)
         if setup.states:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "by_hand.pt")
-        yield time.thread_time() - begin
+        yield clock() - begin
 
 
 class Indexed:
@@ -191,6 +204,7 @@ class TakesTurns(Trainer):
 
     by_hand: Iterator[float]
     steps_in_turn: int
+    clock: Clock = staticmethod(time.thread_time)
     is_list = False
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
@@ -206,12 +220,12 @@ class TakesTurns(Trainer):
 
     def calculate_train_batch_loss(self, batch: Any) -> Any:
         if self.steps % self.steps_in_turn == 0:
-            now = time.thread_time()
+            now = self.clock()
             one = next(self.by_hand)
             if self.steps > self.steps_in_turn:  # not the first turn, which warms up
                 self.times[0].append(one)
                 self.times[1].append(now - self.begin)
-            self.begin = time.thread_time()
+            self.begin = self.clock()
         self.steps += 1
         return super().calculate_train_batch_loss(batch)
 
@@ -222,11 +236,15 @@ def taking_turns(one: Iterator[float], other: Iterator[float], turns: int) -> Bl
     return list(first), list(second)
 
 
-def compare(task: Task, setup: SetUp, folder: Path) -> Blocks:
-    """Return the times of the turns of a hand-written loop and of a trainer with the same set-up."""
+def compare(task: Task, setup: SetUp, folder: Path, more: Iterable[Any] = ()) -> Blocks:
+    """Return the times of the turns of a hand-written loop and of a trainer with the same set-up.
+
+    :param more: further callbacks
+    """
     data, options = data_of(task, setup)
     model = task.make_model()
-    trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), setup.callbacks(folder), seed=setup.seed)
+    found = [*setup.callbacks(folder), *more]
+    trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), found, seed=setup.seed)
     trainer.is_list = setup.reads == "list"
     trainer.by_hand, trainer.steps_in_turn = by_hand(task, setup, folder), setup.steps_in_turn
     how: dict[str, Any] = {"gradient_accumulation_steps": setup.accumulation}
