@@ -471,7 +471,7 @@ class Trainer:
 
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
-        with torch.no_grad():
+        with prepared.without_gradients():
             return self.__adapters["eval"].outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def eval_epoch_end(self) -> None:

@@ -48,6 +48,9 @@ class Ready(Trainer):
     def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
         return OwnShard(self.train_dataset)
 
+    def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
+        return OwnShard(self.eval_dataset)
+
 
 class Whole(Dataset[Any]):
     """Reads many samples at once."""
@@ -145,6 +148,19 @@ def test_what_steps_do_besides_calls_no_more_functions_than_this():
     total, found = calls_per_step(Ready, batches, callbacks, train=how, everywhere=True)
     assert not {"wrapper", "is_torch_version", "_group_tensors_by_device_and_dtype"} & set(+found)
     assert total <= 173, found.most_common()
+
+
+@pytest.mark.parametrize(("callbacks", "budget"), [((), 11), (QUIET, 11)], ids=["bare", "default callbacks"])
+def test_a_batch_of_an_evaluation_calls_no_more_functions_than_this(callbacks, budget):
+    counts = []
+    for steps in (STEPS, 2 * STEPS):
+        trainer = Ready(nn.Linear(4, 1), nn.MSELoss(), None, callbacks=callbacks)
+        with Calls() as calls:
+            trainer.evaluate(batches(steps), 8)
+        counts.append(calls.by_name)
+    less, more = counts
+    found = Counter({name: (more[name] - less[name]) / STEPS for name in more})
+    assert found.total() <= budget, found.most_common()
 
 
 def calls_by_hand(data: list[Any]) -> int:

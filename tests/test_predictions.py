@@ -84,6 +84,32 @@ def test_only_what_fits_is_gone_on_with(tmp_path):
         PredictionWriterCallback(shard_size=0)
 
 
+class Draws(nn.Module):
+    """Adds random numbers in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x):
+        return self.inner(x) if self.training else x[:, :1] * 0 + torch.rand(len(x), 1)
+
+
+def test_a_prediction_within_a_run_draws_its_own_random_numbers():
+    data = regression_data(6)
+    found = []
+
+    def look(trainer: Any, **kwargs: Any) -> None:
+        before = torch.get_rng_state()
+        found.extend([trainer.predict(data, 2), torch.cat(list(trainer.predict_iter(data, 2)))])
+        assert torch.equal(torch.get_rng_state(), before)
+
+    quiet_trainer(Draws(), callbacks=[listener(on_train_epoch_end=look)]).train(data, 1, None, 3)
+    whole, parts = found
+    assert len(whole.unique()) == 6
+    assert torch.equal(whole, parts)
+
+
 @pytest.mark.processes
 def test_several_processes_write_what_one_would(ranks):
     for result in ranks(cases.evaluation.predictions):

@@ -33,6 +33,20 @@ def alone(case):
     return case()
 
 
+def is_same(found, expected):
+    """Whether nested outputs are the same, bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        same_kind = (found.dtype, found.shape, found.layout) == (expected.dtype, expected.shape, expected.layout)
+        return same_kind and torch.equal(found.to_dense(), expected.to_dense())
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(is_same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(is_same, found, expected))
+    return found == expected
+
+
 def test_training_equals_one_process_with_the_whole_batch(ranks):
     for result in ranks(cases.training.uneven_batches):
         for key, run in result.items():
@@ -81,6 +95,23 @@ def test_predictions_keep_their_structure_and_order(ranks):
         assert torch.allclose(result["out"], one["out"], atol=1e-12, rtol=0)
         assert torch.equal(result["pair"][0], one["pair"][0])
         assert torch.equal(result["pair"][1][0], one["pair"][1][0])
+
+
+def test_predictions_of_any_kind_are_those_of_one_process(ranks):
+    one = alone(cases.evaluation.many_kinds_of_predictions)
+    for rank, result in enumerate(ranks(cases.evaluation.many_kinds_of_predictions)):
+        for key, found in result.items():
+            expected = one[key]["all"]
+            assert is_same(found["all"], expected)
+            assert is_same(found["parts"], expected)
+            assert is_same(found["first"], expected if rank == 0 else None)
+            assert found["parts_of_first"] == [rank != 0] * found["num_parts"]
+
+
+def test_predictions_skip_a_batch_that_fails_on_one_process_and_keep_their_order(ranks):
+    failed = range(8, 10)
+    for result in ranks(cases.evaluation.predictions_without_failed_batches):
+        assert result == [index for index in range(30) if index not in failed]
 
 
 def test_gather_takes_tensors_of_unequal_length(ranks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: Here Accelerate adds only bookkeeping to an optimizer, so the user's own is stepped directly.
 PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_NO_CONTEXT = nullcontext()
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
 
 
@@ -150,21 +151,28 @@ class PreparedModel:
         return released, optimizer
 
 
-@contextmanager
-def mixed_precision(accelerator: Accelerator) -> Iterator[None]:
+def mixed_precision(accelerator: Accelerator) -> AbstractContextManager[None]:
     """Run a block under autocast if the accelerator uses mixed precision, like the prepared model's forward pass.
 
     Casts of weights are not cached from one call to the next: a step may train a critic and then use it.
     """
+    return _autocast(accelerator) if accelerator.native_amp else _NO_CONTEXT
+
+
+def without_gradients() -> AbstractContextManager[None]:
+    """Compute no gradients in a block. Costs little where none are computed already."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT  # type: ignore[return-value]
+
+
+@contextmanager
+def _autocast(accelerator: Accelerator) -> Iterator[None]:
     with accelerator.autocast():
-        if accelerator.native_amp:
-            torch.set_autocast_cache_enabled(False)
-            torch.autocast_decrement_nesting()  # only an outermost autocast clears its cache, so let the model's be it
+        torch.set_autocast_cache_enabled(False)
+        torch.autocast_decrement_nesting()  # only an outermost autocast clears its cache, so let the model's be it
         try:
             yield
         finally:
-            if accelerator.native_amp:
-                torch.autocast_increment_nesting()
+            torch.autocast_increment_nesting()
 
 
 @contextmanager

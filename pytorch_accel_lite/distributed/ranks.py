@@ -115,6 +115,35 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the integers of all ranks, in rank order. Each rank must give as many."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        given = [torch.empty_like(own) for _ in self.members]
+        dist.all_gather(given, own, group=self._group)
+        return [of_rank.tolist() for of_rank in given]
+
+    def all_gather_bytes(
+        self, own: torch.Tensor, lengths: Sequence[int], only_first: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the bytes of all ranks, in rank order; on ranks other than the first, none if ``only_first``.
+
+        :param lengths: the number of bytes of each rank
+        """
+        receives = self.rank == 0 or not only_first
+        of_all = [torch.empty(length if receives else 0, dtype=torch.uint8) for length in lengths]
+        of_all[self.rank] = own
+        under_way: list[Any] = []
+        for place, (member, length) in enumerate(zip(self.members, lengths, strict=True)):
+            if place == self.rank:
+                continue
+            if receives and length:
+                under_way.append(dist.irecv(of_all[place], member, group=self._group))
+            if len(own) and (place == 0 or not only_first):
+                under_way.append(dist.isend(own, member, group=self._group))
+        for transfer in under_way:
+            transfer.wait()
+        return of_all if receives else []
+
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
         """Run a function on every rank and return the results, in rank order.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import complete_output
-from pytorch_accel_lite.data import FailedRead
+from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.randomness import preserving_generators
@@ -91,36 +91,43 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
-    logical = trainer.logical
     with (
         evaluating_optimizers(trainer),
         unwrapped_model(trainer),
-        nullcontext() if logical is None else preserving_generators(),
+        nullcontext() if trainer.logical is None else preserving_generators(),
         torch.no_grad(),
     ):
         for batch in loader.steps(run.progress.epoch):
-            run.batch = batch
-            if logical is not None:
-                logical.begin_share(batch)
-            trainer.call_event("on_eval_step_start")
-            try:
-                if isinstance(batch.data, FailedRead):
-                    raise batch.data.error
-                with mixed_precision(trainer.accelerator):
-                    output = trainer.calculate_eval_batch_loss(batch.data)
-                complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
-            except Exception as error:
-                if not is_skipped(error, trainer, run, "evaluation"):
-                    raise
-                continue
-            if batch.num_samples != 0:
-                run.loss_trackers.add(output)
-            trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
+            _evaluate_batch(trainer, run, batch)
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data_ranks, name)
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)
+
+
+def _evaluate_batch(trainer: Trainer, run: Run, batch: Batch) -> None:
+    """Compute the losses of a batch and add them up."""
+    run.batch = batch
+    hears = trainer.callback_handler.listeners
+    if trainer.logical is not None:
+        trainer.logical.begin_share(batch)
+    if hears["on_eval_step_start"]:
+        trainer.call_event("on_eval_step_start")
+    try:
+        if isinstance(batch.data, FailedRead):
+            raise batch.data.error
+        with mixed_precision(trainer.accelerator):
+            output = trainer.calculate_eval_batch_loss(batch.data)
+        complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+    except Exception as error:
+        if not is_skipped(error, trainer, run, "evaluation"):
+            raise
+        return
+    if batch.num_samples != 0:
+        run.loss_trackers.add(output)
+    if hears["on_eval_step_end"]:
+        trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
 
 
 def is_skipped(error: Exception, trainer: Trainer, run: Run, phase: str) -> bool:

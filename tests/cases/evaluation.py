@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
@@ -21,6 +21,7 @@ from pytorch_accel_lite.callbacks import (
     WorstSamplesCallback,
     read_predictions,
 )
+from pytorch_accel_lite.pieces import concatenate
 from tests.cases.common import IN_ORDER, OrderedStream, global_batch, shared_folder, world_size
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
@@ -80,6 +81,67 @@ def predict_structures() -> Any:
     torch.manual_seed(0)
     trainer = Trainer(Structured(), None, None, callbacks=[])
     return trainer.predict(regression_data(7), per_device_batch_size=2)
+
+
+class OfManyKinds(nn.Module):
+    """Outputs of several types, without arithmetic whose last bits depend on the size of a batch."""
+
+    def forward(self, x):
+        kinds = torch.bfloat16, torch.bool, torch.int64, torch.complex64
+        real = x[:, 0]
+        return {
+            "kinds": tuple((x * 8).to(kind) for kind in kinds),
+            "strided": [x.T.contiguous().T, x[:, ::2], x[:, :0]],
+            "conjugate": torch.complex(real, real * 2).conj(),
+            "sparse": x.relu().to_sparse(),
+        }
+
+
+class OfRaggedSamples(nn.Module):
+    def forward(self, x):
+        sizes = (x[:, 0].abs() * 5).int().tolist()
+        return [
+            {"boxes": row.repeat(size, 1), "label": f"of {size}", "of": (size, [row.int()])}
+            for row, size in zip(x, sizes, strict=True)
+        ]
+
+
+def many_kinds_of_predictions() -> Any:
+    """Predictions for several sizes of data: of all processes, of the first, and in parts."""
+    results = {}
+    for model in (OfManyKinds(), OfRaggedSamples()):
+        trainer = Trainer(model, None, None, callbacks=[])
+        for size in (1, 7, 26):
+            data = regression_data(size)
+            parts = list(trainer.predict_iter(data, 2))
+            parts_of_first = list(trainer.predict_iter(data, 2, only_first=True))
+            results[type(model).__name__, size] = {
+                "all": trainer.predict(data, 2),
+                "first": trainer.predict(data, 2, only_first=True),
+                "parts": concatenate(parts),
+                "parts_of_first": [part is None for part in parts_of_first],
+                "num_parts": len(parts),
+            }
+    return results
+
+
+class Unreadable(Dataset[Any]):
+    """One of its samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise OSError("unreadable")
+        return torch.full((3,), float(index), dtype=torch.float64)
+
+
+def predictions_without_failed_batches() -> Any:
+    with shared_folder() as folder:
+        writer = PredictionWriterCallback(folder / "predictions", skip_failed=True)
+        trainer = Trainer(nn.Identity(), None, None, callbacks=[writer])
+        return trainer.predict(Unreadable(), 2, {"num_workers": 0})[:, 0].tolist()
 
 
 def predictions() -> Any:
