@@ -111,6 +111,25 @@ def test_workers_are_measured_against_the_standard_loader():
     assert all(float(first) <= float(every) for _, first, every, _ in rows)
 
 
+def test_evaluations_and_predictions_are_measured_against_loops_by_hand():
+    done = run_module("benchmarks.evaluation", "--quick", "--rounds", "1")
+    assert done.returncode == 0, done.stdout
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in done.stdout.splitlines() if "|" in line}
+    assert {"control", "list of batches", "DataLoader, default callbacks"} <= rows.keys()
+    for name in ("evaluating by hand", "evaluating", "predicting by hand", "predicting"):
+        assert len(rows[name]) == 6
+        assert float(rows[name][2]) > 0  # the ratio of the CPU times
+
+
+@pytest.mark.slow
+def test_the_parts_of_the_start_are_measured_with_and_without_compiled_files():
+    done = run_module("benchmarks.startup", "--rounds", "1")
+    assert done.returncode == 0, done.stdout
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in done.stdout.splitlines()[2:]}
+    assert {"import", "import, without compiled files", "first step, default callbacks"} <= rows.keys()
+    assert float(rows["import"][0].split()[0]) > 0
+
+
 def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
     with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TqdmBars
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.optimizers import parts_of
 from pytorch_accel_lite.utils import (
@@ -23,6 +22,7 @@ from pytorch_accel_lite.utils import (
 )
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TqdmBars
     from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.trainer import Trainer
 
@@ -87,6 +87,8 @@ class ProgressBarCallback(TrainerCallback):
         self._updates_before = 0
         self.pbar: Any = None
         self.eval_pbar: Any = None
+        from pytorch_accel_lite.callbacks.bars import NotebookBars, RichBars, TqdmBars  # not loaded without a bar
+
         self._bars: TqdmBars | RichBars | NotebookBars
         if check_choice("style", style, ("tqdm", "rich")) == "rich" and not in_notebook():
             self._bars = RichBars(refresh_seconds, show_always)

@@ -161,7 +161,7 @@ def mixed_precision(accelerator: Accelerator) -> AbstractContextManager[None]:
 
 def without_gradients() -> AbstractContextManager[None]:
     """Compute no gradients in a block. Costs little where none are computed already."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT  # type: ignore[return-value]
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
 @contextmanager

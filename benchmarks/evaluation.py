@@ -1,0 +1,177 @@
+"""The cost of evaluating and predicting: python -m benchmarks.evaluation [--rounds 15] [--quick].
+
+Like ``benchmarks.paths``, the trainer's evaluation and a hand-written one over the same data take turns in one process;
+the table shows lower quartiles of the CPU times of blocks of 20 batches. Then one process and two evaluate and predict
+the same data, by hand and with the trainer, in turns; the table shows the least times of the first process. By hand,
+two processes halve the data, and gather the outputs of a prediction as one tensor for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.paths import QUIET, STEPS_IN_BLOCK, Blocks, ReadsBatches, ReadyBatches, Turns, collated, nothing
+from benchmarks.tasks import Task, make_task
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.data import OwnShard
+
+
+class OfReadyBatches(Trainer):
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: Any = None) -> Any:
+        return OwnShard(self.eval_dataset)
+
+
+def by_hand(task: Task, batches: Iterable[Any], context: Callable[[], Any] = torch.no_grad) -> Iterator[float]:
+    """Sum up losses endlessly, yielding the seconds of CPU time of each block of batches."""
+    model, loss_func = task.make_model().eval(), task.loss_func
+    endless = chain.from_iterable(repeat(batches))
+    total = 0.0
+    while True:
+        begin = time.thread_time()
+        with context():
+            for inputs, targets in islice(endless, STEPS_IN_BLOCK):
+                total += loss_func(model(inputs), targets).item() * len(targets)
+        yield time.thread_time() - begin
+
+
+def control(task: Task, context: Callable[[], Any]) -> Blocks:
+    data = ReadyBatches(task, nothing)
+    one, other = by_hand(task, data), by_hand(task, data, context)
+    first, second = zip(*[(next(one), next(other)) for _ in range(task.steps // STEPS_IN_BLOCK)][1:], strict=True)
+    return list(first), list(second)
+
+
+def ours(task: Task, reads: type[Any], callbacks: Iterable[Any]) -> Blocks:
+    is_ready = reads is ReadyBatches
+    data = reads(task, nothing)
+    loader = data if is_ready else DataLoader(data, task.batch_size, collate_fn=collated)
+    turns = Turns(by_hand(task, loader))
+    trainer = (OfReadyBatches if is_ready else Trainer)(task.make_model(), task.loss_func, None, callbacks)
+    options = {"num_workers": 0, "collate_fn": collated}
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer.evaluate(reads(task, turns), task.batch_size, dataloader_kwargs=options)
+    return turns.times
+
+
+def paths(task: Task) -> dict[str, Callable[[], Blocks]]:
+    return {
+        "control": lambda: control(task, torch.no_grad),
+        "by hand, inference_mode": lambda: control(task, torch.inference_mode),
+        "list of batches": lambda: ours(task, ReadyBatches, []),
+        "list of batches, default callbacks": lambda: ours(task, ReadyBatches, QUIET),
+        "DataLoader": lambda: ours(task, ReadsBatches, []),
+        "DataLoader, default callbacks": lambda: ours(task, ReadsBatches, QUIET),
+    }
+
+
+# ---------------------------------------------------------------------------------- one process and two
+
+
+def on_processes(rounds: int, quick: bool) -> dict[str, list[float]]:
+    """Return the least seconds, of CPU time and wall time, of each way to evaluate and predict on these processes."""
+    torch.manual_seed(0)
+    samples, width = (500, 10) if quick else (20_000, 1000)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, width)).eval()
+    data = TensorDataset(torch.randn(samples, 64), torch.randint(width, (samples,)))
+    loss_func = nn.CrossEntropyLoss()
+    trainer = Trainer(model, loss_func, None, callbacks=())
+    ranks = trainer.ranks
+    share = [tensor[ranks.rank :: ranks.world_size] for tensor in data.tensors]
+    batches = list(zip(*(tensor.split(32) for tensor in share), strict=True))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            total = sum(loss_func(model(x), y).item() * len(y) for x, y in batches)
+        ranks.sum([total, len(share[0])])
+
+    def predict() -> Any:
+        with torch.no_grad():
+            outputs = torch.cat([model(x) for x, _ in batches])
+        if ranks.world_size == 1:
+            return outputs
+        gathered = [torch.empty_like(outputs) for _ in range(ranks.world_size)]
+        dist.all_gather(gathered, outputs)
+        return torch.stack(gathered, 1).flatten(0, 1)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "evaluating by hand": evaluate,
+        "evaluating by hand again (control)": evaluate,
+        "evaluating": lambda: trainer.evaluate(data, 32),
+        "predicting by hand": predict,
+        "predicting": lambda: trainer.predict(data, 32),
+        "predicting, `only_first=True`": lambda: trainer.predict(data, 32, only_first=True),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):  # the first of which warms up
+        for name, run in ways.items():
+            ranks.barrier()
+            cpu, wall = time.process_time(), time.perf_counter()
+            run()
+            ranks.barrier()
+            times[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    return {name: [min(clock) for clock in zip(*taken[1:], strict=True)] for name, taken in times.items()}
+
+
+def run_job(processes: int, rounds: int, quick: bool) -> dict[str, list[float]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    arguments = ["-m", "benchmarks.evaluation", "--as-rank", "--rounds", str(rounds), *["--quick"] * quick]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, env=environment)
+    found: dict[str, list[float]] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.as_rank:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            found = on_processes(arguments.rounds, arguments.quick)
+        if os.environ["RANK"] == "0":
+            print(json.dumps(found), flush=True)
+        return
+    task = make_task("loop")
+    if arguments.quick:
+        few = TensorDataset(*task.dataset[: 80 * task.batch_size])
+        task = Task(task.make_model, task.make_optimizer, few, task.batch_size, 80, task.ready)
+    blocks: dict[str, Blocks] = {name: ([], []) for name in paths(task)}
+    for _ in range(arguments.rounds):
+        for name, run in paths(task).items():
+            for times, new in zip(blocks[name], run(), strict=True):
+                times += new
+    print("| evaluating | by hand, microseconds per batch | added |\n|---|---|---|")
+    for name, taken in blocks.items():
+        hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / STEPS_IN_BLOCK for times in taken)
+        print(f"| {name} | {hand:.0f} | {own - hand:+.1f} |")
+    one, two = (run_job(processes, arguments.rounds, arguments.quick) for processes in (1, 2))
+    print("\n| | CPU time, 1 process | each of 2 | ratio | wall time, 1 process | 2 | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for name, alone in one.items():
+        cells = [
+            f"{1e3 * before:.0f} ms | {1e3 * after:.0f} ms | {after / before:.2f}"
+            for before, after in zip(alone, two[name], strict=True)
+        ]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
