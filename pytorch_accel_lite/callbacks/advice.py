@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.devices import to_float
+from pytorch_accel_lite.distributed.prepared import are_sharded
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.gradients import total_norm
+from pytorch_accel_lite.optimizers import optimized_parameters, parts_of
 from pytorch_accel_lite.utils import check_range, cores_per_process, is_terminal, wrapped
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.callbacks.slow_ranks import ForwardTimes
+    from pytorch_accel_lite.callbacks.slow_ranks import PartTimes
     from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 
 _STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
 _TIMED_EVENTS = ("on_train_step_start", "on_backward_start")
+_VARIANTS = ("fused", "foreach", "capturable", "differentiable")
+_FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 class AdviceCallback(TrainerCallback):
@@ -32,6 +36,7 @@ class AdviceCallback(TrainerCallback):
     It reports that
 
     - the model waited for data for at least a fifth of the epoch and at least ``min_seconds``;
+    - updates take at least a tenth of the epoch and at least ``min_seconds``, with an Adam or AdamW that is not fused;
     - one of several processes keeps the others waiting, because it reads or computes more slowly;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
@@ -44,7 +49,7 @@ class AdviceCallback(TrainerCallback):
     first steps are timed. For a closer look at speed before a run, see
     :meth:`Trainer.diagnose <pytorch_accel_lite.Trainer.diagnose>`.
 
-    :param min_seconds: shortest wait for data, in seconds, that is worth reporting
+    :param min_seconds: shortest time in seconds, of waiting or of updates, that is worth reporting
     """
 
     def __init__(self, min_seconds: float = 1.0) -> None:
@@ -52,7 +57,8 @@ class AdviceCallback(TrainerCallback):
         self._watches = False
         self._trained = True
         self._advice: list[str] = []
-        self._times: ForwardTimes | None = None  # with several processes
+        self._times: PartTimes | None = None  # with several processes
+        self._update_times: PartTimes | None = None  # of optimizers with a faster variant
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         request.measures_waiting = True
@@ -72,14 +78,23 @@ class AdviceCallback(TrainerCallback):
         self._clippings = 0  # several in an update, where train_step updates several optimizers
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
-        listening = trainer.callback_handler.set_listening
-        listening(self, self._limit is not None or trainer.scheduler is not None, "on_optimizer_step_start")
-        listening(self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
-        listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
-        if trainer.ranks.world_size > 1:
-            from pytorch_accel_lite.callbacks.slow_ranks import ForwardTimes  # not loaded by a single process
+        self._update_times = None
+        if not_fused(trainer.optimizer):
+            from pytorch_accel_lite.callbacks.slow_ranks import PartTimes  # loaded only if needed
 
-            self._times = ForwardTimes(trainer.device)
+            self._update_times = PartTimes(trainer.device)
+        self._listen_to_updates(trainer, times=self._update_times is not None)
+        trainer.callback_handler.set_listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
+        if trainer.ranks.world_size > 1:
+            from pytorch_accel_lite.callbacks.slow_ranks import PartTimes  # not loaded by a single process
+
+            self._times = PartTimes(trainer.device)
+
+    def _listen_to_updates(self, trainer: Trainer, times: bool) -> None:
+        listening = trainer.callback_handler.set_listening
+        looks_before = self._limit is not None or trainer.scheduler is not None
+        listening(self, times or looks_before, "on_optimizer_step_start")
+        listening(self, times or trainer.accelerator.scaler is not None, "on_optimizer_step_end")
 
     def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._times is not None:
@@ -99,9 +114,13 @@ class AdviceCallback(TrainerCallback):
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
+        if self._update_times is not None:
+            self._update_times.start()
 
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._skipped += trainer.update_was_skipped and not trainer.current_run.skips_update
+        if self._update_times is not None and self._update_times.stop():
+            self._listen_to_updates(trainer, times=False)
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
@@ -129,6 +148,12 @@ class AdviceCallback(TrainerCallback):
             yield (
                 f"The model waited for data for {waited:.1f} of {epoch:.1f} seconds ({waited / epoch:.0%}). "
                 f"{faster_data(trainer)}"
+            )
+        updating = 0.0 if self._update_times is None else self._update_times.seconds() * self._updates
+        if updating >= max(0.1 * epoch, self.min_seconds):
+            yield (
+                f"Updates took {updating:.1f} of {epoch:.1f} seconds ({updating / epoch:.0%}). A fused optimizer makes "
+                f"each in one operation: {not_fused(trainer.optimizer)}(..., fused=True)."
             )
         if self._times is not None:
             yield from self._times.advise(trainer, epoch, self.min_seconds)
@@ -167,6 +192,20 @@ class AdviceCallback(TrainerCallback):
                 f"{name} has raised the learning rate to only {self._highest:.3g} in this epoch; the optimizer's own "
                 f"is {own:.3g}. If that is too slow, shorten the warm-up."
             )
+
+
+def not_fused(optimizer: Any) -> str:
+    """Return the class of an optimizer that has a faster fused variant for its parameters; ``""`` for any other.
+
+    For SGD, the fused variant is not clearly faster. Whoever has chosen a variant is not given another.
+    """
+    for one in parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]:
+        parameters = list(optimized_parameters(one))
+        chosen = any(group.get(name) for group in one.param_groups for name in _VARIANTS)
+        fits = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)
+        if type(one) in (torch.optim.Adam, torch.optim.AdamW) and fits and not chosen and not are_sharded(parameters):
+            return type(one).__name__
+    return ""
 
 
 def _learning_rate(trainer: Trainer) -> float:

@@ -1,4 +1,4 @@
-"""Finding the process that the others wait for."""
+"""Timing a part of some steps, and finding the process that the others wait for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FACTOR = 1.3
 _SHARE = 0.1
 
 
-class ForwardTimes:
-    """Times the forward passes of some steps, in which processes do not wait for each other, unlike backward passes.
+class PartTimes:
+    """Times a part of some steps.
 
     On a GPU, device events are recorded, and read at the end of the epoch.
     """
@@ -37,18 +37,18 @@ class ForwardTimes:
         return record_event(self._device, enable_timing=True) if self._on_gpu else time.perf_counter()
 
     def start(self) -> None:
-        """Note the start of a forward pass."""
+        """Note the start of the part."""
         self._start = self._now()
 
     def stop(self) -> bool:
-        """Note the end of a forward pass; return whether enough have been timed. Only the first of a step counts."""
+        """Note the end of the part; return whether enough have been timed. Only the first of a step counts."""
         if self._start is not None:
             self._marks.append((self._start, self._now()))
         self._start = None
         return len(self._marks) >= _WARM_UP_STEPS + _STEPS
 
     def seconds(self) -> float:
-        """Return the median time of a forward pass; 0 if too few were timed."""
+        """Return the median time of the part; 0 if too few were timed."""
         marks = self._marks[_WARM_UP_STEPS:]
         if not marks:
             return 0.0
@@ -58,7 +58,9 @@ class ForwardTimes:
         return float(median(start.elapsed_time(end) for start, end in marks)) / 1e3
 
     def advise(self, trainer: Trainer, epoch: float, min_seconds: float) -> Iterator[str]:
-        """Yield advice on the slowest process. Call it on every process.
+        """Yield advice on the slowest process, if forward passes were timed. Call it on every process.
+
+        In these, processes do not wait for each other, unlike in backward passes.
 
         :param epoch: seconds that the epoch took
         :param min_seconds: shortest time lost in the epoch that is worth reporting

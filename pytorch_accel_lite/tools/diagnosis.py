@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.batches import find_batch_size
-from pytorch_accel_lite.callbacks.advice import faster_data
+from pytorch_accel_lite.callbacks.advice import faster_data, not_fused
 from pytorch_accel_lite.devices import module_of
 from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.loops.training import loss_of
@@ -168,20 +168,20 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
     if found.waiting > 0.1:
         advice = faster_data(trainer)
         yield f"The model waits for data during {100 * found.waiting:.0f} % of a step. {advice}"
-    options = [group.get("fused") for group in trainer.optimizer.param_groups]
-    if found.update > 0.1 * compute and "fused" in trainer.optimizer.defaults and not any(options):
+    if found.update > 0.1 * compute and (name := not_fused(trainer.optimizer)):
         yield (
             f"The update takes {100 * found.update / compute:.0f} % of the computation. Fused optimizers are faster: "
-            f"{type(trainer.optimizer).__name__}(..., fused=True)."
+            f"{name}(..., fused=True)."
         )
     if on_gpu and trainer.accelerator.mixed_precision == "no":
         yield "Train in bf16: accelerator=Accelerator(mixed_precision='bf16')."
         if torch.get_float32_matmul_precision() == "highest":
             yield "Or multiply matrices in TF32: torch.set_float32_matmul_precision('high')."
-    if on_gpu and compute < 0.005 and not hasattr(trainer.get_model(), "_orig_mod"):
+    is_compiled = hasattr(trainer.get_model(), "_orig_mod") or "calculate_train_batch_loss" in vars(trainer)
+    if on_gpu and compute < 0.005 and not is_compiled:
         yield (
             f"A step computes for only {compute * 1e3:.2g} ms, much of which is spent launching kernels. Use larger "
-            "batches, or compile the model: torch.compile(model)."
+            "batches, or CUDA graphs: Trainer(..., compile_step={'mode': 'reduce-overhead'})."
         )
     if not on_gpu and trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
         yield "Torch uses a single thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, makes it use more cores."
