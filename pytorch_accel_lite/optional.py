@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.batches import BatchAdapter
 from pytorch_accel_lite.optimizers import SchedulerFactory, is_made
 
 if TYPE_CHECKING:
@@ -52,13 +53,23 @@ def as_one(optimizer: Any) -> Any:
     return combine_or_defer(optimizer)
 
 
-def method_adapters(model: nn.Module, loss_func: Any, methods: Any) -> dict[str, Any]:
-    """Return what feeds batches to methods of the model, by the phases in which they are called, if it brings any."""
+def create_adapters(model: nn.Module, loss_func: Any, methods: Any) -> dict[str, BatchAdapter]:
+    """Return what feeds batches to the model, or to methods of it if there are any, by phase."""
+    adapters: dict[str, BatchAdapter] = dict.fromkeys(("train", "eval", "predict"), BatchAdapter(model))
     if methods is None:
-        return {}
+        return adapters
     from pytorch_accel_lite.schemes.model_methods import adapters_of
 
-    return adapters_of(model, loss_func, methods)
+    of_methods: dict[str, Any] = adapters_of(model, loss_func, methods)
+    return adapters | of_methods
+
+
+def compile_step(trainer: Trainer, options: bool | dict[str, Any]) -> None:
+    """Let a trainer compile its training steps, if asked to."""
+    if options is not False:
+        from pytorch_accel_lite.schemes.compiled_step import compile_step
+
+        compile_step(trainer, options)
 
 
 def create_backend_settings(*settings: bool | None) -> BackendSettings | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import gradients, optimizers, optional
-from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, total_loss
+from pytorch_accel_lite.batches import BatchOutput, total_loss
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -70,8 +70,7 @@ __all__ = [
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
 
-    Customise it by overriding step methods or with callbacks. The loop with all its events is shown in the docstring
-    of :class:`~pytorch_accel_lite.TrainerCallback`.
+    Customise it by overriding step methods or with callbacks; :class:`~pytorch_accel_lite.TrainerCallback` shows when.
 
     :param model: the model to train
     :param loss_func: called as ``loss_func(model_outputs, targets)``; returns a scalar that is a mean over the
@@ -81,12 +80,13 @@ class Trainer:
         called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or predict
     :param callbacks: callbacks, as instances or classes, called in this order
     :param run_history: where metrics are recorded; by default an :class:`~pytorch_accel_lite.InMemoryRunHistory`
-    :param accelerator: an ``accelerate.Accelerator``, for example with ``mixed_precision="bf16"``;
-        by default one is created by ``_create_accelerator()``
+    :param accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
     :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
         determines the order of the data; by default no generator is ever seeded
     :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
         arguments in a dict; the names in its state do not change
+    :param compile_step: compile the forward pass and the loss of training batches as one, and their backward pass, in
+        the same way; what cannot be compiled is computed as usual, with a warning that says why
     :param channels_last: store the model's weights, and all tensors with 4 dimensions in batches, in the channels-last
         memory format, which is faster for convolutions on many devices; shapes do not change
     :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
@@ -105,8 +105,7 @@ class Trainer:
     :ivar run_config: the settings of that run (:class:`~pytorch_accel_lite.TrainerRunConfig`)
     :ivar train_dataloader: the loader of this process's training batches; likewise ``eval_dataloader``
     :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar train_dataset_name: name of the dataset that the batch is from, in a mixture with batches of one dataset each
-    :ivar eval_dataset_name: name of the dataset being evaluated, if there are several; otherwise ``None``
+    :ivar train_dataset_name: name of the batch's dataset, if each batch is from one; likewise ``eval_dataset_name``
     :ivar is_sanity_evaluation: whether this is the evaluation before training (``train(sanity_eval_batches=)``)
     :ivar stop_reason: why the last training or evaluation run was stopped early; ``None`` if it was not
     :ivar num_microbatches: number of parts that a batch is split into, with ``auto_microbatch``
@@ -159,6 +158,7 @@ class Trainer:
         accelerator: Accelerator | None = None,
         seed: int | None = None,
         compile_model: bool | dict[str, Any] = False,
+        compile_step: bool | dict[str, Any] = False,
         channels_last: bool = False,
         check_replicas: bool = True,
         model_methods: Mapping[str, str] | None = None,
@@ -169,7 +169,7 @@ class Trainer:
     ) -> None:
         launch.heed_launcher()
         arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
-        arguments.check_model_options(compile_model, channels_last)
+        arguments.check_model_options(compile_model, compile_step, channels_last)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: Any = optional.as_one(optimizer)
@@ -192,9 +192,9 @@ class Trainer:
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data_seed = self.seed
         self.logical = optional.create_logical_processes(self, logical_processes)
-        self.__adapters = dict.fromkeys(("train", "eval", "predict"), BatchAdapter(model))  # a name only we can have
-        self.__adapters |= optional.method_adapters(model, loss_func, model_methods)
+        self.__adapters = optional.create_adapters(model, loss_func, model_methods)  # a name only we can have
         self._latest_eval_dataset: Any = None
+        optional.compile_step(self, compile_step)
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
 

@@ -84,6 +84,11 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"compile_model='inductor' must be True, False, or a dict.*torch\.compile",
     ),
     "compile_model=None": ({"compile_model": None}, TypeError, "compile_model=None must be True"),
+    "compile_step is a name": (
+        {"compile_step": "inductor"},
+        TypeError,
+        r"compile_step='inductor' must be True, False, or a dict.*torch\.compile",
+    ),
     "channels_last=1": ({"channels_last": 1}, TypeError, "channels_last=1 must be True or False"),
     "seed is too large": ({"seed": 2**40}, ValueError, rf"seed={2**40} must be"),
 }

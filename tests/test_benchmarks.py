@@ -130,6 +130,13 @@ def test_the_parts_of_the_start_are_measured_with_and_without_compiled_files():
     assert float(rows["import"][0].split()[0]) > 0
 
 
+def test_compiled_steps_are_measured_against_the_loop_by_hand():
+    done = run_module("benchmarks.compiled", "--quick", "--workloads", "loop", "--seconds", "0", "--only", "control")
+    assert done.returncode == 0, done.stdout
+    (row,) = [line.split("|")[2:-1] for line in done.stdout.splitlines() if line.startswith("| by hand again")]
+    assert all(float(figure.replace(",", "")) > 0 for figure in row[:3])
+
+
 def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
     with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):

@@ -277,12 +277,13 @@ def _refuse_class(name: str, value: Any, arguments: str) -> None:
         raise TypeError(f"{name}={value!r} must be an instance, not a class: {value.__name__}({arguments}).")
 
 
-def check_model_options(compile_model: Any, channels_last: Any) -> None:
-    """Check the options for preparing the model."""
-    if not isinstance(compile_model, (bool, dict)):
-        raise TypeError(
-            f"compile_model={compile_model!r} must be True, False, or a dict of arguments for torch.compile, "
-            "such as {'mode': 'max-autotune'}."
-        )
+def check_model_options(compile_model: Any, compile_step: Any, channels_last: Any) -> None:
+    """Check the options for preparing the model and the step."""
+    for name, given in (("compile_model", compile_model), ("compile_step", compile_step)):
+        if not isinstance(given, (bool, dict)):
+            raise TypeError(
+                f"{name}={given!r} must be True, False, or a dict of arguments for torch.compile, "
+                "such as {'mode': 'max-autotune'}."
+            )
     if not isinstance(channels_last, bool):
         raise TypeError(f"channels_last={channels_last!r} must be True or False.")
