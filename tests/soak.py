@@ -1,9 +1,10 @@
 """Kill a run at random instants, start it again with the same command until it ends, and compare it to a whole one.
 
-python -m tests.soak [--kills 100] [--processes 1] [--logical 4] [--workers 0] [--asynchronous]
+python -m tests.soak [--kills 100] [--processes 1] [--logical 4] [--workers 0] [--asynchronous] [--sharded-remotely]
 
 A state is saved at every update. Exits with an error when the killed run ends in other bits. With logical processes, it
-is started again on a random number of real ones each time.
+is started again on a random number of real ones each time. Sharded remotely, weights and states are sharded over the
+processes and the states lie in a store; each kill hits one of the processes or all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from typing import Any
 import psutil
 import torch
 
+from tests.faulty_store import FaultyStore
 from tests.launching import Fork, run_elastic
 from tests.scripts.resumable import run_to_the_end
+
+_PATIENCE = 3600
 
 
 def soak(
@@ -31,6 +36,7 @@ def soak(
     workers: int = 0,
     asynchronous: bool = False,
     logical: int | None = None,
+    sharded_remotely: bool = False,
     run_whole: Callable[..., None] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the killed run and the whole one ended with; fails unless there were as many kills.
@@ -43,7 +49,7 @@ def soak(
     generator = torch.Generator().manual_seed(0)
 
     def start(target: Path, delay: float) -> Fork:
-        run = partial(run_to_the_end, target, delay=delay, **options)
+        run = partial(run_to_the_end, target, delay=delay, **options, **_saver(target, sharded_remotely))
         count = processes if logical is None else int(torch.randint(1, logical + 1, (), generator=generator))
         return Fork(run if count == 1 else partial(run_elastic, count, run), folder / "output")
 
@@ -51,27 +57,48 @@ def soak(
     for target in (whole, killed):
         target.mkdir()
     if run_whole is None:
-        assert start(whole, 0.0).wait() == 0, (folder / "output").read_text()
+        assert start(whole, 0.0).wait(_PATIENCE) == 0, (folder / "output").read_text()
     else:
-        run_whole(whole, **options)
+        run_whole(whole, **options, **_saver(whole, sharded_remotely))
     done = 0
     while not (killed / "final.pt").exists():
         process = start(killed, 0.05 if done < kills else 0.0)
-        if done < kills:
-            done += _kill_after_a_state(process, killed, generator)
-        assert process.wait() in (0, -signal.SIGKILL), (folder / "output").read_text()
+        was_killed = done < kills and _kill_after_a_state(process, killed, generator, one_rank=sharded_remotely)
+        done += was_killed
+        codes = (0, -signal.SIGKILL, 1) if was_killed else (0,)  # a launcher without one of its ranks ends with 1
+        assert process.wait(_PATIENCE) in codes, (folder / "output").read_text()
     assert done == kills, f"{done} kills instead of {kills}"
     return tuple(torch.load(target / "final.pt", weights_only=False) for target in (killed, whole))
 
 
-def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator) -> bool:
-    """Kill a run some time after its next state; return whether it was alive then."""
-    before = len(list(folder.glob("states/update-*")))
-    while process.poll() is None and len(list(folder.glob("states/update-*"))) == before:
+def _saver(folder: Path, sharded_remotely: bool) -> dict[str, Any]:
+    """Have the states in ``folder / "states"``, in shards and as a store of the tests if asked for."""
+    if not sharded_remotely:
+        return {}
+    return {"sharded": True, "max_checkpoints": 2, "save_dir": f"{FaultyStore.protocol}://{folder}/states"}
+
+
+def _newest(folder: Path) -> str:
+    """The name of the last complete state of a run."""
+    return max((path.parent.name for path in folder.glob("states/update-*/manifest.json")), default="")
+
+
+def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator, one_rank: bool = False) -> bool:
+    """Kill a run some time after its next state; return whether it was alive then.
+
+    :param one_rank: kill only one of its processes half of the time; the launcher then ends the others
+    """
+    before = _newest(folder)
+    while process.poll() is None and _newest(folder) == before:
         time.sleep(0.005)
     time.sleep(torch.rand(1, generator=generator).item() * 0.1)
     is_alive = process.poll() is None
     ranks = psutil.Process(process.pid).children(recursive=True) if is_alive else []
+    victim = int(torch.randint(2 * len(ranks), (), generator=generator)) if one_rank and ranks else len(ranks)
+    if victim < len(ranks):
+        with suppress(psutil.NoSuchProcess):
+            ranks[victim].kill()
+        process.wait(_PATIENCE)
     process.kill()
     psutil.wait_procs(ranks, timeout=60)  # a launcher's ranks die with it, on a busy machine some time later
     return is_alive
@@ -86,6 +113,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--logical", type=int)
+    parser.add_argument("--sharded-remotely", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

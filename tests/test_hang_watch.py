@@ -15,6 +15,7 @@ from tests import cases
 from tests.launching import Fork, run_elastic_script
 from tests.scripts.resumable import run_to_the_end
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
+from tests.test_training_states import in_forks
 
 
 @pytest.mark.slow
@@ -54,6 +55,16 @@ def test_the_timeout_of_collectives_is_lowered_after_the_first_update_and_restor
     for within, after in two_ranks(cases.hanging.timeouts):
         assert within == [after, timedelta(seconds=130), timedelta(seconds=130)]
         assert after > timedelta(seconds=130)
+
+
+@pytest.mark.processes
+def test_own_groups_take_the_timeout_that_the_job_was_given(tmp_path):
+    def fork(rank):
+        found = cases.hanging.timeouts_of_own_groups(tmp_path / "states", timedelta(seconds=77))
+        # For control and in the background; of those that share batches, and two of those that do not.
+        assert found == [timedelta(seconds=77)] * 5, found
+
+    assert in_forks(fork, tmp_path / "output", 2) == [0, 0], (tmp_path / "output").read_text()
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.checkpoint.__main__ import inspect
 from tests import cases
 from tests.faulty_store import FaultyStore
-from tests.launching import SOAK, Fork
+from tests.launching import CAN_SHARD, SOAK, Fork
 from tests.scripts.resumable import run
 from tests.tasks import equal, make_trainer, train
 from tests.test_training_states import assert_same
@@ -65,6 +66,21 @@ def test_ranks_upload_their_own_files_and_resume_to_the_same_bits(folder, two_ra
         assert_same(resumed, whole)
     manifest = json.loads((folder / "states" / names(folder)[-1] / "manifest.json").read_text())
     assert {"rank00000.pt", "rank00001.pt"} < set(manifest["files"])
+
+
+@pytest.mark.processes
+@CAN_SHARD
+@pytest.mark.timeout(600)
+def test_each_damaged_file_of_a_sharded_state_is_named_and_an_older_state_is_used(folder, two_ranks):
+    """Each in one of three ways; ``make soak`` damages each in all of them."""
+    found = two_ranks.run(cases.remote.sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=500)
+    for whole, resumed in found:
+        assert len(resumed) == (21 if SOAK else 7)
+        for address, again in resumed.items():
+            assert f"Skipping a damaged training state. {address!r} is " in found.output
+            older = f"{address.rpartition('/')[0][:-1]}3"
+            assert f"Resuming from {older!r}" in found.output
+            assert_same(again, whole)
 
 
 def test_a_url_can_be_loaded_and_looked_at(folder, capsys):
@@ -119,6 +135,21 @@ def test_a_damaged_object_is_named_and_an_older_state_is_used(folder, damage, ca
     assert "Skipping a damaged training state. 'faulty://" in printed
     assert target.name in printed
     assert "/update-000000002': epoch 1, update 2" in printed
+
+
+def test_what_killed_processes_have_left_on_a_machine_is_removed(folder, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    local = [folder / f"training-state-{name}" for name in ("of a killed process", "of another one", "just created")]
+    for path in local:
+        path.mkdir()
+        (path / "model.safetensors").touch()
+    for path in local[:2]:
+        os.utime(path, (0, 0))
+    descriptor = os.open(local[1], os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    saving(folder)
+    os.close(descriptor)
+    assert sorted(folder.glob("training-state-*")) == local[2:0:-1]
 
 
 def test_states_that_are_all_damaged_are_an_error(folder):

@@ -182,6 +182,21 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     assert_same(found, expected)
 
 
+@CAN_SHARD
+@pytest.mark.processes
+@pytest.mark.timeout(3600)
+def test_sigkill_of_a_sharded_run_with_remote_states_leads_to_the_same_bits(tmp_path, job):
+    """One or both of two processes, which write their shards in the background."""
+
+    def run_whole(folder, **options):
+        job(2).run(run_to_the_end, folder, **options, timeout=3000)
+
+    how = {"processes": 2, "asynchronous": True, "sharded_remotely": True}
+    found, expected = soak(tmp_path, 50 if SOAK else 1, **how, run_whole=run_whole)
+    assert found["processes"] == 2
+    assert_same(found, expected)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
 def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_path, job, processes, accumulation):

@@ -7,12 +7,15 @@ names, so a state is replaced in one step as well. To be read, a state is fetche
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import secrets
+import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -40,6 +43,8 @@ from pytorch_accel_lite.utils import import_extra
 _OWNER = ".owner.json"
 #: Names the complete states, as a store may be late to list what was written.
 _INDEX = ".states.json"
+_LOCAL = "training-state-"
+_SECONDS_UNTIL_LOCKED = 60  # far more than a process needs to lock what it has created
 
 
 class RemoteFolder:
@@ -132,6 +137,32 @@ class RemoteFolder:
             self._store.rm(path, recursive=True)
 
 
+@contextmanager
+def _local_directory() -> Iterator[str]:
+    """Yield an empty temporary directory; those that killed processes have left on this machine are removed.
+
+    A process has a lock on its own, which ends with it.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_LOCAL}*"):
+        with suppress(OSError), _opened(left) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - left.stat().st_mtime > _SECONDS_UNTIL_LOCKED:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_LOCAL) as directory, _opened(Path(directory)) as descriptor:
+        with suppress(OSError):  # no locks there, so nothing is removed, either
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield directory
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def upload_state(url: str, ranks: Ranks, snapshot: Snapshot) -> None:
     """Upload a training state. All ranks take part, and all raise an error if one fails.
 
@@ -141,7 +172,7 @@ def upload_state(url: str, ranks: Ranks, snapshot: Snapshot) -> None:
     files_of_this_save = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
 
     def upload() -> dict[str, dict[str, Any]]:
-        with tempfile.TemporaryDirectory(prefix="training-state-") as staging:
+        with _local_directory() as staging:
             entries = write_files(Path(staging), ranks.rank, snapshot)
             for name in entries:
                 folder.upload(Path(staging, name), f"{files_of_this_save}/{name}")
@@ -168,14 +199,15 @@ def _remove_others(folder: RemoteFolder, files: str) -> None:
                 folder.remove(name)
 
 
-def fetch_state(url: str, ranks: Ranks) -> TrainingState:
+def fetch_state(url: str, ranks: Ranks, is_listed: bool = False) -> TrainingState:
     """Fetch a state to each machine, verify it there and read it, including the weights. All ranks take part.
 
+    :param is_listed: whether it was complete at some time: a missing manifest is damage then
     :raises FileNotFoundError: if there is no state
     :raises DamagedStateError: on all ranks, if it is damaged; names the file
     :raises OSError: if the store cannot be reached
     """
-    with tempfile.TemporaryDirectory(prefix="training-state-") as directory:
+    with _local_directory() as directory:
 
         def fetch() -> tuple[str, dict[str, Any], str | None] | None:
             if not PartialState().is_local_main_process:
@@ -184,6 +216,10 @@ def fetch_state(url: str, ranks: Ranks) -> TrainingState:
                 return directory, _copy(RemoteFolder(url), Path(directory)), None
             except DamagedStateError as error:
                 return directory, {}, str(error).replace(directory, url)
+            except FileNotFoundError:
+                if not is_listed:
+                    raise
+                return directory, {}, f"'{url}/{MANIFEST}' is missing."
 
         outcomes = ranks.run_together(fetch)  # nothing is raised for damage, so that all ranks raise the same
         for outcome in outcomes:
@@ -220,7 +256,7 @@ def _copy(folder: RemoteFolder, directory: Path) -> dict[str, Any]:
 @contextmanager
 def fetched(url: str) -> Iterator[Path]:
     """Yield the directory of a verified copy of a state, which is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="training-state-") as directory:
+    with _local_directory() as directory:
         _copy(RemoteFolder(url), Path(directory))
         yield Path(directory)
 
@@ -290,7 +326,7 @@ class RemoteStore:
         problems = []
         for name in ranks.broadcast_object(self._newest_first):
             try:
-                return fetch_state(f"{self.url}/{name}", ranks)
+                return fetch_state(f"{self.url}/{name}", ranks, is_listed=True)
             except DamagedStateError as error:
                 problems.append(str(error))
                 report(f"Skipping a damaged training state. {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
@@ -19,7 +20,25 @@ def _job_group(job: Any, purpose: str) -> Any:
 
     :param job: the default process group of the job
     """
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=chosen_timeout(job))
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return how long a collective of a process group may take."""
+    backend = group._get_backend(group._device_types[-1])
+    options = getattr(backend, "options", None)  # not all backends show them
+    return getattr(options, "_timeout", None) or dist.default_pg_timeout
+
+
+def chosen_timeout(job: Any) -> timedelta | None:
+    """Return the timeout that the user has given the default process group of a job.
+
+    It applies to the groups that are created here. ``None`` stands for torch's default, which depends on the backend:
+    that of NCCL is too short for a group whose processes wait for files.
+    """
+    timeout = timeout_of(job)
+    defaults = dist.default_pg_timeout, dist.distributed_c10d.default_pg_nccl_timeout
+    return None if timeout in defaults else timeout
 
 
 class Ranks:

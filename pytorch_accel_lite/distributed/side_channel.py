@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pytorch_accel_lite.distributed.ranks import timeout_of
+
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None
 _stores: Any = dist  # which does not declare them as its own
 _PATIENCE = timedelta(seconds=10)
@@ -43,7 +45,7 @@ class GroupTimeouts:
             return
         for group in list(_c10d._world.pg_map):
             if isinstance(group, dist.ProcessGroup):
-                self._before.append((group, _timeout_of(group)))
+                self._before.append((group, timeout_of(group)))
                 _set_timeout(group, timedelta(seconds=seconds))
 
     def restore(self) -> None:
@@ -51,12 +53,6 @@ class GroupTimeouts:
         for group, timeout in self._before:
             _set_timeout(group, timeout)
         self._before.clear()
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    backend = group._get_backend(group._device_types[-1])
-    options = getattr(backend, "options", None)  # older versions of torch do not show those of gloo
-    return getattr(options, "_timeout", None) or dist.default_pg_timeout
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.ranks import chosen_timeout
 
 T = TypeVar("T")
 Peers = tuple[int, ...]
@@ -74,7 +75,8 @@ class DataRanks(Ranks):
 @cache
 def _own_group(job: Any, groups: tuple[Peers, ...], backend: str | None) -> Any:
     """Return the group of this process out of disjoint ones; as torch never frees groups, they are created once."""
-    created = [(ranks, dist.new_group(list(ranks), backend=backend)) for ranks in groups]
+    timeout = chosen_timeout(job)
+    created = [(ranks, dist.new_group(list(ranks), timeout, backend)) for ranks in groups]
     return next(group for ranks, group in created if dist.get_rank() in ranks)
 
 

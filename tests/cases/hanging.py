@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 
 from pytorch_accel_lite import TrainerCallback
-from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback
-from pytorch_accel_lite.distributed.side_channel import _timeout_of
+from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.distributed.ranks import timeout_of
+from tests.cases import parallel
 from tests.cases.common import IN_ORDER, rank, world_size
 from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
 
@@ -63,7 +67,7 @@ class LooksAtTimeouts(TrainerCallback):
         self.seen: list[timedelta] = []
 
     def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
-        self.seen.append(_timeout_of(dist.group.WORLD))
+        self.seen.append(timeout_of(dist.group.WORLD))
 
 
 def timeouts() -> tuple[list[timedelta], timedelta]:
@@ -71,7 +75,18 @@ def timeouts() -> tuple[list[timedelta], timedelta]:
     looks = LooksAtTimeouts()
     trainer = quiet_trainer(small_model(), callbacks=[looks, HangWatchCallback(50, end=True)])
     trainer.train(regression_data(3 * world_size()), 1, per_device_batch_size=1)
-    return looks.seen, _timeout_of(dist.group.WORLD)
+    return looks.seen, timeout_of(dist.group.WORLD)
+
+
+def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
+    """How long a collective may take in each group that a trainer has made, in a job with such a timeout."""
+    given = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[given])
+    model = parallel.shard(parallel.create_model(), "tp")  # which makes groups of its own
+    before = [*dist.distributed_c10d._world.pg_map]
+    saving = SaveTrainingStateCallback(folder, asynchronous=True)
+    parallel.fit(quiet_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
+    return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 
 def _slow_to(read: float, compute: float) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.checkpoint.weights import full_state_dict
 from tests.tasks import Rows, regression_data
 
 EPOCHS, SIZE, GLOBAL_BATCH = 3, 22, 6
@@ -92,6 +94,16 @@ def make_model() -> nn.Module:
     return model
 
 
+def shard(model: nn.Module, accelerator: Accelerator) -> None:
+    """Shard a model over all processes by ``fully_shard``."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    for module in (model[0], model[4], model):
+        fully_shard(module, mesh=mesh)
+
+
 def run(
     folder: Path,
     accumulation: int = 1,
@@ -108,6 +120,10 @@ def run(
     **saver: Any,
 ) -> dict[str, Any]:
     model = make_model()
+    accelerator = None
+    if saver.get("sharded"):
+        accelerator = Accelerator(cpu=True)
+        shard(model, accelerator)
     order = OrderCallback()
     saving = SaveTrainingStateCallback(**({"save_dir": folder / "states", "save_every_n_steps": 1} | saver))
     trainer = SlowTrainer(
@@ -123,6 +139,7 @@ def run(
         ],
         seed=seed,
         logical_processes=logical,
+        accelerator=accelerator,
     )
     trainer.delay = delay
     total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
@@ -138,8 +155,8 @@ def run(
         resume_from=resume_from,
     )
     return {
-        "weights": model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
+        "weights": full_state_dict(model.state_dict(), keep=True),
+        "optimizer": full_state_dict(trainer.optimizer.state_dict(), keep=True),
         "scheduler": trainer.scheduler.state_dict() if schedule else None,
         "history": trainer.run_history.to_dict(),
         "order": order.order,
