@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from benchmarks import comparison, worker
+from benchmarks import comparison, scale, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
 from tests.launching import run_module
+from tests.launching import CAN_SHARD, run_forked, run_module
 
 pytestmark = pytest.mark.programs
 
@@ -51,6 +53,24 @@ def test_the_parts_of_a_step_are_those_of_both_loops():
     rows = [line.split("|")[1:3] for line in done.stdout.splitlines()[2:]]
     assert [name.strip() for name, _ in rows][:3] == ["forward pass", "forward pass to loss", "loss"]
     assert all(float(by_hand) > 0 for _, by_hand in rows)
+
+
+@pytest.mark.slow
+@CAN_SHARD
+def test_an_update_of_ours_sends_what_one_by_hand_sends():
+    def run():
+        scale.EPOCHS, scale.UPDATES = 1, 3
+        scale.main()
+
+    done = run_forked(run, "--ranks", "2")
+    assert done.returncode == 0, done.stdout
+    messages, kilobytes, *_ = done.stdout.split("\n\n")
+    sent = dict(re.findall(r"^\| ([\w, ]+: [\w, ]+) \| ([\d.]+)", kilobytes, re.MULTILINE))
+    formula = 16_641 * 4 / 1000
+    for way, factor in {"DDP by hand": 1, "ours": 1, "ours, fully_shard": 2}.items():
+        # All-reduces of gradients; or two gathers of weights, and what gloo has for a reduce-scatter.
+        assert factor * formula < float(sent[f"{way}: update"]) < 1.05 * factor * formula + 2
+    assert "| ours: a state saved |" in messages
 
 
 def test_logical_processes_are_measured_against_ddp_by_hand():

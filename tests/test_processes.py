@@ -543,6 +543,13 @@ def test_process_helpers(ranks):
         assert result["after the barrier"] == len(everyone)
 
 
+def test_objects_of_any_length_are_gathered_in_order(ranks):
+    for found in ranks(cases.processes.objects_of_any_length):
+        *texts, (tensors, gathered) = found
+        assert all(given == received for given, received in texts)
+        assert all(map(torch.equal, tensors, gathered))
+
+
 @TWO_ARE_ENOUGH
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
     for saved, (after_3, after_50) in ranks(cases.processes.many_trainers):

@@ -36,9 +36,9 @@ def chosen_timeout(job: Any) -> timedelta | None:
     It applies to the groups that are created here. ``None`` stands for torch's default, which depends on the backend:
     that of NCCL is too short for a group whose processes wait for files.
     """
+    constants: Any = dist.distributed_c10d
     timeout = timeout_of(job)
-    defaults = dist.default_pg_timeout, dist.distributed_c10d.default_pg_nccl_timeout
-    return None if timeout in defaults else timeout
+    return None if timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout) else timeout
 
 
 class Ranks:
@@ -130,9 +130,9 @@ class Ranks:
         """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        from pytorch_accel_lite.distributed.exchange import all_gather_object
+
+        return all_gather_object(value, self.members, self.rank, self._group)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the integers of all ranks, in rank order. Each rank must give as many."""

@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
-from tests.cases.common import rank, shared_folder
+from tests.cases.common import rank, shared_folder, world_size
 from tests.tasks import quiet_trainer, regression_data, small_model
 
 
@@ -76,6 +76,18 @@ def process_helpers() -> Any:
     results["after the barrier"] = len(list(folder.iterdir()))
     trainer.barrier()
     return results
+
+
+def objects_of_any_length() -> list[tuple[Any, Any]]:
+    """What all processes give, and what each gets: short, long on one process or another, long on all, and neither."""
+    trainer = Trainer(small_model(), None, None, callbacks=[])
+    found = []
+    for lengths in ((0, 1, 2), (3000, 0, 5), (0, 70_000, 0), (5000, 9000, 1012), (1010, 1011, 1013)):
+        of_all = [(number, "x" * length) for number, length in enumerate(lengths[: world_size()])]
+        found.append((of_all, trainer.all_gather_object(of_all[rank()])))
+    tensors = [torch.arange(2000) + other for other in range(world_size())]
+    found.append((tensors, trainer.all_gather_object(tensors[rank()])))
+    return found
 
 
 def trainers_in_turn() -> Any:

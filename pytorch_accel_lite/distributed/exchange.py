@@ -1,0 +1,51 @@
+"""Objects that each rank gives to all: short ones through the first rank, long ones from each rank to the next.
+
+Torch's ``all_gather_object`` has every rank send every other rank's object on, twice (lengths, then objects): with many
+ranks, that many messages for each of them, one after another. Most of what ranks tell each other is short.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_LENGTH = 8  # bytes in which a row begins with the length of its object
+_SHORT = 1024 - _LENGTH
+
+
+def all_gather_object(value: Any, members: Sequence[int], place: int, group: Any) -> list[Any]:
+    """Return the picklable values of all ranks of a group, in their order.
+
+    :param members: the ranks of the group in the job
+    :param place: the place of this rank among them
+    """
+    own = pickle.dumps(value)
+    row = torch.zeros(_LENGTH + _SHORT, dtype=torch.uint8)
+    row[:_LENGTH] = torch.tensor([len(own)]).view(torch.uint8)
+    if len(own) <= _SHORT:
+        row[_LENGTH : _LENGTH + len(own)] = _bytes(own)
+    table = torch.empty(len(members), len(row), dtype=torch.uint8)
+    dist.gather(row, [*table] if place == 0 else None, members[0], group)
+    dist.broadcast(table, members[0], group)
+    lengths = table[:, :_LENGTH].contiguous().view(torch.int64).flatten().tolist()
+    given = [part[_LENGTH : _LENGTH + length] for part, length in zip(table, lengths, strict=True)]
+    longer = [other for other, length in enumerate(lengths) if length > _SHORT]
+    if len(longer) == 1:  # such as a batch that the first rank has read
+        (giver,) = longer
+        given[giver] = _bytes(own) if giver == place else torch.empty(lengths[giver], dtype=torch.uint8)
+        dist.broadcast(given[giver], members[giver], group)
+    elif longer:
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(own)] = _bytes(own)
+        parts = [torch.empty_like(padded) for _ in members]
+        dist.all_gather(parts, padded, group)
+        given = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+    return [pickle.loads(memoryview(part.numpy())) for part in given]
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
