@@ -11,7 +11,6 @@ from benchmarks import comparison, scale, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
-from tests.launching import run_module
 from tests.launching import CAN_SHARD, run_forked, run_module
 
 pytestmark = pytest.mark.programs
