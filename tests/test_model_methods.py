@@ -54,6 +54,26 @@ def test_what_a_method_may_take(method, data):
     assert trainer.predict(pairs()).shape == (26, 1)  # of the forward pass
 
 
+def test_samples_are_counted_as_they_were_collated():
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def loss_of(self, tokens, label):
+            return {"loss": self.weight * label.mean()}
+
+    def pack(samples):
+        tokens, labels = zip(*samples, strict=True)
+        return {"tokens": torch.cat(tokens), "label": torch.stack(labels)}
+
+    labels = torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0])
+    data = [(torch.ones(index + 1), label) for index, label in enumerate(labels)]
+    trainer = Trainer(Packed(), None, None, callbacks=[], model_methods={"eval": "loss_of"})
+    found = trainer.evaluate(data, per_device_batch_size=4, dataloader_kwargs={"collate_fn": pack})
+    assert found == {"evaluation_loss": 3.0}
+
+
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     alone = cases.model_methods.trained_and_resumed()
     for found in (alone, *two_ranks(cases.model_methods.trained_and_resumed)):

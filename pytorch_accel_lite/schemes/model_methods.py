@@ -6,15 +6,18 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.batches import BatchOutput, size_of_read
 from pytorch_accel_lite.utils import did_you_mean
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
 
 _PHASES = ("train", "eval", "predict")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -70,10 +73,10 @@ class MethodAdapter:
         self._title = f"{type(model).__name__}.{name}{self._signature}"
         self._is_new = True
 
-    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, num_samples: int | None) -> BatchOutput:
+    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Batch | None) -> BatchOutput:
         """Return what the method returns for a batch, a dict with ``loss``.
 
-        :param num_samples: number of samples collated into the batch, or ``None`` if unknown
+        :param read: the batch as it was read; a step may have passed other data
         """
         returned = self._call(model, *self._match(batch))
         if not isinstance(returned, Mapping) or "loss" not in returned:
@@ -81,7 +84,7 @@ class MethodAdapter:
             raise TypeError(
                 f"{self._title} must return a dict with 'loss', not {found}. In evaluations, 'loss': None is allowed."
             )
-        return {"batch_size": find_batch_size(batch, num_samples), **returned}
+        return {"batch_size": size_of_read(batch, read), **returned}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return what the method returns for a batch without what it does not take, such as targets."""
