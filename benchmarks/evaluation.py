@@ -25,15 +25,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.paths import QUIET, STEPS_IN_BLOCK, Blocks, ReadsBatches, ReadyBatches, Turns, collated, nothing
+from benchmarks.paths import PATHS, Blocks, SetUp, TakesTurns, data_of, taking_turns
 from benchmarks.tasks import Task, make_task
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite import Trainer, get_default_callbacks
 
-
-class OfReadyBatches(Trainer):
-    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: Any = None) -> Any:
-        return OwnShard(self.eval_dataset)
+BATCHES_IN_BLOCK = SetUp.steps_in_turn
 
 
 def by_hand(task: Task, batches: Iterable[Any], context: Callable[[], Any] = torch.no_grad) -> Iterator[float]:
@@ -44,38 +40,37 @@ def by_hand(task: Task, batches: Iterable[Any], context: Callable[[], Any] = tor
     while True:
         begin = time.thread_time()
         with context():
-            for inputs, targets in islice(endless, STEPS_IN_BLOCK):
+            for inputs, targets in islice(endless, BATCHES_IN_BLOCK):
                 total += loss_func(model(inputs), targets).item() * len(targets)
         yield time.thread_time() - begin
 
 
 def control(task: Task, context: Callable[[], Any]) -> Blocks:
-    data = ReadyBatches(task, nothing)
-    one, other = by_hand(task, data), by_hand(task, data, context)
-    first, second = zip(*[(next(one), next(other)) for _ in range(task.steps // STEPS_IN_BLOCK)][1:], strict=True)
-    return list(first), list(second)
+    batches = task.batches()
+    return taking_turns(by_hand(task, batches), by_hand(task, batches, context), task.steps // BATCHES_IN_BLOCK)
 
 
-def ours(task: Task, reads: type[Any], callbacks: Iterable[Any]) -> Blocks:
-    is_ready = reads is ReadyBatches
-    data = reads(task, nothing)
-    loader = data if is_ready else DataLoader(data, task.batch_size, collate_fn=collated)
-    turns = Turns(by_hand(task, loader))
-    trainer = (OfReadyBatches if is_ready else Trainer)(task.make_model(), task.loss_func, None, callbacks)
-    options = {"num_workers": 0, "collate_fn": collated}
+def ours(task: Task, setup: SetUp, callbacks: Iterable[Any]) -> Blocks:
+    data, options = data_of(task, setup)
+    trainer = TakesTurns(task.make_model(), task.loss_func, None, callbacks)
+    trainer.is_list = not options
+    loader = DataLoader(data, task.batch_size, **options) if options else data
+    trainer.take_turns(by_hand(task, loader), BATCHES_IN_BLOCK)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        trainer.evaluate(reads(task, turns), task.batch_size, dataloader_kwargs=options)
-    return turns.times
+        trainer.evaluate(data, task.batch_size, dataloader_kwargs=options)
+    return trainer.times
 
 
 def paths(task: Task) -> dict[str, Callable[[], Blocks]]:
+    quiet = get_default_callbacks(progress_bar=False)
+    ready, loader = PATHS["list of batches"], PATHS["DataLoader, `__getitems__`"]
     return {
         "control": lambda: control(task, torch.no_grad),
         "by hand, inference_mode": lambda: control(task, torch.inference_mode),
-        "list of batches": lambda: ours(task, ReadyBatches, []),
-        "list of batches, default callbacks": lambda: ours(task, ReadyBatches, QUIET),
-        "DataLoader": lambda: ours(task, ReadsBatches, []),
-        "DataLoader, default callbacks": lambda: ours(task, ReadsBatches, QUIET),
+        "list of batches": lambda: ours(task, ready, []),
+        "list of batches, default callbacks": lambda: ours(task, ready, quiet),
+        "DataLoader": lambda: ours(task, loader, []),
+        "DataLoader, default callbacks": lambda: ours(task, loader, quiet),
     }
 
 
@@ -160,7 +155,7 @@ def main() -> None:
                 times += new
     print("| evaluating | by hand, microseconds per batch | added |\n|---|---|---|")
     for name, taken in blocks.items():
-        hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / STEPS_IN_BLOCK for times in taken)
+        hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / BATCHES_IN_BLOCK for times in taken)
         print(f"| {name} | {hand:.0f} | {own - hand:+.1f} |")
     one, two = (run_job(processes, arguments.rounds, arguments.quick) for processes in (1, 2))
     print("\n| | CPU time, 1 process | each of 2 | ratio | wall time, 1 process | 2 | ratio |")

@@ -276,8 +276,9 @@ def _steps_in_turns(steps: int, report: Callable[[tuple[float, float]], None]) -
     wrap = DistributedDataParallel if ranks > 1 else (lambda model: model)
     model = task.make_model()
     trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), [], seed=0)
-    trainer.clock, trainer.steps_in_turn = time.perf_counter, STEPS_IN_BLOCK
-    trainer.by_hand = steps_by_hand(task, SetUp("list"), Path(), task.batches(), trainer.clock, wrap)
+    trainer.clock = time.perf_counter
+    by_loop = steps_by_hand(task, SetUp("list"), Path(), task.batches(), time.perf_counter, wrap)
+    trainer.take_turns(by_loop, STEPS_IN_BLOCK)
     trainer.train(few, 2, per_device_batch_size=task.batch_size)
     if accelerator.is_main_process:
         one, other = (quartile(times) / STEPS_IN_BLOCK for times in trainer.times)

@@ -202,23 +202,34 @@ class Indexed:
 class TakesTurns(Trainer):
     """Lets a hand-written loop run after every so many of its own steps, and times both."""
 
-    by_hand: Iterator[float]
-    steps_in_turn: int
     clock: Clock = staticmethod(time.thread_time)
     is_list = False
 
-    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
-        return (
-            OwnShard(self.train_dataset)
-            if self.is_list
-            else super().create_train_dataloader(batch_size, train_dl_kwargs)
-        )
-
-    def training_run_start(self) -> None:
+    def take_turns(self, by_hand: Iterator[float], steps: int) -> None:
+        """Begin anew, in turns of so many steps."""
+        self.by_hand, self.steps_in_turn = by_hand, steps
         self.steps = 0
         self.times: Blocks = [], []
 
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
+        if self.is_list:
+            return OwnShard(self.train_dataset)
+        return super().create_train_dataloader(batch_size, train_dl_kwargs)
+
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: Any = None) -> Any:
+        if self.is_list:
+            return OwnShard(self.eval_dataset)
+        return super().create_eval_dataloader(batch_size, eval_dl_kwargs)
+
     def calculate_train_batch_loss(self, batch: Any) -> Any:
+        self._step()
+        return super().calculate_train_batch_loss(batch)
+
+    def calculate_eval_batch_loss(self, batch: Any) -> Any:
+        self._step()
+        return super().calculate_eval_batch_loss(batch)
+
+    def _step(self) -> None:
         if self.steps % self.steps_in_turn == 0:
             now = self.clock()
             one = next(self.by_hand)
@@ -227,7 +238,6 @@ class TakesTurns(Trainer):
                 self.times[1].append(now - self.begin)
             self.begin = self.clock()
         self.steps += 1
-        return super().calculate_train_batch_loss(batch)
 
 
 def taking_turns(one: Iterator[float], other: Iterator[float], turns: int) -> Blocks:
@@ -246,7 +256,7 @@ def compare(task: Task, setup: SetUp, folder: Path, more: Iterable[Any] = ()) ->
     found = [*setup.callbacks(folder), *more]
     trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), found, seed=setup.seed)
     trainer.is_list = setup.reads == "list"
-    trainer.by_hand, trainer.steps_in_turn = by_hand(task, setup, folder), setup.steps_in_turn
+    trainer.take_turns(by_hand(task, setup, folder), setup.steps_in_turn)
     how: dict[str, Any] = {"gradient_accumulation_steps": setup.accumulation}
     if setup.clips:
         how["gradient_clip_norm"] = 10.0

@@ -62,6 +62,8 @@ def sent() -> Sent:
             if not os.readlink(entry).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
                 port = connection.getpeername()[1]
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             (segments,) = struct.unpack_from("I", info, _SEGMENTS)

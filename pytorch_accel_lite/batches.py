@@ -50,15 +50,6 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
     return found
 
 
-def size_of_read(batch: Any, read: Batch | None) -> int:
-    """Return the number of samples in a batch.
-
-    :param read: the batch as it was read; a step may have passed other data
-    """
-    known = read.num_samples if read is not None and batch is read.data else None
-    return find_batch_size(batch, known or None)
-
-
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors with dimensions in nested data."""
     return (part for part in parts_in([data]) if isinstance(part, torch.Tensor) and part.ndim)
@@ -129,7 +120,8 @@ class BatchAdapter:
             output = {"loss": loss_func(outputs, batch[1]), "model_outputs": outputs}
         else:
             output = self._other_outputs_and_loss(model, loss_func, batch)
-        output["batch_size"] = size_of_read(batch, read)
+        known = read.num_samples if read is not None and batch is read.data else None
+        output["batch_size"] = find_batch_size(batch, known or None)
         return output
 
     def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:

@@ -168,6 +168,7 @@ class Fork:
             file = os.open(self.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             sys.stdout = sys.stderr = open(file, "w", buffering=1)  # noqa: SIM115
             warnings.resetwarnings()
+            os.environ["OMP_NUM_THREADS"] = "1"  # a copy lacks the threads that OpenMP may have started here
             for state in (AcceleratorState, GradientState, PartialState):
                 state._reset_state()
             action()

@@ -75,7 +75,7 @@ def test_nothing_imports_in_a_circle():
         graph = {name: imported for name, imported in graph.items() if name not in leaves}
 
 
-DEFAULTS = {"advice", "bars", "devices", "epochs", "progress", "stopping", "table"}
+DEFAULTS = {"advice", "devices", "epochs", "progress", "stopping", "table"}
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_plain_run_loads_no_more_than_one_can_read_in_a_sitting():
     loaded = {name: Path(path) for name, path in json.loads(run_python(PLAIN_RUN)).items()}
     core = {name: path for name, path in loaded.items() if room_of(name) != "callbacks"}
     assert not OPTIONAL & set(map(room_of, core))
-    assert sum(len(path.read_text().splitlines()) for path in core.values()) < 6_700, sorted(core)
+    assert sum(len(path.read_text().splitlines()) for path in core.values()) < 6_800, sorted(core)
 
 
 def test_files_are_not_longer_than_one_can_read():

@@ -33,7 +33,7 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
     :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
     """
     while True:
-        inner = getattr(model, "_orig_mod", None) if "_orig_mod" in model._modules else None
+        inner = getattr(model, "_orig_mod", None) if "_orig_mod" in getattr(model, "_modules", ()) else None
         if isinstance(model, DistributedDataParallel):
             model = model.module
         elif isinstance(inner, nn.Module) and (not keep_torch_compile or isinstance(inner, DistributedDataParallel)):

@@ -13,7 +13,7 @@ from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.batches import BatchOutput, size_of_read
+from pytorch_accel_lite.batches import BatchOutput, find_batch_size
 from pytorch_accel_lite.utils import did_you_mean
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class MethodAdapter:
             raise TypeError(
                 f"{self._title} must return a dict with 'loss', not {found}. In evaluations, 'loss': None is allowed."
             )
-        return {"batch_size": size_of_read(batch, read), **returned}
+        known = read.num_samples if read is not None and batch is read.data else None
+        return {"batch_size": find_batch_size(batch, known or None), **returned}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return what the method returns for a batch without what it does not take, such as targets."""
