@@ -16,10 +16,13 @@ _HEADER = 16
 class Message(pickle.Pickler):
     """An object that can be written to bytes.
 
+    :param of_all_tensors: copy tensors on a device and those with gradients as well, which then arrive on the CPU and
+        without; by default these are pickled, and arrive as they were
     :ivar size: number of bytes
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, of_all_tensors: bool = False) -> None:
+        self._of_all_tensors = of_all_tensors
         self._file = io.BytesIO()
         self._tensors: list[tuple[int, torch.Tensor]] = []
         self._ids: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
@@ -31,7 +34,9 @@ class Message(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the place, type and shape of a tensor that is left out of what is pickled."""
-        if type(obj) is not torch.Tensor or not _is_plain(obj):
+        if type(obj) is not torch.Tensor or not _is_dense(obj):
+            return None
+        if not self._of_all_tensors and (obj.requires_grad or obj.device.type != "cpu"):
             return None
         if id(obj) not in self._ids:
             self._ids[id(obj)] = self._size_of_tensors, obj.dtype, tuple(obj.shape)
@@ -45,22 +50,21 @@ class Message(pickle.Pickler):
         buffer[8:_HEADER].view(torch.int64).fill_(len(pickled))
         buffer[_HEADER : _HEADER + len(pickled)].copy_(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
         for place, tensor in self._tensors:
-            _tensor_at(buffer, self._first + place, tensor.dtype, tensor.shape).copy_(tensor)
+            _tensor_at(buffer, self._first + place, tensor.dtype, tensor.shape).copy_(tensor.detach())
 
 
 class _Reader(pickle.Unpickler):
-    """Reads an object from bytes, with tensors that keep no more than twice their own memory alive."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, keeps: bool) -> None:
         end = _HEADER + int(buffer[8:_HEADER].view(torch.int64).item())
         self._buffer = buffer
+        self._keeps = keeps
         self._first = _aligned(end)
         super().__init__(io.BytesIO(buffer[_HEADER:end].numpy().tobytes()))
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         place, dtype, shape = pid
         tensor = _tensor_at(self._buffer, self._first + place, dtype, shape)
-        return tensor if 2 * tensor.nbytes >= len(self._buffer) else tensor.clone()
+        return tensor if self._keeps or 2 * tensor.nbytes >= len(self._buffer) else tensor.clone()
 
 
 def write_number(buffer: torch.Tensor, number: int) -> None:
@@ -68,18 +72,20 @@ def write_number(buffer: torch.Tensor, number: int) -> None:
     buffer[:8].view(torch.int64).fill_(number)
 
 
-def read_message(buffer: torch.Tensor) -> tuple[int, Any]:
-    """Return the number at the front of a message, and the object."""
-    return int(buffer[:8].view(torch.int64).item()), _Reader(buffer).load()
+def read_message(buffer: torch.Tensor, keeps: bool = False) -> tuple[int, Any]:
+    """Return the number at the front of a message, and the object.
+
+    :param keeps: let all tensors be views of the buffer; by default, no more than twice their own memory is kept alive
+    """
+    return int(buffer[:8].view(torch.int64).item()), _Reader(buffer, keeps).load()
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return is_strided and tensor.device.type == "cpu" and not tensor.requires_grad
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def _tensor_at(buffer: torch.Tensor, begin: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
