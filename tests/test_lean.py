@@ -147,7 +147,7 @@ def test_what_steps_do_besides_calls_no_more_functions_than_this():
     assert total <= 56, found.most_common()
     total, found = calls_per_step(Ready, batches, callbacks, train=how, everywhere=True)
     assert not {"wrapper", "is_torch_version", "_group_tensors_by_device_and_dtype"} & set(+found)
-    assert total <= 173, found.most_common()
+    assert total <= 180, found.most_common()  # torch makes some more once it has compiled anything
 
 
 @pytest.mark.parametrize(("callbacks", "budget"), [((), 11), (QUIET, 11)], ids=["bare", "default callbacks"])
