@@ -205,7 +205,7 @@ def set_ups() -> dict[str, Callable[[], list[Any]]]:
 
 
 def of_epochs(asked: argparse.Namespace) -> None:
-    """Print what an epoch of one step and an evaluation costs, after so many."""
+    """Print what an epoch of one step and an evaluation costs, by the number of epochs before it."""
     marks = powers(100, asked.epochs)
 
     def rows() -> Iterator[Row]:

@@ -42,7 +42,7 @@ class SetUp:
     """What the trainer and the hand-written loop do, besides training.
 
     :param reads: ``"list"`` of batches, ``"getitem"`` or ``"getitems"`` for the method of a dataset, or ``"tensors"``
-    :param states: save training states, every so many updates; 0 to save them only between epochs, ``None`` for never
+    :param states: save training states, every this many updates; 0 to save them only between epochs, ``None`` for never
     :param column: the callbacks of the trainer, and with ``"everything on"`` also of the hand-written loop
     """
 
@@ -200,13 +200,13 @@ class Indexed:
 
 
 class TakesTurns(Trainer):
-    """Lets a hand-written loop run after every so many of its own steps, and times both."""
+    """Alternates with a hand-written loop, a number of steps at a time, and times both."""
 
     clock: Clock = staticmethod(time.thread_time)
     is_list = False
 
     def take_turns(self, by_hand: Iterator[float], steps: int) -> None:
-        """Begin anew, in turns of so many steps."""
+        """Start again, in turns of this many steps."""
         self.by_hand, self.steps_in_turn = by_hand, steps
         self.steps = 0
         self.times: Blocks = [], []
