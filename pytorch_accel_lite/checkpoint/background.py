@@ -14,7 +14,7 @@ from pytorch_accel_lite.distributed import Ranks
 
 
 class HostMemory:
-    """Host memory for copies of tensors, kept from one copy to the next: allocating it again takes longer than copying."""
+    """Host memory for copies of tensors, kept for the next copy: allocating it again takes longer than copying."""
 
     def __init__(self) -> None:
         self._held: dict[Any, list[torch.Tensor]] = {}
