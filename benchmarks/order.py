@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,8 @@ def measured(action: Callable[[], float]) -> tuple[float, float]:
             seconds = action()
             grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
             os.write(writer, f"{seconds} {grown}".encode())
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(writer)

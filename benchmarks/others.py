@@ -296,7 +296,7 @@ def gpu_task(kind: str, quick: bool) -> tuple[nn.Module, list[Any]]:
         return task.make_model(), task.batches()
     from timm import create_model
 
-    shape, model = (2, 3, 32, 32) if quick else (64, 3, 224, 224), create_model("resnet18" if quick else "resnet50")
+    shape, model = (2, 3, 32, 32) if quick else (64, 3, 224, 224), create_model("resnet10t" if quick else "resnet50")
     batch = torch.randn(shape), torch.randint(1000, shape[:1])
     pinned = tuple(tensor.pin_memory() if torch.cuda.is_available() else tensor for tensor in batch)
     return model, [pinned] * (2 if quick else 50)

@@ -181,8 +181,7 @@ def by_hand(
             optimizer.zero_grad()
             if average is not None:
                 with torch.no_grad():
-                    torch._foreach_mul_(average, DECAY)
-                    torch._foreach_add_(average, parameters, alpha=1 - DECAY)
+                    torch._foreach_lerp_(average, parameters, 1 - DECAY)
         if setup.states:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "by_hand.pt")
         yield clock() - begin

@@ -39,21 +39,23 @@ def ratios(results: Rounds, reference: str, quantity: str) -> dict[str, list[flo
 
 
 def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "wall")) -> str:
-    """Return a Markdown table of the ratios' medians, minima and maxima."""
-    head = " | ".join(f"{quantity} time".replace("cpu", "CPU") for quantity in quantities)
-    lines = [f"| | {head} |", "|---|" + "---|" * len(quantities)]
+    """Return a Markdown table of the ratios' medians, minima and maxima, and of the differences in microseconds."""
+    heads = [f"{quantity} time".replace("cpu", "CPU") for quantity in quantities]
+    heads.append(f"more {heads[0]}, microseconds")
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     by_quantity = [ratios(results, reference, quantity) for quantity in quantities]
-    for name in results:
-        if not results[name]:
-            lines.append(f"| {name} |" + " not installed |" * len(quantities))
+    base = [values[quantities[0]] for values in results[reference]]
+    for name, rounds in results.items():
+        if not rounds:
+            lines.append(f"| {name} |" + " not installed |" * len(heads))
             continue
         cells = [
             f"{statistics.median(found[name]):.2f} ({min(found[name]):.2f} to {max(found[name]):.2f})"
             for found in by_quantity
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    first = statistics.median(values[quantities[0]] for values in results[reference])
-    return "\n".join(lines) + f"\n\n1.00 is {first * 1e6:,.0f} microseconds."
+        more = statistics.median(values[quantities[0]] - before for values, before in zip(rounds, base, strict=False))
+        lines.append(f"| {name} | {' | '.join(cells)} | {1e6 * more:+,.0f} |")
+    return "\n".join(lines) + f"\n\n1.00 is {1e6 * statistics.median(base):,.0f} microseconds."
 
 
 def plain_table(results: Rounds, unit: str) -> str:

@@ -2,9 +2,11 @@
 
     torchrun --nproc_per_node 2 -m benchmarks.streams [--rounds 9] [--steps 60]
 
-Every way trains the same model, in turns. The wall time of each block of ten steps is measured within the run, and the
-table shows the lower quartile of all blocks, as other programs on the machine can only slow a block down. The loops by
-hand take part twice: the ratio of the second, the control, shows how reliable the others are.
+Every way trains the same model, in turns. The times of each block of steps are measured within the run, and the table
+shows the lower quartile of all blocks, as other programs on the machine can only slow a block down: wall time, and CPU
+time of all processes and threads. A block has as many steps as the trainer's processes agree about at once, so each
+includes an agreement. The loops by hand take part twice: the ratio of the second, the control, shows how reliable the
+others are. The last column compares with a loop by hand that sends and promises the same.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -30,7 +32,9 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard, ReadByAll
 
 BATCH = 32
-IN_BLOCK = 10
+IN_BLOCK = 16
+Seconds = list[tuple[float, float]]
+Ways = dict[str, tuple[Callable[[], Seconds], str]]
 
 
 class Images(IterableDataset[Any]):
@@ -67,31 +71,36 @@ def make_model(images: bool) -> nn.Module:
 
 
 class Blocks(TrainerCallback):
-    """The seconds of each block of steps but the first, which warms up."""
+    """The seconds of each block of steps but the first, which warms up: wall time and CPU time of this process."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.seconds: list[tuple[float, float]] = []
         self._steps = 0
 
     def on_train_step_end(self, trainer: Trainer | None = None, **kwargs: Any) -> None:
         self._steps += 1
         if self._steps % IN_BLOCK == 0:
-            now = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             if self._steps > IN_BLOCK:
-                self.seconds.append(now - self._begin)
-            self._begin = now
+                self.seconds.append((wall - self._begin[0], cpu - self._begin[1]))
+            self._begin = wall, cpu
 
 
-def train_by_hand(batches: Iterable[Any], images: bool) -> list[float]:
+def train_by_hand(batches: Iterable[Any], images: bool, joined: bool = False) -> Seconds:
+    """Train with a loop by hand.
+
+    :param joined: let a process that has no batch left take part in the reductions of the others, with torch's ``Join``
+    """
     model = make_model(images)
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer, loss_func = torch.optim.SGD(model.parameters(), lr=1e-3), nn.CrossEntropyLoss()
     blocks = Blocks()
-    for x, y in batches:
-        loss_func(wrapped(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        blocks.on_train_step_end()
+    with Join([wrapped]) if joined else contextlib.nullcontext():  # type: ignore[list-item]
+        for x, y in batches:
+            loss_func(wrapped(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            blocks.on_train_step_end()
     return blocks.seconds
 
 
@@ -100,13 +109,47 @@ class OfLoader(Trainer):
         return self.train_dataset
 
 
-def train_with_trainer(batches: Any, images: bool) -> list[float]:
+def train_with_trainer(batches: Any, images: bool) -> Seconds:
     model = make_model(images)
     blocks = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with contextlib.redirect_stdout(io.StringIO()):
-        OfLoader(model, nn.CrossEntropyLoss(), optimizer, [blocks]).train(batches, 1)
+        OfLoader(model, nn.CrossEntropyLoss(), optimizer, [blocks]).train(batches, 1, per_device_batch_size=BATCH)
     return blocks.seconds
+
+
+class EveryNth:
+    """The batches of a loader that this process uses, out of those that all processes read."""
+
+    def __init__(self, batches: Iterable[Any], rank: int, world_size: int) -> None:
+        self._batches, self._rank, self._world_size = batches, rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._batches, self._rank, None, self._world_size)
+
+
+class Agreed:
+    """Batches about whose sizes the processes agree in each step, as cheaply as torch allows, and a step ahead."""
+
+    def __init__(self, batches: Iterable[Any], group: Any) -> None:
+        self._batches, self._group = batches, group
+
+    def __iter__(self) -> Iterator[Any]:
+        following = None
+        for batch in self._batches:
+            ready, following = following, (batch, *self._begin(len(batch[0])))
+            if ready is not None:
+                yield self._finish(*ready)
+        yield self._finish(*following)  # type: ignore[misc]
+
+    def _begin(self, size: int) -> tuple[torch.Tensor, Any]:
+        number = torch.tensor(size)
+        return number, dist.all_reduce(number, group=self._group, async_op=True)
+
+    def _finish(self, batch: Any, number: torch.Tensor, work: Any) -> Any:
+        work.wait()
+        number.item()
+        return batch
 
 
 def scattered(stream: Images, steps: int) -> Iterator[Any]:
@@ -121,58 +164,84 @@ def scattered(stream: Images, steps: int) -> Iterator[Any]:
         yield own
 
 
-def ways(steps: int, rank: int, world_size: int) -> dict[str, dict[str, Callable[[], list[float]]]]:
-    """Return what is compared, by table and name; the first of each is what the others are compared with."""
+def of_streams(steps: int, rank: int, world_size: int) -> Ways:
+    """Return the ways to feed images, by name, each with the loop by hand that it is to be compared with."""
     samples = steps * BATCH * world_size
     own, whole = Images(rank, samples, world_size), Images(0, samples)
-    by_hand = partial(train_by_hand, DataLoader(own, BATCH), images=True)
-    streams = {
-        "by hand, own shards": by_hand,
-        "by hand, own shards, again (control)": by_hand,
-        "ours, own shards (`OwnShard`)": partial(train_with_trainer, OwnShard(DataLoader(own, BATCH)), images=True),
-        "ours, divided (`shard`)": partial(train_with_trainer, DataLoader(Divisible(0, samples), BATCH), images=True),
-        "ours, `ReadByAll`": partial(train_with_trainer, DataLoader(ReadByAll(whole), BATCH), images=True),
-        "ours, read and dealt out by rank 0": partial(train_with_trainer, DataLoader(whole, BATCH), images=True),
-    }
+    shards = partial(train_by_hand, DataLoader(own, BATCH), images=True)
+    every = partial(train_by_hand, EveryNth(DataLoader(whole, BATCH), rank, world_size), images=True)
+    ours = partial(train_with_trainer, images=True)
+    by_hand, read_by_all, dealt = (f"by hand, {how}" for how in ("own shards", "read by all", "`scatter`"))
+    ways: Ways = {by_hand: (shards, by_hand), "by hand, own shards, again (control)": (shards, by_hand)}
     if world_size > 1:
-        streams["by hand, read by rank 0, `scatter`"] = lambda: train_by_hand(scattered(whole, steps), images=True)
-    few = [(torch.randn(BATCH, 64), torch.randint(10, (BATCH,))) for _ in range(8)]
-    ready = list(islice(cycle(few), 4 * steps))
-    by_hand = partial(train_by_hand, ready, images=False)
-    return {
-        "streams of images": streams,
-        "own ready batches": {
-            "by hand": by_hand,
-            "by hand again (control)": by_hand,
-            "ours, a list": partial(train_with_trainer, ready, images=False),
-            "ours, an iterable without a length": partial(train_with_trainer, Endless(ready), images=False),
-        },
+        ways[read_by_all] = every, read_by_all
+        ways[dealt] = lambda: train_by_hand(scattered(whole, steps), images=True), dealt
+    return ways | {
+        "ours, own shards (`OwnShard`)": (partial(ours, OwnShard(DataLoader(own, BATCH))), by_hand),
+        "ours, divided (`shard`)": (partial(ours, DataLoader(Divisible(0, samples), BATCH)), by_hand),
+        "ours, `ReadByAll`": (partial(ours, DataLoader(ReadByAll(whole), BATCH)), read_by_all),
+        "ours, read and dealt out by rank 0": (partial(ours, DataLoader(whole, BATCH)), dealt),
     }
+
+
+def of_ready_batches(steps: int, world_size: int) -> Ways:
+    """Return the same for batches that need not be read."""
+    few = [(torch.randn(BATCH, 64), torch.randint(10, (BATCH,))) for _ in range(8)]
+    ready = list(islice(cycle(few), steps))
+    train = partial(train_by_hand, ready, images=False)
+    by_hand, joined, agreed = "by hand", "by hand, `Join`", "by hand, an `all_reduce` of a number in each step"
+    ways: Ways = {by_hand: (train, by_hand), "by hand again (control)": (train, by_hand)}
+    if world_size > 1:
+        group = dist.new_group(backend="gloo")
+        ways[agreed] = partial(train_by_hand, Agreed(ready, group), images=False), agreed
+        ways[joined] = partial(train_by_hand, ready, images=False, joined=True), joined
+    return ways | {
+        "ours, a list": (partial(train_with_trainer, ready, images=False), by_hand),
+        "ours, an iterable without a length": (partial(train_with_trainer, Endless(ready), images=False), joined),
+    }
+
+
+def quickest(seconds: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the lower quartiles of the wall time and the CPU time of all processes, by way."""
+    found = {}
+    for name, values in seconds.items():
+        wall, cpu = torch.tensor(values, dtype=torch.float64).T
+        if dist.is_initialized():
+            dist.all_reduce(cpu)
+        found[name] = wall.quantile(0.25).item() / IN_BLOCK, cpu.quantile(0.25).item() / IN_BLOCK
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=6 * IN_BLOCK)
     parser.add_argument("--quick", action="store_true", help="a few steps only, to check that everything works")
     arguments = parser.parse_args()
     rounds, steps = (1, 3 * IN_BLOCK) if arguments.quick else (arguments.rounds, arguments.steps)
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     count = accelerator.num_processes
-    for title, contenders in ways(steps, accelerator.process_index, count).items():
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    tables = {
+        "streams of images": of_streams(steps, accelerator.process_index, count),
+        "own ready batches": of_ready_batches(4 * steps, count),
+    }
+    for title, contenders in tables.items():
+        seconds: dict[str, Seconds] = {name: [] for name in contenders}
         for _ in range(rounds):
-            for name, train in contenders.items():
+            for name, (train, _) in contenders.items():
                 accelerator.wait_for_everyone()
                 seconds[name] += train()
-        quick = {name: statistics.quantiles(values, n=4)[0] / IN_BLOCK for name, values in seconds.items()}
-        base = next(iter(quick.values()))
+        quick = quickest(seconds)
+        base, base_cpu = next(iter(quick.values()))
         accelerator.print(
-            f"| {title}, {count} process{'es' * (count > 1)} | microseconds a step | ratio |\n|---|---|---|"
+            f"| {title}, {count} process{'es' * (count > 1)} | microseconds a step | ratio | CPU time | "
+            "to the loop by hand that does the same |\n|---|---|---|---|---|"
         )
-        for name, value in quick.items():
-            accelerator.print(f"| {name} | {value * 1e6:.0f} | {value / base:.2f} |")
+        for name, (wall, cpu) in quick.items():
+            same = quick.get(contenders[name][1], (base, base_cpu))[0]
+            ratios = wall / base, cpu / base_cpu, wall / same
+            accelerator.print(f"| {name} | {wall * 1e6:.0f} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
         accelerator.print()
 
 

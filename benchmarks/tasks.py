@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ class Transformer(nn.Module):
         return self.head(self.layers(hidden, mask=self.mask, is_causal=True)).transpose(1, 2)
 
 
-def make_transformer() -> nn.Module:
+def make_transformer(depth: int = 6) -> nn.Module:
     torch.manual_seed(0)
-    return Transformer()
+    return Transformer(depth=depth)
 
 
 def random_data(samples: int, *shape: int) -> TensorDataset:
@@ -95,20 +96,21 @@ def text_data(samples: int, length: int = 64) -> TensorDataset:
     return TensorDataset(data[:-1].reshape(samples, length), data[1:].reshape(samples, length))
 
 
-def text_task(batch_size: int, steps: int) -> Task:
+def text_task(batch_size: int, steps: int, depth: int = 6) -> Task:
     """Return the task of training the transformer on text."""
-    return Task(make_transformer, adamw, text_data(batch_size * steps), batch_size, steps, ready=True)
+    model = partial(make_transformer, depth)
+    return Task(model, adamw, text_data(batch_size * steps), batch_size, steps, ready=True)
 
 
 def make_task(workload: str, quick: bool = False) -> Task:
     """Return the task of a workload.
 
-    :param quick: use a few steps only, to check that everything works
+    :param quick: use a few steps only, and a small transformer, to check that everything works
     """
     if workload == "convnet":
         steps = 5 if quick else 500
         return Task(make_convnet, sgd, random_data(32 * steps, 3, 16, 16), 32, steps, ready=True)
     if workload == "transformer":
-        return text_task(8, steps=2 if quick else 10)
+        return text_task(8, steps=2, depth=1) if quick else text_task(8, steps=10)
     steps = 1 if workload == "first" else 20 if quick else 2000
     return Task(make_mlp, sgd, random_data(32 * steps, 64), 32, steps, ready=workload != "tensors")

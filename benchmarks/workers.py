@@ -115,8 +115,8 @@ def main() -> None:
                 memory[name] = times[2]
     print("| | first batch, ms | all batches, ms | a worker's own memory, MB |\n|---|---|---|---|")
     for name, rounds in found.items():
-        first, every, memory = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"| {name} | {1000 * first:.1f} | {1000 * every:.0f} | {memory:.0f} |")
+        first, every, own = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"| {name} | {1000 * first:.1f} | {1000 * every:.0f} | {own:.0f} |")
 
 
 if __name__ == "__main__":

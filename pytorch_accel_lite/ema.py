@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import nn
+
+_kind_of = attrgetter("dtype", "device", "requires_grad")
 
 
 class ModelEma(nn.Module):
     """A copy of a model whose weights and buffers are an exponential moving average of the model's.
 
     After each update, ``average = decay * average + (1 - decay) * value``, for all floating-point parameters and
-    buffers together; others, such as counts, are copied. Polyak and Juditsky, "Acceleration of Stochastic Approximation
-    by Averaging" (1992), in the exponential form of TensorFlow's ``ExponentialMovingAverage``.
+    buffers together (as ``average + (1 - decay) * (value - average)`` for parameters that are trained, which is one
+    operation and rounds less); others, such as counts, are copied. Polyak and Juditsky, "Acceleration of Stochastic
+    Approximation by Averaging" (1992), in the exponential form of TensorFlow's ``ExponentialMovingAverage``.
 
     :param model: the model, not wrapped for distributed training
     :param decay: fraction of the average that is kept at each update, from 0 to 1
@@ -22,6 +28,8 @@ class ModelEma(nn.Module):
         updates, so that the first weights are forgotten quickly (as in TensorFlow if given the number of updates)
     :ivar module: the averaged model, in evaluation mode
     """
+
+    _known: SortedPairs | None = None
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, warmup: bool = False) -> None:
         super().__init__()
@@ -36,26 +44,39 @@ class ModelEma(nn.Module):
 
     def update(self, model: nn.Module) -> None:
         """Update the average from the model, after each update of the model."""
-        averages: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        overridden = type(self).update_fn is not ModelEma.update_fn
-        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
         with torch.no_grad():
-            for average, value in self._pairs(model):
-                if overridden:
+            if type(self).update_fn is ModelEma.update_fn:
+                self._update_together(model)
+            else:
+                for average, value, _ in self._pairs(model):
                     average.copy_(self.update_fn(average, value.to(average.device)))
-                elif average.is_floating_point() or average.is_complex():
-                    averages.append(average)
-                    is_alike = value.dtype is average.dtype and value.device == average.device
-                    values.append(value if is_alike else value.to(average.device, average.dtype))
-                else:
-                    average.copy_(value)
-            if averages and decay == 0:
-                torch._foreach_copy_(averages, values)
-            elif averages and decay < 1:  # lerp would turn infinities, as in masks, into NaN
-                torch._foreach_mul_(averages, decay)
-                torch._foreach_add_(averages, values, alpha=1 - decay)
         vars(self)["num_updates"] += 1  # assigning attributes of a module takes ten times as long
+
+    def _update_together(self, model: nn.Module) -> None:
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
+        pairs = self._sorted_pairs(model)
+        for average, value in pairs.counts:
+            average.copy_(value)
+        if decay == 0:
+            for averages, values in filter(any, (pairs.learned, pairs.others)):
+                torch._foreach_copy_(averages, values)
+        elif decay < 1:
+            if pairs.learned[0]:
+                torch._foreach_lerp_(*pairs.learned, 1 - decay)
+            if pairs.others[0]:  # these may be infinite, as in masks, which lerp would turn into NaN
+                torch._foreach_mul_(pairs.others[0], decay)
+                torch._foreach_add_(*pairs.others, alpha=1 - decay)
+
+    def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
+        known = self._known
+        if known is None or not known.are_of(model):
+            known = SortedPairs(self._pairs(model))
+            vars(self)["_known"] = known if known.note(model, self.module) else None
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled, without the tensors of the model."""
+        return {**vars(self), "_known": None}
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
         """Return the new average of one tensor. Override it to change the rule; it is then applied tensor by tensor."""
@@ -64,25 +85,61 @@ class ModelEma(nn.Module):
     def set(self, model: nn.Module) -> None:
         """Restart the average from the model's current weights and buffers."""
         with torch.no_grad():
-            for average, value in self._pairs(model):
+            for average, value, _ in self._pairs(model):
                 average.copy_(value)
         self.num_updates = 0
 
-    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(_tensors_of(self.module), _tensors_of(model), strict=True)
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Yield each average, the value of the model, and whether that is being learned."""
+        averages, values = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
+        return zip(averages, values, [value.requires_grad for value in values], strict=True)
 
 
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a module, each once, without names, which take torch most of the time."""
-    found: dict[int, torch.Tensor] = {}
-    seen = set()
-    left: list[nn.Module | None] = [module]
-    while left:
-        part = left.pop()
-        if part is not None and id(part) not in seen:
-            seen.add(id(part))
-            left += [*part._modules.values()][::-1]
-            for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is not None:
-                    found[id(tensor)] = tensor
-    return list(found.values())
+class SortedPairs:
+    """The tensors of an average and of its model, in lists for an update.
+
+    Collecting and sorting them takes longer than the update of a small model, so they are used again for as long as
+    both modules have the same tensors.
+
+    :ivar learned: averages, and the parameters of the model that are being trained
+    :ivar others: averages, and other floating-point tensors
+    :ivar counts: pairs of tensors of another type, which are copied
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+        self.learned: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._are_alike = True
+        for average, value, is_learned in pairs:
+            dtype = average.dtype
+            if not (dtype.is_floating_point or dtype.is_complex):
+                self.counts.append((average, value))
+                continue
+            if value.dtype is not dtype or value.device != average.device:
+                value = value.to(average.device, dtype)
+                self._are_alike = False
+            averages, values = self.learned if is_learned else self.others
+            averages.append(average)
+            values.append(value)
+
+    def note(self, model: nn.Module, average: nn.Module) -> bool:
+        """Note where the tensors are from, for :meth:`are_of`; return whether they can be used again."""
+        parts = chain(model.modules(), average.modules())
+        self._tables: list[dict[str, Any]] = []
+        for part in parts:
+            self._tables += [part._parameters, part._buffers, part._modules]
+        self._tensors = [tensor for tensors in (*self.learned, *self.others) for tensor in tensors]
+        self._entries, self._kinds = self._look()
+        return self._are_alike
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether these are still all tensors of the average and of this model, of the same types and devices."""
+        if self._tables[0] is not model._parameters:
+            return False
+        entries, kinds = self._look()
+        return len(entries) == len(self._entries) and all(map(is_, entries, self._entries)) and kinds == self._kinds
+
+    def _look(self) -> tuple[list[object], list[object]]:
+        """Return what the modules contain now, and of which kind the tensors are now."""
+        return [*chain.from_iterable(map(dict.values, self._tables))], list(map(_kind_of, self._tensors))

@@ -27,7 +27,8 @@ class GradientWindow:
     Each loss is a mean over a number of items (samples, or ``num_items_in_batch``). It is scaled by its share of a
     *nominal* window, in which every micro-batch of every rank has the same size. Just before clipping, the gradients
     are multiplied by the ratio of nominal to true size, which is 1 except for ragged windows. This is exact for
-    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages.
+    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages. The share
+    in a window of one micro-batch, whose samples have been counted, is that of the true size.
 
     :param device: the device of the gradients
     :param steps: number of micro-batches per rank in a full window
@@ -68,6 +69,10 @@ class GradientWindow:
             elif self.items_per_batch is None:  # once per run: the only read from the device
                 self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
             nominal = self.items_per_batch
+        elif self.steps == 1 and total_samples and not (self.is_split or self.is_guarded):
+            self.sizes = total_samples, total_samples  # which are known already
+            share = num_samples * self._ranks.world_size / total_samples
+            return loss if share == 1 else loss * share
         true = added if self.sizes is None else self.sizes[1] + added
         self.sizes = nominal * self.steps * self._ranks.world_size, true
         return loss * (local / (nominal * self.steps))

@@ -64,12 +64,12 @@ def create_adapters(model: nn.Module, loss_func: Any, methods: Any) -> dict[str,
     return adapters | of_methods
 
 
-def compile_step(trainer: Trainer, options: bool | dict[str, Any]) -> None:
+def compile_step(trainer: Trainer, options: bool | dict[str, Any], adapters: dict[str, BatchAdapter]) -> None:
     """Let a trainer compile its training steps, if asked to."""
     if options is not False:
         from pytorch_accel_lite.schemes.compiled_step import compile_step
 
-        compile_step(trainer, options)
+        compile_step(trainer, options, adapters)
 
 
 def create_backend_settings(*settings: bool | None) -> BackendSettings | None:

@@ -194,7 +194,7 @@ class Trainer:
         self.logical = optional.create_logical_processes(self, logical_processes)
         self.__adapters = optional.create_adapters(model, loss_func, model_methods)  # a name only we can have
         self._latest_eval_dataset: Any = None
-        optional.compile_step(self, compile_step)
+        optional.compile_step(self, compile_step, self.__adapters)
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
 

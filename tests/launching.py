@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import signal
@@ -15,7 +16,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 SOAK = bool(os.environ.get("SOAK"))  # tests that kill or launch again and again do it for long
+PATIENCE = 240.0  # seconds until what runs apart is taken to hang, however busy the machine is
 # For what does not depend on how many ranks there are.
 TWO_ARE_ENOUGH = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)
 CAN_SHARD = pytest.mark.skipif(
@@ -63,7 +65,11 @@ class WarmPython(subprocess.Popen[str]):
 
     So are the programs that it starts itself, such as the ranks of torchrun. Each is a process of its own, with an
     environment, pipes, signals, children and an end of its own.
+
+    :cvar children: how it starts programs itself
     """
+
+    children: type[subprocess.Popen[str]]
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):  # type: ignore
         if args[0] != sys.executable:
@@ -81,6 +87,7 @@ class WarmPython(subprocess.Popen[str]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _prepare(self, cwd: Any, env: dict[str, str] | None, pipes: tuple[int, ...], starts_session: bool) -> None:
+        _leave_objects_alone()
         for source, target in ((pipes[0], 0), (pipes[3], 1), (pipes[5], 2)):
             if source not in (-1, target):
                 os.dup2(source, target)
@@ -100,7 +107,7 @@ class WarmPython(subprocess.Popen[str]):
         warnings.resetwarnings()
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
-        subprocess.Popen = subprocess_handler.Popen = WarmPython  # type: ignore[misc]
+        subprocess.Popen = subprocess_handler.Popen = self.children  # type: ignore[misc]
 
     def _run(self, arguments: list[str]) -> None:
         """Run a module, code or a script as the interpreter does, and end."""
@@ -134,18 +141,38 @@ class WarmPython(subprocess.Popen[str]):
             os._exit(code)
 
 
-def launch(command: list[str], timeout: float = 120, warm: bool = False) -> subprocess.CompletedProcess[str]:
+WarmPython.children = WarmPython
+
+
+class WarmLauncher(WarmPython):
+    """The programs that it starts are no copies: interpreters that start and end as users' do."""
+
+    children = subprocess.Popen
+
+
+def launch(
+    command: list[str], timeout: float = PATIENCE, warm: bool | Literal["launcher"] = False
+) -> subprocess.CompletedProcess[str]:
     """Run a program, and return what it printed.
 
-    :param warm: Python, and all Python that it starts, as copies of this process
+    :param warm: Python, and all Python that it starts, as copies of this process; or the launcher of a job alone
     """
-    kind, pipe = (WarmPython if warm else subprocess.Popen), subprocess.PIPE
+    kind = {False: subprocess.Popen, True: WarmPython, "launcher": WarmLauncher}[warm]
+    pipe = subprocess.PIPE
     with kind(command, env=environment(), cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as expired:
+            printed = (expired.stdout or b"") + (expired.stderr or b"")
+            pytest.fail(f"{' '.join(command)} has not ended after {timeout} seconds:\n{printed.decode()}")
         finally:
             process.kill()
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _leave_objects_alone() -> None:
+    """In a copy of a process, do not look for garbage among all that it has left, which takes seconds each time."""
+    gc.freeze()
 
 
 class Fork:
@@ -164,6 +191,7 @@ class Fork:
 
     def _run(self, action: Callable[[], Any]) -> None:
         code = 1
+        _leave_objects_alone()
         try:
             file = os.open(self.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             sys.stdout = sys.stderr = open(file, "w", buffering=1)  # noqa: SIM115
@@ -190,7 +218,7 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             assert time.monotonic() < deadline, f"not done within {timeout} seconds"

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from tests.launching import Fork, run_elastic
+from tests.launching import PATIENCE, Fork, run_elastic
 from tests.scripts import rank as rank_script
 
 
@@ -68,7 +68,7 @@ class RankPool:
             self._known[case] = self.run(case)
         return self._known[case]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> Results:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE, **kwargs: Any) -> Results:
         """Run a function of a module on all ranks.
 
         :raises AssertionError: with the traceback of a rank on which it failed; or with those of all ranks, when it
@@ -118,7 +118,7 @@ class RankPool:
             rank.send_bytes(pickle.dumps(None))
         self._ranks = []
         try:
-            return self._job.wait(timeout=60)
+            return self._job.wait()
         finally:
             self._job.kill()
             self._folder.cleanup()

@@ -53,6 +53,7 @@ def soak(
         count = processes if logical is None else int(torch.randint(1, logical + 1, (), generator=generator))
         return Fork(run if count == 1 else partial(run_elastic, count, run), folder / "output")
 
+    is_job = processes > 1 or logical is not None
     whole, killed = folder / "whole", folder / "killed"
     for target in (whole, killed):
         target.mkdir()
@@ -63,7 +64,7 @@ def soak(
     done = 0
     while not (killed / "final.pt").exists():
         process = start(killed, 0.05 if done < kills else 0.0)
-        was_killed = done < kills and _kill_after_a_state(process, killed, generator, one_rank=sharded_remotely)
+        was_killed = done < kills and _kill_after_a_state(process, killed, generator, is_job, sharded_remotely)
         done += was_killed
         codes = (0, -signal.SIGKILL, 1) if was_killed else (0,)  # a launcher without one of its ranks ends with 1
         assert process.wait(_PATIENCE) in codes, (folder / "output").read_text()
@@ -83,9 +84,10 @@ def _newest(folder: Path) -> str:
     return max((path.parent.name for path in folder.glob("states/update-*/manifest.json")), default="")
 
 
-def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator, one_rank: bool = False) -> bool:
+def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator, is_job: bool, one_rank: bool) -> bool:
     """Kill a run some time after its next state; return whether it was alive then.
 
+    :param is_job: wait for its ranks to end too; the workers of a loader may be there for seconds, as after any kill
     :param one_rank: kill only one of its processes half of the time; the launcher then ends the others
     """
     before = _newest(folder)
@@ -93,7 +95,7 @@ def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator,
         time.sleep(0.005)
     time.sleep(torch.rand(1, generator=generator).item() * 0.1)
     is_alive = process.poll() is None
-    ranks = psutil.Process(process.pid).children(recursive=True) if is_alive else []
+    ranks = psutil.Process(process.pid).children(recursive=True) if is_alive and is_job else []
     victim = int(torch.randint(2 * len(ranks), (), generator=generator)) if one_rank and ranks else len(ranks)
     if victim < len(ranks):
         with suppress(psutil.NoSuchProcess):

@@ -323,6 +323,29 @@ def test_a_dataset_that_draws_for_few_samples_draws_the_same_as_one_that_draws_f
     assert torch.equal(torch.cat(noisy_batches(2, seed=1, data=data)), found)
 
 
+class Restores(Rarely):
+    """Leaves no trace of its draws, as blocks do that restore the states of the generators."""
+
+    def __getitem__(self, index):
+        if index < self.chosen:
+            return self.data[index][0], torch.rand(1)
+        python, numpy = random.getstate(), np.random.get_state()
+        drawn = random.random(), np.random.rand()
+        random.setstate(python)
+        np.random.set_state(numpy)
+        return self.data[index][0], torch.tensor([sum(drawn)])
+
+
+@pytest.mark.parametrize("chosen", [0, 12])  # all samples do, or few
+def test_draws_whose_traces_are_removed_are_draws(chosen):
+    read = random.getstate, np.random.get_state
+    expected = torch.cat(noisy_batches(0, seed=1, data=Restores(chosen)))
+    assert len({value.item() for value in expected[:, 5]}) == 18
+    for workers, world_size in [(2, 1), (0, 2)]:
+        assert torch.equal(torch.cat(noisy_batches(workers, 1, 0, world_size, Restores(chosen))), expected)
+    assert (random.getstate, np.random.get_state) == read
+
+
 def test_an_error_due_to_a_number_is_due_to_that_of_the_seed():
     class Fails(Rows):
         def __getitem__(self, index):

@@ -42,6 +42,22 @@ class Slow(nn.Module):
         return self.inner(x)
 
 
+class Logs(Trainer):
+    """Uses what belongs to a batch in its step."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        self.log("samples", len(self.batch_indices))
+        return output
+
+
+def test_steps_may_log_values_and_ask_for_indices():
+    model = small_model()
+    trainer = Logs(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    assert trainer.diagnose(regression_data(16), per_device_batch_size=4, num_steps=2).samples == 4
+    assert trainer.find_batch_size(regression_data(4)) == 4
+
+
 def test_slow_data_are_found(capsys, spend):
     class SlowRows(Rows):
         def __getitem__(self, index):

@@ -17,7 +17,7 @@ from matplotlib import pyplot
 
 import pytorch_accel_lite
 from pytorch_accel_lite import callbacks, events
-from tests.launching import ROOT
+from tests.launching import CAN_SHARD, ROOT
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md")),
@@ -41,7 +41,10 @@ def write_files(page: Path, folder: Path) -> None:
 WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "schemes"]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+CODE = [pytest.param(page, marks=CAN_SHARD if page.name == "sharding.md" else (), id=page.name) for page in WITH_CODE]
+
+
+@pytest.mark.parametrize("page", CODE)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,63 @@ def test_an_average_of_ones_own_may_be_made_before_or_after_the_model_is_prepare
 def test_masks_of_infinities_stay_what_they_are(decay):
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.frozen_mask = nn.Parameter(torch.tensor([0.0, torch.inf]), requires_grad=False)
     ema = ModelEma(model, decay)
     before = model.weight.clone()
     with torch.no_grad():
         model.weight += 1
     ema.update(model)
     assert torch.equal(ema.module.mask, model.mask)
+    assert torch.equal(ema.module.frozen_mask, model.frozen_mask)
     torch.testing.assert_close(ema.module.weight, decay * before + (1 - decay) * model.weight, rtol=0, atol=1e-6)
+
+
+def replace_parameter(model: nn.Module, ema: ModelEma) -> None:
+    model.weight = nn.Parameter(model.weight.detach().clone())
+
+
+def replace_layer(model: nn.Module, ema: ModelEma) -> None:
+    model[0] = nn.Linear(2, 2)
+
+
+def convert_both(model: nn.Module, ema: ModelEma) -> None:
+    model.double()
+    ema.module.double()
+
+
+CHANGES = {
+    "a parameter replaced": (nn.Linear(2, 2), replace_parameter),
+    "a layer replaced": (nn.Sequential(nn.Linear(2, 2)), replace_layer),
+    "frozen": (nn.Linear(2, 2), lambda model, ema: model.requires_grad_(False)),
+    "only the model converted": (nn.Linear(2, 2), lambda model, ema: model.double()),
+    "both converted": (nn.Linear(2, 2), convert_both),
+    "the average copied": (nn.Linear(2, 2), lambda model, ema: vars(ema).update(vars(copy.deepcopy(ema)))),
+}
+
+
+@pytest.mark.parametrize(("model", "change"), CHANGES.values(), ids=CHANGES.keys())
+def test_an_average_follows_a_model_whose_tensors_change(model, change):
+    model = copy.deepcopy(model)
+    ema = ModelEma(model, 0.5)
+    for value in (1.0, 3.0):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        if value == 1.0:
+            ema.set(model)
+            ema.update(model)
+            change(model, ema)
+    ema.update(model)
+    for average, parameter in zip(ema.module.parameters(), model.parameters(), strict=True):
+        assert torch.all(average == 2)
+        assert torch.all(parameter == 3)
+
+
+def test_a_copy_of_an_average_has_no_part_of_the_model():
+    model = nn.Linear(2, 2)
+    ema = ModelEma(model, 0.5)
+    ema.update(model)
+    assert len(pickle.dumps(ema)) == len(pickle.dumps(copy.deepcopy(ModelEma(model, 0.5)))) > 0
 
 
 def test_an_own_rule_is_used():

@@ -70,10 +70,10 @@ def run_commands_of(name, folder, *options):
 
 
 def test_a_language_model_learns_pythons_own_sources_in_a_limited_number_of_updates(tmp_path):
-    output = run_script("examples/language_model.py", "--updates", "50")
-    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+50 updates", output)
-    assert float(bits[1]) < 3.5  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
-    run_commands_of("language_model", tmp_path, "--train.max_num_train_steps=50", "--test.worst=3")
+    output = run_script("examples/language_model.py", "--updates", "30")
+    bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+30 updates", output)
+    assert float(bits[1]) < 3.8  # 8 without a model, between 4 and 5 with the frequencies of the bytes alone
+    run_commands_of("language_model", tmp_path, "--train.max_num_train_steps=30", "--test.worst=3")
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert row["eval_loss_epoch"] / math.log(2) == pytest.approx(float(bits[1]), abs=0.01)
     worst = json.loads((tmp_path / "tests" / "best" / "default" / "eval" / "worst.json").read_text())

@@ -124,6 +124,32 @@ def test_advice_is_computed():
         assert html.escape(text).replace("&#x27;", "&#39;") in shown
 
 
+def test_the_largest_batch_where_the_update_takes_most():
+    """The peak does not depend on the size of small batches then."""
+    model = nn.Linear(64, 64)
+    trainer = quiet_trainer(model, squared, torch.optim.AdamW(model.parameters()))
+    options = {"device_memory": "200KiB", "device_type": "cpu"}
+
+    def estimate(size, **more):
+        data = TensorDataset(torch.zeros(size, 64), torch.zeros(size, 64))
+        return trainer.estimate_memory(data, size, **options, **more)
+
+    found = estimate(4)
+    assert found.stage == "update"
+    assert estimate(found.largest_batch, advise=False).fits
+    assert not estimate(found.largest_batch + 1, advise=False).fits
+
+
+def test_compiled_steps_are_made_as_usual():
+    peaks = []
+    for compile_step in (False, {"backend": "eager"}):
+        trainer = make_trainer(model=nn.Sequential(Blocks(), nn.BatchNorm1d(64)), compile_step=compile_step)
+        before = copy.deepcopy(trainer.model.state_dict())
+        peaks.append(trainer.estimate_memory(rows(), BATCH, **quick).peak)
+        assert equal(trainer.model.state_dict(), before)
+    assert peaks[0] == peaks[1]
+
+
 def test_computing_like_a_gpu():
     """Attention with dropout keeps no weights there."""
 

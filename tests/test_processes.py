@@ -633,8 +633,9 @@ LAUNCHES = [("torchrun", "closed"), ("accelerate", "by itself")]  # each launche
 )
 def test_a_launched_run_exits_with_code_0_however_its_trainer_is_closed(launcher, how):
     for _ in range(20 if SOAK else 1):
-        is_warm = launcher == "torchrun" and not SOAK  # interpreters that really end are in the other
-        done = launch([*LAUNCHERS[launcher], "tests/scripts/short_run.py", how], timeout=60, warm=is_warm)
+        warm = "launcher" if launcher == "accelerate" else True  # ranks that are interpreters of their own really end
+        command = [*LAUNCHERS[launcher], "tests/scripts/short_run.py", how]
+        done = launch(command, warm=warm if not SOAK else False)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("two processes: True") == (4 if how == "closed" else 2)
         assert sorted(re.findall(r"the first: (True|False)", done.stdout)) == ["False", "True"]

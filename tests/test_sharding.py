@@ -42,6 +42,12 @@ def test_sharded_models_learn_what_one_process_learns(job, how, processes):
         check_same_as_alone(found)
 
 
+def test_a_source_that_fails_on_one_process_ends_the_run_on_all_that_share_its_batches(two_ranks):
+    first, failed = two_ranks.run(parallel.source_that_fails, "tp")
+    assert failed == ("OSError: the disk is gone", 4)
+    assert first == ("OSError: Rank 1 failed: OSError: the disk is gone", 4)
+
+
 def test_losses_in_single_precision_are_those_of_replicas(two_ranks):
     replicas = two_ranks.run(parallel.in_single_precision, "whole")[0]
     for found in two_ranks.run(parallel.in_single_precision, "fsdp"):

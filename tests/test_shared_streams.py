@@ -115,6 +115,9 @@ def test_a_stream_that_all_read_gives_the_batches_that_one_process_would_deal(tw
         assert same(one["seen"], other["seen"])
         assert equal(one["weights"], other["weights"])
         assert other["read"] == [*range(26)] * 2
+    for found_otherwise, other in zip(two_ranks.run(train_on, "all of stacked shelf"), found, strict=True):
+        assert same(found_otherwise["seen"], other["seen"])  # collated by a function of the user's
+        assert equal(found_otherwise["weights"], other["weights"])
     for folder, update in (("dealt", 3), ("read", 3), ("read", 6)):
         resumed = two_ranks.run(train_on, "all of shelf", resume_from=tmp_path / folder / f"{update}")
         for before, after in zip(found, resumed, strict=True):
@@ -162,6 +165,17 @@ def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
         for name in ("different", "different lengths"):
             assert "The processes read different samples from ReadByAll(Fails). It must" in found[name][1]
         assert found["different"][0] == 2
+
+
+def test_the_processes_read_further_ahead_the_smaller_the_batches(two_ranks):
+    for rank, found in enumerate(two_ranks(cases.streams.read_ahead)):
+        assert max(found["small"]["ahead"]) == 9
+        assert max(found["large"]["ahead"]) == max(found["sparse"]["ahead"]) == 3
+        for name in found:
+            assert found[name]["ahead"][0] == 2  # it does not start with many
+            assert len(found[name]["ahead"]) == 50
+            assert [int(x[0, 0]) for x in found[name]["seen"]] == [*range(50 - 7 * rank)]
+            assert equal(found[name]["weights"], found["small"]["weights"])
 
 
 def test_streams_are_evaluated_and_predicted_while_another_is_read(two_ranks):

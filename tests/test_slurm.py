@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests import cases
 from tests.cases.slurm import SendsSignals, install_scontrol
-from tests.launching import ROOT, environment
+from tests.launching import PATIENCE, ROOT, WarmPython, environment
 from tests.scripts.resumable import run_to_the_end
 from tests.scripts.submitted import Submitted
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
@@ -126,6 +126,7 @@ def test_a_job_of_submitit_is_started_again_and_resumes_to_the_same_bits(tmp_pat
     submitit = pytest.importorskip("submitit", reason="submitit is not installed")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "Popen", WarmPython)
     folder = tmp_path / "submitted"
     folder.mkdir()
     job = submitit.LocalExecutor(tmp_path / "logs").submit(Submitted(), folder)
@@ -156,10 +157,15 @@ def assert_same_end(*folders: Path) -> None:
 
 
 TRAIN = "from pathlib import Path; from tests.scripts.submitted import train; train(Path('.'), requeue=True)"
+# Its rank is a copy of the launcher, in which everything is imported.
+WARM_TORCHRUN = (
+    "import tests.scripts.submitted; from tests import launching; from torch.distributed.run import main; "
+    "launching.subprocess_handler.Popen = launching.WarmPython; main()"
+)
 STAND_INS = {
     "srun": 'exec "$@"',
     "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> calls',
-    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    "torchrun": f'exec {sys.executable} -c "{WARM_TORCHRUN}" "$@"',
 }
 
 
@@ -184,7 +190,7 @@ def test_the_script_of_the_documentation_passes_on_the_warning_and_saves(tmp_pat
         wait_until_it_trains(tmp_path, lambda: job.poll() is None)
         [launcher] = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         os.kill(int(launcher), signal.SIGUSR1)  # as Slurm does: the tasks of the step, not the script
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=PATIENCE)
     assert output.count("Stopping because of SIGUSR1.") == 1, output
     assert "would end torchrun" not in output
     assert (tmp_path / "calls").read_text() == "requeue 17_3\n"

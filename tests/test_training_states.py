@@ -37,6 +37,7 @@ from tests import cases
 from tests.cases import sharded
 from tests.launching import (
     CAN_SHARD,
+    PATIENCE,
     ROOT,
     SOAK,
     TORCHRUN,
@@ -236,7 +237,7 @@ def test_sigterm_to_the_launcher_saves_one_state_to_resume_from(tmp_path, job):
         time.sleep(0.05)
     time.sleep(0.3)
     process.terminate()
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert output.count("Stopping because of SIGTERM.") == 1
     assert "forcefully exiting" not in errors  # the launcher did not have to kill ranks that waited for their workers

@@ -45,8 +45,8 @@ def where(stack: Sequence[traceback.FrameSummary]) -> str:
     last = stack[-1]
     said = f"{doing}in {_named(last)}"
     within = stack[ours[0] :] if ours else []
-    callers = [frame for frame in within if not _is_library(frame)]
-    if _is_library(last) and callers:
+    callers = [frame for frame in within if not is_library(frame)]
+    if is_library(last) and callers:
         said += f", called by {_named(callers[-1])}"
     return said
 
@@ -65,6 +65,7 @@ def _named(frame: traceback.FrameSummary) -> str:
     return f"{frame.name} of {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-def _is_library(frame: traceback.FrameSummary) -> bool:
+def is_library(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of this package or an installed one, rather than of the user's code."""
     name = frame.filename
     return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(_LIBRARIES)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import chain, count, islice, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import with_last
 from pytorch_accel_lite.data.skipping import ended, skip_samples
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _END = object()  # of a source
-_AT_ONCE = 2  # steps about which the processes agree together
 
 
 class OwnShard:
@@ -147,74 +146,12 @@ class ReadInTurn(ShardedLoader):
             yield batch
 
 
-class Announced:
-    """What this process reads for some steps, described to the others while all of them compute an earlier step.
-
-    :param items: what is read in each step
-    :param describe: returns a number for an item
-    :param begin: begins to put the numbers of all processes together, as :meth:`Ranks.begin_sum` does; it is given
-        those of each step, their negatives, whether reading has failed, and whether there is no item at all
-    :ivar items: what was read; fewer items than steps if the source has ended
-    :ivar numbers: a number for each step; 0 if there is no item
-    """
-
-    def __init__(
-        self,
-        items: Iterator[Any],
-        ranks: Ranks,
-        describe: Callable[[Any], int],
-        begin: Callable[[list[float]], Callable[[], list[float]]],
-        steps: int = 1,
-    ) -> None:
-        self._ranks = ranks
-        self._steps = steps
-        self._error: Exception | None = None
-        self._known: list[int] = []
-        self.items: list[Any] = []
-        self.numbers = [0] * steps
-        failed = [False] * steps
-        try:
-            for place, item in enumerate(islice(items, steps)):
-                self.numbers[place] = describe(item)
-                self.items.append(item)
-        except Exception as error:
-            if ranks.replicas > 1:  # the others with which it shares batches wait for this one
-                raise
-            self._error = error
-            failed[len(self.items)] = True
-        self._finish = begin([*self.numbers, *(-number for number in self.numbers), *failed, not self.items])
-
-    def total(self, place: int = 0) -> int:
-        """Return what the numbers of all processes for a step are together.
-
-        :raises Exception: on all processes, if one of them could not read for this step
-        """
-        self._known = self._known or [int(value) for value in self._finish()]
-        if self._known[2 * self._steps + place]:
-            self._ranks.run_together(self._fail)
-        return self._known[place]
-
-    @property
-    def without(self) -> int:
-        """Number of processes that have read nothing."""
-        return self._known[-1]
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether all processes have read something with the same number, if ``begin`` takes the maximum."""
-        return self._known[0] == -self._known[1] and self._known[-1] == (not self.items)
-
-    def _fail(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
 class PreShardedLoader(ReadInTurn):
     """The batches of any other iterable, assumed to be this process's own.
 
-    In training, the processes agree on how many samples each step has, for two steps at once and while they compute the
-    one before; for a list of batches, they do so when the epoch begins. A process that has no batch left repeats its
-    last one with zero weight until the others are done.
+    In training, the processes agree on how many samples each step has, for several steps at once and while they compute
+    the one before; for a list of batches, they do so when the epoch begins. A process that has no batch left repeats
+    its last one with zero weight until the others are done.
 
     :param shared_by: name of the mechanism by which a stream shards itself, if that was detected
     """
@@ -249,51 +186,45 @@ class PreShardedLoader(ReadInTurn):
 
     def _in_step(self, start: int) -> Iterator[Batch]:
         """Yield the steps from the position of a stateful source, or from the beginning if ``start`` is 0."""
-        tracker = self._tracker
         limit = self._left if start else self.limit
-        batches = islice(self._read_alike(start), limit)
-        begin = self._agree_ahead(limit) if self._is_list and not start else self._ranks.begin_sum
-        announce = partial(Announced, batches, self._ranks, find_batch_size, begin, _AT_ONCE)
-        ready = announce()
-        total = ready.total()
-        batch = self._filler(ready) if total and ready.without else None
-        while total:
-            following = announce()
-            for place in range(_AT_ONCE):
-                is_before = place + 1 < _AT_ONCE
-                left = ready.total(place + 1) if is_before else following.total()
-                has_own = place < len(ready.items)
-                if has_own:
-                    batch = ready.items[place]
-                if tracker is not None and has_own:
-                    tracker.advance()
-                elif tracker is not None:
-                    tracker.position = None  # to resume, the last batch must be read again
-                yield Batch(batch, ready.numbers[place], total, not left)
-                total = left
-                if not total:
-                    return
-            ready = following
+        if self._is_list:
+            yield from self._steps_of_list(limit)
+            return
+        tracker = self._tracker
+        first = Announced(islice(self._read_alike(start), limit), self._ranks, find_batch_size)
+        batch = None
+        for steps, place, is_last in agreed_steps(first):
+            if steps is first and first.without:
+                batch = self._filler(first)
+            has_own = bool(steps.items)
+            if has_own:
+                batch = steps.items.popleft()
+            if tracker is not None and has_own:
+                tracker.advance()
+            elif tracker is not None:
+                tracker.position = None  # to resume, the last batch must be read again
+            yield Batch(batch, steps.numbers[place], steps.total(place), is_last)
 
-    def _agree_ahead(self, limit: int | None) -> Callable[[list[float]], Callable[[], list[float]]]:
-        """Add up the sizes of the batches in lists, and return what gives those of the next steps, see `Announced`."""
-        batches = islice(_batches_of(self.source), limit)
+    def _steps_of_list(self, limit: int | None) -> Iterator[Batch]:
+        """Yield the steps of lists of batches, whose sizes are added up at once."""
+        batches = _batches_of(self.source)[:limit]
         sizes = self._ranks.run_together(lambda: [find_batch_size(batch) for batch in batches])
-        totals = map(sum, zip_longest(*sizes, fillvalue=0))
-        rest = [0] * (2 * _AT_ONCE), sizes.count([])
+        if (without := sizes.count([])) not in (0, len(sizes)):
+            raise self._lacks_batches(without)
+        own = zip(batches, sizes[self._ranks.rank], strict=True)
+        batch = None
+        for total, is_last in with_last(map(sum, zip_longest(*sizes, fillvalue=0))):
+            batch, size = next(own, (batch, 0))
+            yield Batch(batch, size, total, is_last)
 
-        def begin(_: list[float]) -> Callable[[], list[float]]:
-            known = [*islice(totals, _AT_ONCE)]
-            known += [0] * (_AT_ONCE - len(known))
-            return lambda: [*known, *rest[0], rest[1]]
-
-        return begin
-
-    def _filler(self, ready: Announced) -> Any:
+    def _filler(self, first: Announced[Any]) -> Any:
         """Return what a process computes that has no batch of its own, if some have none in the first step."""
-        raise ValueError(
-            f"{ready.without} of {self._ranks.world_size} processes have no training batch at all. Give every process "
-            "at least one."
+        raise self._lacks_batches(first.without)
+
+    def _lacks_batches(self, without: int) -> ValueError:
+        return ValueError(
+            f"{without} of {self._ranks.world_size} processes have no training batch at all. Give every process at "
+            "least one."
         )
 
     def _num_steps(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,8 @@ class BatchReader(Dataset[Any]):
     workers, the number of processes and interruptions do not affect what is read.
 
     Seeding python's and numpy's generators takes longer than reading many a sample. Where the first samples have drawn
-    no number from them, the two are only seeded for each batch, such that a number that is drawn nonetheless is
-    noticed; the batch is then read again, and from then on every sample is read with its own seed.
+    no number from them, nor asked for their states, the two are only seeded for each batch, such that it is noticed
+    when one does nonetheless; the batch is then read again, and from then on every sample is read with its own seed.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -52,12 +54,15 @@ class BatchReader(Dataset[Any]):
         return self._read_seeded(seeds, indices)
 
     def _read_seeded(self, seeds: list[int], indices: list[Any]) -> list[Any]:
-        samples = []
+        samples: list[Any] = []
         for seed, index in zip(seeds, indices, strict=True):
             seed_generators(seed)
-            samples.append(self.dataset[index])
-            if self._draws is None and len(samples) <= _NUM_WATCHED and _has_drawn(seed):
-                self._draws = True
+            if self._draws is None and len(samples) < _NUM_WATCHED:
+                with _StatesRead() as states:
+                    samples.append(self.dataset[index])
+                self._draws = states.any or _has_drawn(seed) or None
+            else:
+                samples.append(self.dataset[index])
         self._draws = bool(self._draws)
         return samples
 
@@ -67,16 +72,39 @@ class BatchReader(Dataset[Any]):
         error = None
         seed_generators(_KNOWN, with_torch=False)
         try:
-            for seed, index in zip(seeds, indices, strict=True):
-                torch.default_generator.manual_seed(seed >> 1)  # quick, and torch.initial_seed() can be asked for it
-                samples.append(self.dataset[index])
+            with _StatesRead() as states:
+                for seed, index in zip(seeds, indices, strict=True):
+                    torch.default_generator.manual_seed(seed >> 1)  # quick, and torch.initial_seed() can be asked
+                    samples.append(self.dataset[index])
         except Exception as raised:
             error = raised
-        self._draws = (random.random(), np.random.random_sample()) != _FIRST_DRAWN
+        self._draws = states.any or (random.random(), np.random.random_sample()) != _FIRST_DRAWN
         if error is not None and not self._draws:  # otherwise it may be due to the numbers
             raise error
         seed_generators(seeds[-1], with_torch=False)  # collating continues from the last sample
         return samples
+
+
+class _StatesRead:
+    """Notes whether anything asks for the states of python's or numpy's generators in a block.
+
+    A sample that does so may depend on them, even if it draws no number, or restores the states afterwards.
+    """
+
+    any = False
+
+    def __enter__(self) -> _StatesRead:
+        self._usual = random.getstate, np.random.get_state
+        random.getstate = partial(self._note, random.getstate)
+        np.random.get_state = partial(self._note, np.random.get_state)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        random.getstate, np.random.get_state = self._usual
+
+    def _note(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.any = True
+        return read(*args, **kwargs)
 
 
 def _has_drawn(seed: int) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from pytorch_accel_lite.batches import find_batch_size, tensors_in
-from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal
+from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
+from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal, Dealt
 from pytorch_accel_lite.data.dividing import PARTS, can_be_divided, how_divided, is_divided, over, own_part_of, part_of
-from pytorch_accel_lite.data.iterables import Announced, PreShardedLoader, ReadInTurn
+from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
 from pytorch_accel_lite.data.self_sharding import find_own_share
@@ -63,6 +65,7 @@ class StreamLoader(ReadInTurn):
         self._is_read_by_all = isinstance(source.dataset, ReadByAll) and ranks.world_size > 1
         if self._is_read_by_all:
             self._reader = 0
+        self._collates_all = True
         self._parts: list[_Part] = []  # of a resumed epoch
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -91,31 +94,41 @@ class StreamLoader(ReadInTurn):
 
     def _pick_own(self, start: int) -> Iterator[Batch]:
         """Read the batches of all processes, and yield those of this one."""
-        groups = islice(self._groups(start), self._left)
-        announce = partial(Announced, groups, self._ranks, _describe, self._ranks.begin_max)
-        ready, following = announce(), announce()
-        self._compare(ready)
-        while ready.items:
-            self._compare(following)  # announced before the last step was computed
-            after = announce() if following.items else following
-            (group,) = ready.items
-            sizes = [find_batch_size(batch) for batch in group]
-            self._advance(len(group))
-            has_own = self._ranks.rank < len(group)
-            if has_own or self.options.fill:
-                own = self._ranks.rank if has_own else 0
-                yield Batch(group[own], sizes[own] * has_own, sum(sizes), not following.items)
-            ready, following = following, after
+        name = type(self.source.dataset.stream).__name__
+        unequal = ValueError(
+            f"The processes read different samples from ReadByAll({name}). It must give the same samples in the same "
+            f"order on every process: seed its random numbers, pass {name} without ReadByAll, which the first process "
+            "then reads for all, or give it a method shard(rank, world_size)."
+        )
+        self._collates_all = bool(start) or not _is_collated_plainly(self.source)
+        groups = map(self._own_of, islice(self._groups(start), self._left))
+        for steps, _, is_last in agreed_steps(Announced(groups, self._ranks, itemgetter(1), unequal)):
+            own, _ = steps.items.popleft()
+            self._advance(own.num_batches)
+            if own.num_samples or self.options.fill:
+                yield Batch(own.data, own.num_samples, own.total_samples, is_last)
 
-    def _compare(self, step: Announced) -> None:
-        step.total()
-        if not step.are_equal:
-            name = type(self.source.dataset.stream).__name__
-            raise ValueError(
-                f"The processes read different samples from ReadByAll({name}). It must give the same samples in the "
-                f"same order on every process: seed its random numbers, pass {name} without ReadByAll, which the first "
-                f"process then reads for all, or give it a method shard(rank, world_size)."
-            )
+    def _own_of(self, group: list[Any]) -> tuple[Dealt, int]:
+        """Return the batch of this process among those of a step, and a number to compare all of them by."""
+        has_own = self._ranks.rank < len(group)
+        own = group[self._ranks.rank if has_own else 0]
+        if self._collates_all:
+            sizes = [find_batch_size(batch) for batch in group]
+            looked_at = group[:1]
+        else:
+            sizes = [len(samples) for samples in group]
+            looked_at = [default_collate([sample]) for sample in (group[0][0], group[-1][-1])]
+            own = default_collate(own)
+        dealt = Dealt(own, sizes[self._ranks.rank] if has_own else 0, sum(sizes), len(group))
+        return dealt, _checksum(sizes, looked_at)
+
+    def _start_reading(self, batches: Any) -> Iterator[Any]:
+        """Read samples instead of batches where those of the other processes need not be collated."""
+        if self._collates_all:
+            return super()._start_reading(batches)
+        uncollated = copy.copy(batches)
+        uncollated.collate_fn = list
+        return super()._start_reading(uncollated)
 
     def _groups(self, start: int) -> Iterator[list[Any]]:
         """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
@@ -248,10 +261,10 @@ class DividedLoader(PreShardedLoader):
     def _steps_together(self, start: int) -> Iterator[Batch]:
         return self._in_step(self._samples if start else 0)
 
-    def _filler(self, ready: Announced) -> Any:
+    def _filler(self, first: Announced[Any]) -> Any:
         """Return the last batch of a part that has ended before the epoch was resumed, or one of another part."""
-        (batch, *_) = [item for items in self._ranks.all_gather_object(ready.items[:1]) for item in items]
-        if self._samples and not ready.items:
+        (batch, *_) = [item for items in self._ranks.all_gather_object([*first.items]) for item in items]
+        if self._samples and not first.items:
             with preserving_generators():
                 *_, batch = self._open(0)
         return batch
@@ -277,14 +290,20 @@ class DividedLoader(PreShardedLoader):
         return super().move_to(own["position"])
 
 
-def _describe(group: list[Any]) -> int:
-    """Return a number by which steps that differ are told apart: from the sizes of the batches, and a few values."""
-    found = crc32(str([find_batch_size(batch) for batch in group]).encode())
-    for tensor in tensors_in(group[0]):
+def _checksum(sizes: list[int], batches: list[Any]) -> int:
+    """Return a number by which steps that differ are told apart: from the sizes of batches, and a few values."""
+    found = crc32(str(sizes).encode())
+    for tensor in tensors_in(batches):
         if tensor.layout is torch.strided:
             few = tensor.detach().flatten()[:: max(tensor.numel() // 64, 1)]
             found = crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
-    return found
+    return found or 1
+
+
+def _is_collated_plainly(loader: Any) -> bool:
+    """Whether a loader makes batches of samples in this process, one like the other, so that some may be left out."""
+    is_plain = type(loader) is DataLoader and loader.collate_fn is default_collate and loader.batch_size is not None
+    return is_plain and not (loader.num_workers or loader.pin_memory)
 
 
 def create_loader(

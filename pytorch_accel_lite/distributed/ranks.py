@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -66,6 +67,15 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world_size={self.world_size})"
+
+    def within(self, members: Sequence[int], group: Any) -> Ranks:
+        """Return some of these processes, this one among them, which communicate through a group of their own."""
+        part = copy.copy(self)
+        part.members = members
+        part.rank = members.index(self.rank)
+        part.world_size = len(members)
+        part._group = group  # noqa: SLF001
+        return part
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up lists of numbers element by element, in float64."""
@@ -180,7 +190,7 @@ class Ranks:
             except Exception as error:
                 failure = error
                 kind = OSError if isinstance(error, OSError) else RuntimeError
-                report = kind(f"Rank {self.rank} failed: {type(error).__name__}: {error}")
+                report = kind(f"Rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
         outcomes = self.all_gather_object((result, report))
         for problem in (failure, *(report for _, report in outcomes)):
             if problem is not None:

@@ -6,10 +6,11 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite.callbacks.stacks import is_library
 from pytorch_accel_lite.checkpoint.files import place, replacing
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.experiment.expressions import replace_expressions
 from pytorch_accel_lite.experiment.files import Document, ExperimentError, is_ours, read
-from pytorch_accel_lite.experiment.importing import import_path
+from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.overriding import nested, spelt_out
 from pytorch_accel_lite.experiment.parsing import Parser
 from pytorch_accel_lite.experiment.recording import ExperimentRecord
@@ -81,7 +83,7 @@ class Experiment:
         """The trainer, with the model, the loss function, the optimizer and the callbacks."""
         parameters = inspect.signature(self._parser.parts["trainer"]).parameters
         made: dict[str, Any] = {}
-        for name, make in (("model", self._make), ("loss_func", self._make_loss), ("optimizer", self._partial)):
+        for name, make in (("model", self._make), ("loss_func", self._make_loss), ("optimizer", self._factory)):
             if self._is_given(name):
                 made[name] = make(name)
             elif name in parameters and parameters[name].default is inspect.Parameter.empty:
@@ -131,7 +133,7 @@ class Experiment:
         """The arguments of ``trainer.train`` besides the training data."""
         arguments = _arguments_in(self._instances["train"]) | {"eval_dataset": self.eval_dataset}
         if self._is_given("scheduler"):
-            arguments["create_scheduler_fn"] = self._partial("scheduler")
+            arguments["create_scheduler_fn"] = self._factory("scheduler")
         return arguments
 
     @property
@@ -172,7 +174,7 @@ class Experiment:
         for item in contents["callbacks"]:
             _place_files(import_path(Document(), "callbacks", item["class_path"]), item, self.output_dir)
         self._seed()
-        return self._parser.instantiate(contents)
+        return self._parser.instantiate(contents, _instantiate)
 
     def _seed(self) -> None:
         seed = (self.config["trainer"].get("init_args") or {}).get("seed")
@@ -198,6 +200,18 @@ class Experiment:
             except ValueError as error:
                 raise ExperimentError(f"{self._parser.place(key)}: {error}.") from error
         return partial(made, **given) if given else made
+
+    def _factory(self, key: str) -> Any:
+        """Return what the trainer will call to make a part, such that an error names the part."""
+        create = self._partial(key)
+        made = create.func if isinstance(create, partial) else create
+
+        @wraps(made, updated=())
+        def make(*args: Any, **kwargs: Any) -> Any:
+            with _naming(self._parser.place(key)):
+                return made(*args, **kwargs)
+
+        return partial(make, *create.args, **create.keywords) if isinstance(create, partial) else make
 
     def _make_accelerator(self) -> Any:
         create = self._partial("accelerator")
@@ -280,14 +294,27 @@ def _place_files(kind: Any, item: Any, folder: Path) -> None:
             arguments[parameter.name] = os.fspath(folder / path)
 
 
+def _instantiate(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Create an instance of a nested class, or a callback."""
+    with _naming(full_name(kind)):
+        return kind(*args, **kwargs)
+
+
 @contextmanager
 def _naming(place: str) -> Iterator[None]:
-    """Add to an error the part of the experiment that was being made."""
+    """Add to an error the part of the experiment that was being made.
+
+    Where only libraries took part, its arguments are at fault, and its message says all; not in the user's own code.
+    """
     try:
         yield
+    except ExperimentError:
+        raise  # has been named
     except Exception as error:
         if is_ours(error):
             raise ExperimentError(f"{place}: {error}") from error
+        if all(is_library(frame) for frame in traceback.extract_tb(error.__traceback__)):
+            raise ExperimentError(f"{place}: {type(error).__name__}: {error}") from error
         note = f"This happened while {place} was made."
         vars(error).setdefault("__notes__", []).append(note)  # add_note, which needs Python 3.11
         raise

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import inspect
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -199,9 +199,27 @@ class Parser:
         except yaml.representer.RepresenterError as error:
             raise ExperimentError(f"overrides: {error.args[1]!r} cannot be written into a file.") from error
 
-    def instantiate(self, found: Any) -> Any:
-        """Return the contents with objects in place of nested classes and their arguments."""
-        return self._parser.instantiate(found)
+    def instantiate(self, found: Any, create: Callable[..., Any]) -> Any:
+        """Return the contents with objects in place of nested classes and their arguments.
+
+        :param create: called with each class and its arguments
+        :raises ExperimentError: if ``create`` raises one
+        """
+        failures: list[ExperimentError] = []
+
+        def create_and_note(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return create(kind, *args, **kwargs)
+            except ExperimentError as error:
+                failures.append(error)
+                raise
+
+        try:
+            return self._parser.instantiate(found, instantiators=[(create_and_note, object, True)])
+        except Exception:
+            if failures:
+                raise failures[-1] from None  # the parser hides it where None is allowed, too
+            raise
 
     def dump(self, found: Any) -> str:
         """Return checked contents in YAML, as a file of its own."""

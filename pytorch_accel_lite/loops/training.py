@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -126,8 +126,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
 def forward_and_backward(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
     """Run the forward and backward pass on a batch and track its losses."""
     output = forward(trainer, batch)
-    counts = run.track_step(output, batch)
-    backward(trainer, run, batch, output, *counts)
+    backward(trainer, run, batch, output, *run.track_step(output, batch))
     return output
 
 
@@ -142,10 +141,11 @@ def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
     return output
 
 
-def loss_of(trainer: Trainer, data: Any) -> torch.Tensor:
+def loss_of(trainer: Trainer, batch: Batch) -> torch.Tensor:
     """Return only the loss of a batch, computed as in a training step."""
+    trainer.current_run.batch = batch
     with mixed_precision(trainer.accelerator):
-        return total_loss(trainer.calculate_train_batch_loss(data)["loss"])
+        return total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"])
 
 
 def backward(trainer: Trainer, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int) -> None:
@@ -246,5 +246,5 @@ def _warm_up_ddp(trainer: Trainer, run: Run, batch: Batch) -> None:
 
     run.must_warm_up_ddp = False
     before = StepSnapshot(trainer)
-    trainer.backward_step(loss_of(trainer, batch.data))
+    trainer.backward_step(loss_of(trainer, batch))
     before.restore()

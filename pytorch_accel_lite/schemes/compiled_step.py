@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
 _OF_BACKENDS = (exc.BackendCompilerFailed, getattr(exc, "ShortenTraceback", exc.BackendCompilerFailed))  # torch 2.7
+_OF_LIMITS = (exc.FailOnRecompileLimitHit, getattr(exc, "RecompileLimitExceeded", exc.FailOnRecompileLimitHit))  # 2.6
 _ARGUMENTS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 
-def compile_step(trainer: Trainer, options: bool | dict[str, Any]) -> None:
+def compile_step(trainer: Trainer, options: bool | dict[str, Any], adapters: dict[str, Any]) -> None:
     """Let a trainer compute its training batches with compiled code, unless its steps cannot be compiled.
 
     :param options: ``True``, or arguments for ``torch.compile``
+    :param adapters: what feeds batches to the trainer's model, by phase; that for training is replaced
     :raises ValueError: if one of the arguments is invalid
     """
     options = {} if isinstance(options, bool) else dict(options)
@@ -49,7 +51,13 @@ def compile_step(trainer: Trainer, options: bool | dict[str, Any]) -> None:
             "that for compiled code"
         )
     else:
-        vars(trainer)["calculate_train_batch_loss"] = CompiledStep(trainer, options)
+        vars(trainer)["calculate_train_batch_loss"] = CompiledStep(trainer, options, adapters)
+
+
+def compute_as_usual(copy: Trainer) -> None:
+    """Let a copy of a trainer compute its training batches without compiled code, which belongs to the original."""
+    if isinstance(vars(copy).get("calculate_train_batch_loss"), CompiledStep):
+        del vars(copy)["calculate_train_batch_loss"], vars(copy)["log"]
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -66,23 +74,23 @@ def _check(options: dict[str, Any]) -> None:
 class CompiledStep:
     """Takes the place of a trainer's ``calculate_train_batch_loss``, and calls it in compiled form.
 
-    The first batch is computed once as usual, without leaving a trace, so that mistakes are reported as usual. The last
-    batch of an epoch is never compiled if it has a different size, which would slow down all the others: code for one
-    size is faster than code for any.
+    The first batch of a run is computed once as usual, without leaving a trace, so that mistakes are reported as usual,
+    and what checks the first batch is not compiled. The last batch of an epoch is never compiled if it has a different
+    size, which would slow down all the others: code for one size is faster than code for any.
 
-    :param options: see :func:`compile_step`
+    :param options: see :func:`compile_step`, as ``adapters``
     :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
     """
 
-    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, options: dict[str, Any], adapters: dict[str, Any]) -> None:
         self._trainer = trainer
         self._options = options
         self._usual = trainer.calculate_train_batch_loss
         self._compiled: Callable[[Any], BatchOutput] | None = None
+        self._run: Run | None = None  # whose steps have begun
         self._runs_compiled = True
         self._has_warned = False
         self._logged: list[tuple[str, Any, Any]] = []
-        adapters = vars(trainer)["_Trainer__adapters"]
         adapters["train"] = _Adapter(adapters["train"], self)
         self.num_samples: int | None = None
         self._log = trainer.log
@@ -99,13 +107,13 @@ class CompiledStep:
         self.num_samples = read.num_samples if read is not None and batch is read.data else None
         if not (self._runs_compiled and torch.is_grad_enabled()) or _is_odd(run, batch):
             return self._usual(batch)
-        if self._compiled is None and not self._begin(batch):
+        if run is not self._run and not self._begin(run, batch):
             return self._usual(batch)
         if self._replays:
             self._begin_replay(run)
         try:
             output = self._call(batch)
-        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
+        except (exc.TorchDynamoException, *_OF_LIMITS) as error:
             output = self._compute_otherwise(batch, error)
         if self._replays:
             output["loss"] = _copied(output["loss"])
@@ -126,9 +134,11 @@ class CompiledStep:
         else:
             self._log(name, value, weight)
 
-    def _begin(self, batch: Any) -> bool:
-        """Prepare for compilation; return whether the step can be compiled."""
+    def _begin(self, run: Run, batch: Any) -> bool:
+        """Prepare for the steps of a run; return whether they can be compiled."""
         trainer = self._trainer
+        self._run = run
+        self._copied_in = -1
         if trainer.is_sharded:
             self._give_up("the weights are sharded", "Compile the blocks of the model in parallelize_model().")
             return False
@@ -139,7 +149,8 @@ class CompiledStep:
                 self._usual(batch)
         finally:
             before.restore()
-        self._compile(fullgraph=not is_wrapped)  # what DistributedDataParallel does between is not in the graph
+        if self._compiled is None:
+            self._compile(fullgraph=not is_wrapped)  # what DistributedDataParallel does between is not in the graph
         return True
 
     def _compile(self, fullgraph: bool) -> None:
@@ -161,11 +172,12 @@ class CompiledStep:
         """
         if "fullgraph" in self._options:
             raise error
-        if isinstance(error, exc.FailOnRecompileLimitHit):
+        if isinstance(error, _OF_LIMITS):
             output = self._usual(batch)
             self._warn(
                 "some batches are computed without compilation, because torch has compiled as many versions as it "
-                "keeps (torch._dynamo.config.recompile_limit). Shapes that vary need compile_step={'dynamic': True}"
+                "keeps (torch._dynamo.config.recompile_limit; before torch 2.7, cache_size_limit). Shapes that vary "
+                "need compile_step={'dynamic': True}"
             )
             return output
         if not isinstance(error, _OF_BACKENDS):

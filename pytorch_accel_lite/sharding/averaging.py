@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.distributed.prepared import local, reshard
-from pytorch_accel_lite.ema import ModelEma
+from pytorch_accel_lite.ema import ModelEma, SortedPairs
 
 
 class ShardedEma(ModelEma):
@@ -27,9 +27,12 @@ class ShardedEma(ModelEma):
         self.warmup = warmup
         self.num_updates = 0
 
-    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
         reshard(model)
-        return ((local(average), local(value)) for average, value in super()._pairs(model))
+        return ((local(average), local(value), learned) for average, value, learned in super()._pairs(model))
+
+    def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
+        return SortedPairs(self._pairs(model))  # each time: local shards are made as they are asked for
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
@@ -42,7 +45,7 @@ class ShardedEma(ModelEma):
 
     def _exchange(self, model: nn.Module) -> None:
         with torch.no_grad():
-            for average, value in self._pairs(model):
+            for average, value, _ in self._pairs(model):
                 before = value.clone()
                 value.copy_(average)
                 average.copy_(before)

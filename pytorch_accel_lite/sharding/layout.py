@@ -41,11 +41,10 @@ class DataRanks(Ranks):
         self._places = [
             place for _, place in sorted((rank, place) for each in peers for place, rank in enumerate(each))
         ]
-        self._first_alike = alike[self.rank][0]
-        self.is_first_alike = everyone.rank == self._first_alike
+        self._sharers = everyone.within(alike[self.rank], _own_group(dist.group.WORLD, alike, "gloo"))
+        self.is_first_alike = self._sharers.rank == 0
         self._group = _own_group(dist.group.WORLD, peers, "gloo")
         self.device_group = _own_group(dist.group.WORLD, peers, None)
-        self._alike_group = _own_group(dist.group.WORLD, alike, "gloo")
 
     def begin_max(self, values: Sequence[float]) -> Callable[[], list[float]]:
         return self._everyone.begin_max(values)
@@ -62,13 +61,19 @@ class DataRanks(Ranks):
 
     def alike(self, value: T) -> T:
         """Return the same value on all processes that share a batch: that of their first."""
-        values = [value]
-        dist.broadcast_object_list(values, src=self._first_alike, group=self._alike_group)
-        return values[0]
+        return self._sharers.broadcast_object(lambda: value)
 
     def read_alike(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the same items on all processes that share a batch: those of their first."""
-        while held := self.alike(list(islice(items, 1))):  # all read their own, whose positions thus stay in step
+        """Yield the same items on all processes that share a batch: those of their first.
+
+        All read their own, whose positions thus stay in step. If one fails, all raise an error.
+        """
+
+        def read() -> list[T]:
+            held = list(islice(items, 1))
+            return held if self.is_first_alike else []
+
+        while held := self._sharers.run_together(read)[0]:
             yield held[0]
 
 

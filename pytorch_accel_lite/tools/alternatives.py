@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 _LEAST_GAIN = 0.05
-_MOST_TRIES = 5
+_MOST_TRIES = 16
+_GROWTH = 16  # of a size on which the peak does not depend
 _USUAL_DEVICES = 8
 
 
@@ -101,7 +102,8 @@ def _smaller_changes(
 def largest_batch(peaks: Peaks, scenario: Scenario, usable: float) -> int | None:
     """Return the largest batch size whose peak is at most ``usable`` bytes; 0 if none is, ``None`` if unknown.
 
-    Peaks rise along a line almost, so the next size to try is where the line through the last two meets the limit.
+    A peak is the largest of several amounts of memory, at different times, that rise in line with the size. So it is
+    convex: its chords lead to sizes that are too small, and its secants to sizes that are too large, or to the answer.
     """
     known: dict[int, int] = {}
 
@@ -111,19 +113,26 @@ def largest_batch(peaks: Peaks, scenario: Scenario, usable: float) -> int | None
             known[size] = peak
         return peak is not None
 
+    def meet(first: int, second: int) -> float:
+        """Return the size at which the line through two peaks meets the limit."""
+        rise = (known[second] - known[first]) / (second - first)
+        return first + (usable - known[first]) / rise if rise > 0 else math.inf
+
     size = scenario.batch_size
     if not (try_size(size) and try_size(size // 2 or 2)):
         return None
-    for _ in range(_MOST_TRIES):
-        fits = max((size for size, peak in known.items() if peak <= usable), default=0)
-        too_large = min((size for size, peak in known.items() if peak > usable), default=math.inf)
-        (first, low), (second, high) = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
-        slope = (high - low) / (second - first)
-        if too_large == fits + 1:
+    for number in range(_MOST_TRIES):
+        fit = sorted(size for size, peak in known.items() if peak <= usable)
+        too_large = sorted(known.keys() - fit)
+        least = fit[-1] if fit else 0
+        most = too_large[0] - 1 if too_large else math.inf
+        if least == most:
             break
-        if slope <= 0:
-            return None
-        guess = math.floor(first + (usable - low) / slope)
-        if not try_size(int(max(fits + 1, min(guess, too_large - 1)))):
+        guess = min((meet(*pair) for pair in (fit[-2:], too_large[:2]) if len(pair) == 2), default=math.inf)
+        if too_large and (number % 2 or guess == math.inf):
+            guess = meet(least, too_large[0]) if fit else most // 2
+        elif guess == math.inf:
+            guess = _GROWTH * least
+        if not try_size(int(max(least + 1, min(guess, most)))):
             return None
     return max((size for size, peak in known.items() if peak <= usable), default=0)

@@ -21,6 +21,7 @@ from pytorch_accel_lite.tools.trial import report, trial
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -104,7 +105,7 @@ def diagnose(
 
 def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
     """Measure the trainer's steps."""
-    held = list(itertools.islice((batch.data for batch in loader.steps(1)), 8))
+    held = list(itertools.islice(loader.steps(1), 8))
     if not held:
         raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
     in_memory = list(itertools.islice(itertools.cycle(held), num_steps))
@@ -117,19 +118,19 @@ def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
     backward, _ = _time(trainer, in_memory, _backward)
     update, _ = _time(trainer, in_memory, _update)
     whole, _ = _time(trainer, _read(loader, num_steps), _update)
-    samples = sum(map(find_batch_size, held)) / len(held)
+    samples = sum(find_batch_size(batch.data) for batch in held) / len(held)
     found = Diagnosis(count, samples, data, forward, max(backward - forward, 0), max(update - backward, 0), whole)
     found.advice = list(_advise(trainer, found))
     return found
 
 
-def _read(loader: Any, num_steps: int) -> Iterable[Any]:
+def _read(loader: Any, num_steps: int) -> Iterable[Batch]:
     """Read a number of batches, from several epochs if necessary."""
-    epochs = (batch.data for epoch in itertools.count(1) for batch in loader.steps(epoch))
-    return itertools.islice(epochs, num_steps)
+    batches = itertools.chain.from_iterable(map(loader.steps, itertools.count(1)))
+    return itertools.islice(batches, num_steps)
 
 
-def _time(trainer: Trainer, batches: Iterable[Any], step: Callable[[Trainer, Any], None]) -> tuple[float, int]:
+def _time(trainer: Trainer, batches: Iterable[Batch], step: Callable[[Trainer, Batch], None]) -> tuple[float, int]:
     """Return the seconds per step and the number of steps. Waits for the device once, not in every step."""
     count = 0
     start = _now(trainer)
@@ -145,18 +146,18 @@ def _now(trainer: Trainer) -> float:
     return time.perf_counter()
 
 
-def _forward(trainer: Trainer, batch: Any) -> None:
+def _forward(trainer: Trainer, batch: Batch) -> None:
     ranks_alone = trainer.ranks.world_size > 1
     with trainer.accelerator.no_sync(trainer.model) if ranks_alone else nullcontext():
         loss_of(trainer, batch)
 
 
-def _backward(trainer: Trainer, batch: Any) -> None:
+def _backward(trainer: Trainer, batch: Batch) -> None:
     trainer.backward_step(loss_of(trainer, batch))
     trainer.optimizer_zero_grad()
 
 
-def _update(trainer: Trainer, batch: Any) -> None:
+def _update(trainer: Trainer, batch: Batch) -> None:
     trainer.backward_step(loss_of(trainer, batch))
     trainer.optimizer_step()
     trainer.optimizer_zero_grad()

@@ -245,6 +245,10 @@ class Pretended:
             open_runs=[],
             compile_model=False,
         )
+        if "calculate_train_batch_loss" in vars(trainer):
+            from pytorch_accel_lite.schemes.compiled_step import compute_as_usual
+
+            compute_as_usual(self.trainer)
         self._copies.note(trainer, self.trainer)
 
     @contextmanager

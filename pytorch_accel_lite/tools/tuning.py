@@ -242,10 +242,11 @@ def find_batch_size(
     request = RunRequest(num_epochs=1)
     with trial(self, "find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn) as run:
 
-        def load(size: int) -> Any:
+        def load(size: int) -> Batch:
             create_train_loader(self, run, size, train_dataloader_kwargs)
             try:
-                return next(iter(run.train_loader.steps(1))).data
+                batch: Batch = next(iter(run.train_loader.steps(1)))
+                return batch
             finally:
                 run.train_loader.stop_workers()
 
@@ -273,7 +274,7 @@ def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_b
     return most
 
 
-def _largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, most: int, num_steps: int) -> int:
+def _largest_batch(trainer: Trainer, load: Callable[[int], Batch], start: int, most: int, num_steps: int) -> int:
     """Return the largest batch size with which a few updates fit into memory, the same on every process.
 
     :param load: called with a batch size, returns a batch
@@ -291,7 +292,7 @@ def _largest_batch(trainer: Trainer, load: Callable[[int], Any], start: int, mos
         size = min(2 * fits, most) if too_large > most and fits else (fits + too_large) // 2
 
 
-def _fits(trainer: Trainer, batch: Any, num_steps: int) -> bool:
+def _fits(trainer: Trainer, batch: Batch, num_steps: int) -> bool:
     """Make a few updates with a batch, independently on each process, so that a failing one leaves none waiting."""
     failed = False
     sync_ddp_buffers(trainer.model, trainer.ranks)
@@ -306,5 +307,6 @@ def _fits(trainer: Trainer, batch: Any, num_steps: int) -> bool:
                 raise
             failed = True
     trainer.optimizer_zero_grad()
+    trainer.current_run.batch = None  # to leave its memory to the next one
     clear_device_cache(garbage_collection=failed)
     return not any(trainer.all_gather_object(failed))

@@ -60,7 +60,10 @@ class Blocks(nn.Module):
 
 def inductor() -> None:
     """Print how runs compiled by inductor compare with each other and with one without compilation."""
+    from torch._inductor import config
+
     warnings.simplefilter("ignore")  # of torch, about this machine
+    config.compile_threads = 1  # starts no processes that compile, each of which imports torch
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         options = {"options": {"fallback_random": True}}  # the random numbers of uncompiled code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,29 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
         fit(trainer, how, data, 1)
         found.append((batches, dropped[: len(batches)]))
     return found
+
+
+class Breaking(Trainer):
+    """Reads a list of its own, which breaks off on one process."""
+
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
+        return self.read()
+
+    def read(self) -> Iterator[Any]:
+        for number, batch in enumerate(zip(*(t.split(2) for t in DATA.tensors), strict=True)):
+            if number == 5 and rank() == 1:
+                raise OSError("the disk is gone")
+            yield batch
+
+
+def source_that_fails(how: str) -> tuple[str, int]:
+    """What ends a run in which one process cannot read its data, and after how many updates."""
+    trainer = make_trainer(how, [], 0.0, Breaking)
+    try:
+        trainer.train(DATA, 1, per_device_batch_size=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", trainer.progress.update
+    return "no error", trainer.progress.update
 
 
 def resumed(how: str, folder: Path, **options: Any) -> list[Any]:

@@ -94,6 +94,8 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
     if kind.startswith("all of "):
         stream, kwargs = source(kind.removeprefix("all of "), size, read)
         return ReadByAll(stream), kwargs
+    if kind == "stacked shelf":
+        return source("shelf", size, read)[0], {"collate_fn": torch.stack}
     if kind == "mixture of cut":
         streams = {"a": Cut(range(size)), "b": ForgetfulCut(range(100, 100 + size))}
         streams["a"].read = streams["b"].read = read
@@ -208,6 +210,49 @@ def failing_streams() -> dict[str, Any]:
                 trainer.train(all_numbers, 1)
             except Exception as error:
                 found[name] = len(keeps.seen), f"{type(error).__name__}: {error}"
+    return found
+
+
+class Counted:
+    """Batches of two samples, without a length, of which some have been read."""
+
+    def __init__(self, count, beside):
+        self.count, self.beside, self.read = count, beside, 0
+
+    def __iter__(self):
+        for number in range(self.count):
+            self.read += 1
+            yield torch.full((2, 2), float(number)), self.beside
+
+
+def read_ahead() -> dict[str, Any]:
+    """How many batches have been read but not used after each step, of batches with something small or large inside."""
+    found = {}
+    beside = {
+        "small": torch.zeros(4),
+        "large": torch.zeros(()).expand(2**23),  # 32 MiB, if they were separate
+        "sparse": torch.sparse_coo_tensor([[0], [0]], [1.0], (2**12, 2**12)),
+    }
+
+    class OwnBatches(Sums):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return self.train_dataset
+
+        def calculate_train_batch_loss(self, batch):
+            return super().calculate_train_batch_loss(batch[0])
+
+    class Looks(Keeps):
+        def on_train_step_end(self, trainer, batch, **kwargs):
+            super().on_train_step_end(trainer, batch[0])
+            ahead.append(batches.read - trainer.progress.step)
+
+    for name, extra in beside.items():
+        ahead: list[int] = []
+        batches, looks = Counted(50 - 7 * rank(), extra), Looks()
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        OwnBatches(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=[looks]).train(batches, 1)
+        found[name] = {"ahead": ahead, "seen": looks.seen, "weights": weights(model)}
     return found
 
 

@@ -5,6 +5,7 @@ There all cases run on the device, one after another; tests/test_devices.py call
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -342,6 +343,7 @@ def main(file: str) -> None:
     waits, copies = simulated_device.waits, simulated_device.copies
     os.environ["ACCELERATE_TORCH_DEVICE"] = "sim"
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported
     results: dict[str, Any] = {}
     for name in [name.removeprefix("case_") for name in globals() if name.startswith("case_")]:
         try:
