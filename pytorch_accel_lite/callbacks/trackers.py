@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +105,8 @@ class TrackerCallback(StepLogger):
         if self._started is not None or not trainer.accelerator.is_main_process:
             return
         tracker = self._create(trainer)
+        if self.tracker == "tensorboard":
+            _wait_for_a_later_second(os.path.join(self.project_dir, self.project_name))
         tracker.start()
         self._started = tracker
         trainer.accelerator.trackers.append(tracker)
@@ -277,6 +281,26 @@ class TrackerCallback(StepLogger):
             self.in_background(lambda: self.write_row(update, row["epoch"], row["values"]))
         if latest.get("update") == update:
             self.in_background(lambda: self._log(latest["values"], update))
+
+
+def _wait_for_a_later_second(directory: str) -> None:
+    """Wait until a new TensorBoard file will be read after those in the directory, for at most a few seconds.
+
+    Files are read in the order of their names, which begin with the second in which they were made. Were two attempts
+    made in the same second, the process number would decide which one discards the other's rows.
+    """
+    found = (re.match(r"events\.out\.tfevents\.(\d+)\.", name) for name in os.listdir(directory))
+    latest = max((int(match[1]) for match in found if match), default=0)
+    ahead = latest + 1 - time.time()
+    if ahead > 5:
+        warnings.warn(
+            f"The latest file in {directory!r} is of {ahead:.0f} s from now, by the clock of this machine. TensorBoard "
+            "may hide rows of this run, as it reads files in the order of the times in their names. "
+            "Set the clocks of your machines, or log to another project_dir.",
+            stacklevel=2,
+        )
+    elif ahead > 0:
+        time.sleep(ahead)
 
 
 def _plain(value: Any) -> Any:
