@@ -107,9 +107,15 @@ def scaled_accelerator() -> Iterator[Accelerator]:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing() -> Iterator[None]:
-    """Hooks of all optimizers would change what later tests count, and copies of this process inherit its groups."""
+    """What is left would change later tests: hooks, settings of accelerators; copies of this process inherit groups."""
     yield
     if torch.distributed.is_initialized():  # parallelize_model makes a group of a single process
         torch.distributed.destroy_process_group()
     assert not any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks)), "a hook of all optimizers is left"
     assert not torch.autograd._profiler_enabled(), "a profiler is left running"
+    state = AcceleratorState._shared_state  # Accelerate keeps the settings of the first accelerator
+    if state:
+        left = state["_mixed_precision"], state["dynamo_plugin"].backend.value
+        if left != ("no", "NO"):
+            AcceleratorState._reset_state(reset_partial_state=True)
+        assert left == ("no", "NO"), f"settings of an accelerator are left: {left}"

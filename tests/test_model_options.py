@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from pytorch_accel_lite import Trainer
@@ -111,7 +112,14 @@ def test_a_run_with_channels_last_goes_on_to_the_same_bits(tmp_path):
 
 
 def test_a_model_that_accelerate_compiled_is_given_back():
+    kinds: set[str] = set()
+    noting = listener(on_train_step_end=lambda trainer, **kwargs: kinds.add(type(trainer.model).__name__))
     model = small_model()
-    trainer = quiet_trainer(model, accelerator=Accelerator(dynamo_backend="eager"))
-    trainer.train(regression_data(8), 1)
+    AcceleratorState._reset_state(reset_partial_state=True)  # its settings are those of the first accelerator
+    try:
+        trainer = quiet_trainer(model, accelerator=Accelerator(dynamo_backend="eager"), callbacks=[noting])
+        trainer.train(regression_data(8), 1)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert kinds == {"OptimizedModule"}
     assert trainer.model is model
