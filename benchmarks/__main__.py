@@ -1,8 +1,9 @@
 """Measure trainers side by side: python -m benchmarks [--workloads loop tensors] [--rounds 5] [--quick].
 
 Every contender runs in its own process, in interleaved rounds. Results are medians of the ratios to the hand-written
-loop of the same round, with the minimum and maximum. That loop takes part twice: the spread of the second copy, the
-control, shows how reliable the other figures are. On a shared machine, look at the CPU time.
+loop, with the minimum and maximum: training takes turns with that loop in the same process, everything else is compared
+with it in the same round. The loop takes part itself: the spread of that row, the control, shows how reliable the other
+figures are. On a shared machine, look at the CPU time.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def main(command: list[str] | None = None, run: Callable[..., dict[str, float] |
             report.write(arguments.output, workload, other.title, results, other.reference, other.unit)
             continue
         names = dict.fromkeys([REFERENCE, *(arguments.contenders or CONTENDERS)])
+        if workload != "first":
+            del names[REFERENCE]  # it takes turns with each
         there = [name for name in names if ONLY_IN.get(name, workload) == workload]
         measures = {name: partial(run, "benchmarks.worker", name, workload, mode) for name in there}
         results = report.interleave(measures, arguments.rounds)

@@ -29,13 +29,13 @@ def interleave(measure: Mapping[str, Callable[[], dict[str, float] | None]], rou
     return results
 
 
-def ratios(results: Rounds, reference: str, quantity: str) -> dict[str, list[float]]:
-    """Return each contender's ratios to the reference of the same round."""
-    base = [values[quantity] for values in results[reference]]
-    return {
-        name: [values[quantity] / before for values, before in zip(rounds, base, strict=False)]
-        for name, rounds in results.items()
-    }
+def pairs(results: Rounds, reference: str, name: str, quantity: str) -> list[tuple[float, float]]:
+    """Return a contender's figures with those of the reference: measured with it, or else in the same round."""
+    by_hand = f"{quantity} by hand"
+    own = [values[quantity] for values in results[name]]
+    if all(by_hand in values for values in results[name]):
+        return list(zip(own, (values[by_hand] for values in results[name]), strict=True))
+    return list(zip(own, (values[quantity] for values in results[reference]), strict=False))
 
 
 def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "wall")) -> str:
@@ -43,17 +43,18 @@ def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "
     heads = [f"{quantity} time".replace("cpu", "CPU") for quantity in quantities]
     heads.append(f"more {heads[0]}, microseconds")
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
-    by_quantity = [ratios(results, reference, quantity) for quantity in quantities]
-    base = [values[quantities[0]] for values in results[reference]]
+    base: list[float] = []
     for name, rounds in results.items():
         if not rounds:
             lines.append(f"| {name} |" + " not installed |" * len(heads))
             continue
-        cells = [
-            f"{statistics.median(found[name]):.2f} ({min(found[name]):.2f} to {max(found[name]):.2f})"
-            for found in by_quantity
-        ]
-        more = statistics.median(values[quantities[0]] - before for values, before in zip(rounds, base, strict=False))
+        cells = []
+        for quantity in quantities:
+            found = [value / before for value, before in pairs(results, reference, name, quantity)]
+            cells.append(f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+        both = pairs(results, reference, name, quantities[0])
+        more = statistics.median(value - before for value, before in both)
+        base += [before for _, before in both]
         lines.append(f"| {name} | {' | '.join(cells)} | {1e6 * more:+,.0f} |")
     return "\n".join(lines) + f"\n\n1.00 is {1e6 * statistics.median(base):,.0f} microseconds."
 

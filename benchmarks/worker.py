@@ -1,4 +1,8 @@
-"""Run one contender on one workload, and print its times as one line of JSON."""
+"""Run one contender on one workload, in turns with a loop by hand, and print their times as one line of JSON.
+
+The contender's model takes the turns: every so many of its forward passes, it runs as many steps of a loop by hand with
+a model of its own. Whatever else the machine does then slows down both alike.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,27 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, islice, repeat
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks.contenders import CONTENDERS, is_missing
-from benchmarks.tasks import make_task
+from benchmarks.contenders import CONTENDERS, Train, is_missing, loader_of
+from benchmarks.tasks import Task, make_task
+
+TURNS = 100
+Times = tuple[float, float]  # seconds of CPU time, and of wall time
 
 
 @contextmanager
 def counting_updates() -> Iterator[list[int]]:
-    """Count the steps of all optimizers in a block, at the same cost for every contender."""
+    """Count the steps of all optimizers in a block, at some cost for each."""
     counts = [0]
 
     def count(*_: object) -> None:
@@ -33,34 +44,109 @@ def counting_updates() -> Iterator[list[int]]:
         hook.remove()
 
 
-def measure(contender: str, workload: str, quick: bool) -> dict[str, object]:
+def check_updates(contender: str, train: Train, steps: int) -> None:
+    """Train, and make sure that a contender makes the updates that it should."""
+    with counting_updates() as counts:
+        train()
+    if counts[0] != steps:
+        raise RuntimeError(f"{contender} made {counts[0]} updates instead of {steps}.")
+
+
+def clocks() -> Times:
+    return time.process_time(), time.perf_counter()
+
+
+def since(begin: Times) -> Times:
+    return time.process_time() - begin[0], time.perf_counter() - begin[1]
+
+
+def turns_by_hand(task: Task, steps: int) -> Iterator[Times]:
+    """Train endlessly by hand, yielding the times of each turn of this many steps."""
+    model, loss_func, batches = task.make_model(), task.loss_func, loader_of(task)
+    optimizer = task.make_optimizer(model)
+    endless = chain.from_iterable(repeat(batches))
+    model.train()
+    while True:
+        begin = clocks()
+        for inputs, targets in islice(endless, steps):
+            loss_func(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield since(begin)
+
+
+class Turns:
+    """The turns of a contender and of a loop by hand, as seen by the contender's model."""
+
+    def __init__(self, task: Task, steps: int) -> None:
+        self.by_hand, self.steps = turns_by_hand(task, steps), steps
+        self.forwards = 0
+        self.taken: list[tuple[float, ...]] = []  # the times by hand, and the contender's
+
+    def each_forward(self) -> Iterator[None]:
+        """Yield once for each forward pass of the contender, after a turn by hand where one is due."""
+        begin = None
+        while True:
+            other = None if begin is None else since(begin)
+            one = next(self.by_hand)
+            if other is not None and self.forwards > self.steps:  # not the first turn, in which things are set up
+                self.taken.append((*one, *other))
+            begin = clocks()
+            for _ in range(self.steps):
+                self.forwards += 1
+                yield
+
+    def task(self, task: Task) -> Task:
+        """Return a task whose models take turns with the loop by hand. One of them is to be trained."""
+        forwards = self.each_forward()
+
+        def make_model() -> nn.Module:
+            model = task.make_model()
+            kind: Any = type(model)
+
+            def forward(self: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+                next(forwards)
+                return kind.forward(self, inputs)  # type: ignore[no-any-return]
+
+            model.__class__ = type(kind.__name__, (kind,), {"forward": forward})  # a wrapper would take time
+            return model
+
+        return replace(task, make_model=make_model)
+
+    def result(self) -> dict[str, float]:
+        """Return the seconds of a step of both."""
+        sums = map(sum, zip(*self.taken, strict=True))
+        names = ("cpu by hand", "wall by hand", "cpu", "wall")
+        return {name: seconds / (self.steps * len(self.taken)) for name, seconds in zip(names, sums, strict=True)}
+
+
+def subfolder(folder: str, name: str) -> Path:
+    made = Path(folder, name)
+    made.mkdir()
+    return made
+
+
+def measure(contender: str, workload: str, quick: bool) -> dict[str, Any]:
+    """Return the seconds of a step, and of one by hand."""
     torch.set_num_threads(1)
+    make: Callable[[Task, Path], Train] = CONTENDERS[contender]
     task = make_task(workload, quick)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            train = CONTENDERS[contender](task, Path(folder))
+            if workload == "first":  # measured from the start of the process
+                check_updates(contender, make(task, Path(folder)), task.steps)
+                return {"cpu": time.process_time(), "wall": time.time() - float(os.environ["STARTED_AT"])}
+            few = make_task(workload, quick=True)
+            check_updates(contender, make(few, subfolder(folder, "few")), few.steps)
+            turns = Turns(task, max(1, task.steps // TURNS))
+            make(turns.task(task), subfolder(folder, "all"))()
         except ModuleNotFoundError as error:
             if is_missing(error):
                 return {"missing": error.name}
             raise
-        with counting_updates() as counts:
-            if workload == "first":  # measured from the start of the process
-                wall, cpu = float(os.environ["STARTED_AT"]), 0.0
-            else:
-                warm_up()
-                counts[0] = 0
-                wall, cpu = time.time(), time.process_time()
-            train()
-            cpu, wall = time.process_time() - cpu, time.time() - wall
-    if counts[0] != task.steps:
-        raise RuntimeError(f"{contender} made {counts[0]} updates instead of {task.steps}.")
-    return {"cpu": cpu / task.steps, "wall": wall / task.steps}
-
-
-def warm_up() -> None:
-    """Make torch load what it loads on first use."""
-    task = make_task("loop", quick=True)
-    CONTENDERS["by hand"](task, Path())()
+    if turns.forwards != task.steps:
+        raise RuntimeError(f"{contender} made {turns.forwards} steps instead of {task.steps}.")
+    return turns.result()
 
 
 if __name__ == "__main__":
