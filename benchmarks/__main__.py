@@ -78,9 +78,11 @@ def main(command: list[str] | None = None, run: Callable[..., dict[str, float] |
             report.write(arguments.output, workload, other.title, results, other.reference, other.unit)
             continue
         names = dict.fromkeys([REFERENCE, *(arguments.contenders or CONTENDERS)])
-        if workload != "first":
+        if workload != "first" and REFERENCE not in (arguments.contenders or ()):
             del names[REFERENCE]  # it takes turns with each
         there = [name for name in names if ONLY_IN.get(name, workload) == workload]
+        if not there:
+            continue
         measures = {name: partial(run, "benchmarks.worker", name, workload, mode) for name in there}
         results = report.interleave(measures, arguments.rounds)
         report.write(arguments.output, workload, TITLES[workload], results, REFERENCE)

@@ -56,7 +56,9 @@ def table(results: Rounds, reference: str, quantities: Sequence[str] = ("cpu", "
         more = statistics.median(value - before for value, before in both)
         base += [before for _, before in both]
         lines.append(f"| {name} | {' | '.join(cells)} | {1e6 * more:+,.0f} |")
-    return "\n".join(lines) + f"\n\n1.00 is {1e6 * statistics.median(base):,.0f} microseconds."
+    if base:
+        lines.append(f"\n1.00 is {1e6 * statistics.median(base):,.0f} microseconds.")
+    return "\n".join(lines)
 
 
 def plain_table(results: Rounds, unit: str) -> str:

@@ -52,14 +52,6 @@ def check_updates(contender: str, train: Train, steps: int) -> None:
         raise RuntimeError(f"{contender} made {counts[0]} updates instead of {steps}.")
 
 
-def clocks() -> Times:
-    return time.process_time(), time.perf_counter()
-
-
-def since(begin: Times) -> Times:
-    return time.process_time() - begin[0], time.perf_counter() - begin[1]
-
-
 def turns_by_hand(task: Task, steps: int) -> Iterator[Times]:
     """Train endlessly by hand, yielding the times of each turn of this many steps."""
     model, loss_func, batches = task.make_model(), task.loss_func, loader_of(task)
@@ -67,31 +59,32 @@ def turns_by_hand(task: Task, steps: int) -> Iterator[Times]:
     endless = chain.from_iterable(repeat(batches))
     model.train()
     while True:
-        begin = clocks()
+        cpu, wall = time.thread_time(), time.perf_counter()
         for inputs, targets in islice(endless, steps):
             loss_func(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-        yield since(begin)
+        yield time.thread_time() - cpu, time.perf_counter() - wall
 
 
 class Turns:
-    """The turns of a contender and of a loop by hand, as seen by the contender's model."""
+    """The turns of a loop by hand between those of a contender, as seen by the contender's model.
+
+    What the contender's other threads do during a turn by hand counts as the contender's. What it does before its
+    second turn, and after the start of its last, does not count.
+    """
 
     def __init__(self, task: Task, steps: int) -> None:
-        self.by_hand, self.steps = turns_by_hand(task, steps), steps
+        self.turns, self.steps = turns_by_hand(task, steps), steps
         self.forwards = 0
-        self.taken: list[tuple[float, ...]] = []  # the times by hand, and the contender's
+        self.begins: list[Times] = []  # of the turns by hand
+        self.by_hand: list[Times] = []
 
     def each_forward(self) -> Iterator[None]:
         """Yield once for each forward pass of the contender, after a turn by hand where one is due."""
-        begin = None
         while True:
-            other = None if begin is None else since(begin)
-            one = next(self.by_hand)
-            if other is not None and self.forwards > self.steps:  # not the first turn, in which things are set up
-                self.taken.append((*one, *other))
-            begin = clocks()
+            self.begins.append((time.process_time(), time.perf_counter()))
+            self.by_hand.append(next(self.turns))
             for _ in range(self.steps):
                 self.forwards += 1
                 yield
@@ -115,9 +108,11 @@ class Turns:
 
     def result(self) -> dict[str, float]:
         """Return the seconds of a step of both."""
-        sums = map(sum, zip(*self.taken, strict=True))
-        names = ("cpu by hand", "wall by hand", "cpu", "wall")
-        return {name: seconds / (self.steps * len(self.taken)) for name, seconds in zip(names, sums, strict=True)}
+        turns = self.by_hand[1:-1]
+        cpu, wall = (sum(times) for times in zip(*turns, strict=True))
+        all_cpu, all_wall = (end - begin for begin, end in zip(self.begins[1], self.begins[-1], strict=True))
+        found = {"cpu": all_cpu - cpu, "wall": all_wall - wall, "cpu by hand": cpu, "wall by hand": wall}
+        return {name: seconds / (self.steps * len(turns)) for name, seconds in found.items()}
 
 
 def subfolder(folder: str, name: str) -> Path:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -171,6 +172,42 @@ def test_a_contender_takes_turns_with_the_loop_by_hand():
     found = worker.measure("ours, default without bar", "loop", True)
     assert found.keys() == {"cpu", "wall", "cpu by hand", "wall by hand"}
     assert all(seconds > 0 for seconds in found.values())
+
+
+def test_what_other_threads_of_a_contender_do_is_its_own(monkeypatch):
+    def busy(task, folder):
+        def burn():
+            while not is_over.wait(0.001):
+                sum(range(30_000))
+
+        def train():
+            thread = threading.Thread(target=burn)
+            thread.start()
+            by_hand()
+            is_over.set()
+            thread.join()
+
+        is_over, by_hand = threading.Event(), CONTENDERS["by hand"](task, folder)
+        return train
+
+    monkeypatch.setitem(CONTENDERS, "busy", busy)
+    found = worker.measure("busy", "transformer", True)
+    assert found["cpu"] > found["cpu by hand"]
+
+
+@pytest.mark.parametrize("contenders", [["by hand"], ["by hand, indexing tensors"], ["absent"]])
+def test_a_table_of_few_contenders_or_none(tmp_path, monkeypatch, contenders):
+    monkeypatch.setitem(CONTENDERS, "absent", lambda task, folder: __import__("a_package_that_is_absent"))
+    options = ["--workloads", "loop", "--quick", "--rounds", "1", "--output", str(tmp_path)]
+
+    def run(_module, name, workload, _mode):
+        found = worker.measure(name, workload, True)
+        return None if "missing" in found else found
+
+    main([*options, "--contenders", *contenders], run)
+    written = [path.read_text() for path in tmp_path.glob("loop.md")]
+    assert len(written) == (contenders != ["by hand, indexing tensors"])
+    assert all(("not installed" in text) == (contenders == ["absent"]) for text in written)
 
 
 def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):

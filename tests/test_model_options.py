@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 
 from pytorch_accel_lite import Trainer
@@ -123,3 +124,50 @@ def test_a_model_that_accelerate_compiled_is_given_back():
         AcceleratorState._reset_state(reset_partial_state=True)
     assert kinds == {"OptimizedModule"}
     assert trainer.model is model
+
+
+class Blocks(nn.Module):
+    """A model that repeats a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3))
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+# torch looks at the gradients of what a graph is given; it ignores the warning itself unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_blocks_that_accelerate_compiled_have_their_names_in_states(tmp_path):
+    kinds: set[str] = set()
+
+    def look(trainer: Trainer, **kwargs: Any) -> None:
+        kinds.add(f"{type(trainer.model).__name__} of {type(trainer.model.blocks[0]).__name__}")
+
+    def run(regional: bool, **kwargs: Any) -> Blocks:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True) if regional else None
+        callbacks = [listener(on_train_step_end=look), SaveTrainingStateCallback(tmp_path / str(regional), 1)]
+        model = Blocks()
+        accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+        trainer = quiet_trainer(model, accelerator=accelerator, callbacks=callbacks, seed=1)
+        data = regression_data(8, dtype=torch.float32)
+        trainer.train(data, 2, per_device_batch_size=4, **kwargs)
+        assert trainer.model is model
+        return model
+
+    try:
+        whole = weights(run(regional=True))
+        assert kinds == {"Blocks of OptimizedModule"}
+        assert equal(weights(run(regional=False)), whole)
+        state = tmp_path / "True" / "update-000000002"
+        assert equal(weights(run(regional=False, resume_from=state)), whole)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -287,15 +287,15 @@ def _wait_for_a_later_second(directory: str) -> None:
     """Wait until a new TensorBoard file will be read after those in the directory, for at most a few seconds.
 
     Files are read in the order of their names, which begin with the second in which they were made. Were two attempts
-    made in the same second, the process number would decide which one discards the other's rows.
+    made in the same second, the rest of the name would decide which one discards the other's rows: host and process.
     """
     found = (re.match(r"events\.out\.tfevents\.(\d+)\.", name) for name in os.listdir(directory))
     latest = max((int(match[1]) for match in found if match), default=0)
     ahead = latest + 1 - time.time()
     if ahead > 5:
         warnings.warn(
-            f"The latest file in {directory!r} is of {ahead:.0f} s from now, by the clock of this machine. TensorBoard "
-            "may hide rows of this run, as it reads files in the order of the times in their names. "
+            f"The latest file in {directory!r} was made {ahead:.0f} s in the future, by the clock of this machine. "
+            "TensorBoard may hide rows of this run, as it reads files in the order of the times in their names. "
             "Set the clocks of your machines, or log to another project_dir.",
             stacklevel=2,
         )
