@@ -18,13 +18,21 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 
-from benchmarks.tasks import Task, make_task
+from benchmarks.tasks import Task, make_task, text_task
 from pytorch_accel_lite import Trainer, get_default_callbacks
 from pytorch_accel_lite.data import OwnShard
 
-STEPS = {"loop": 50, "convnet": 10, "transformer": 1}  # in a block
-TITLES = {"loop": "The MLP, SGD", "convnet": "The convolutional network, SGD", "transformer": "The transformer, AdamW"}
+STEPS = {"loop": 50, "convnet": 10, "transformer": 1, "blocks": 1}  # in a turn
+TITLES = {
+    "loop": "The MLP, SGD",
+    "convnet": "The convolutional network, SGD",
+    "transformer": "A transformer of one block, AdamW",
+    "blocks": "A transformer of 12 blocks, AdamW",
+}
 Step = Callable[[Any], object]
 
 
@@ -96,9 +104,18 @@ def hand_written(task: Task, compiled: bool = False, fused: bool = False, compil
     return step
 
 
-def of_trainer(task: Task, measurement: Measurement, fused: bool = False, **kwargs: Any) -> None:
-    """Train with the default callbacks but the bar."""
+def of_trainer(
+    task: Task, measurement: Measurement, fused: bool = False, regional: bool = False, **kwargs: Any
+) -> None:
+    """Train with the default callbacks but the bar.
+
+    :param regional: let Accelerate compile the blocks that the model repeats
+    """
     model, optimizer = make(task, fused)
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps what is compiled
+    if regional:
+        plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        kwargs["accelerator"] = Accelerator(cpu=True, dynamo_plugin=plugin)
     callbacks = get_default_callbacks(progress_bar=False)
     trainer = Trainer(model, task.loss_func, optimizer, callbacks, **kwargs)
     trainer.create_train_dataloader = lambda *_: OwnShard(measurement.batches())  # type: ignore[method-assign]
@@ -129,6 +146,8 @@ def ways() -> dict[str, Callable[[Task, Measurement], None]]:
         "trainer": ours(),
         "trainer, `compile_step=True`": ours(compile_step=True),
         "trainer, `compile_step=True`, fused optimizer": ours(compile_step=True, fused=True),
+        "trainer, `compile_model=True`": ours(compile_model=True),
+        "trainer, Accelerate's regional compilation": ours(regional=True),
     }
 
 
@@ -143,7 +162,7 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     warnings.filterwarnings("ignore", module="torch")
     for workload in arguments.workloads:
-        task = make_task(workload, quick=True)
+        task = text_task(8, steps=4, depth=12) if workload == "blocks" else make_task(workload, quick=True)
         print(f"### {TITLES[workload]}\n")
         print("| | by hand, µs | this, µs | ratio | to start, s |\n|---|---|---|---|---|", flush=True)
         for name, run in ways().items():
