@@ -60,8 +60,9 @@ def test_the_peak_of_a_sharded_model_is_that_of_several_processes(two_ranks, ste
     options = {"gradient_accumulation_steps": steps}
     found = make_trainer(Sharding).estimate_memory(rows(), BATCH, 2, **options, **quick)
     assert found.is_sharded
+    under_way = found.parts["communication"]  # how many messages are alive at once depends on when they arrive
     for peak, parts, _ in two_ranks.run(peak_of_a_run, "sharded", **options):
-        assert found.peak == pytest.approx(peak, rel=0.03, abs=ORDER)
+        assert found.peak == pytest.approx(peak, rel=0.03, abs=ORDER + under_way)
         for kind in ("parameters", "optimizer"):
             assert found.parts[kind] == pytest.approx(parts[kind], rel=0.01)
 
