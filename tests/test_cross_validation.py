@@ -208,6 +208,9 @@ class Stream(IterableDataset):
         ({"make_trainer": lambda folder: parts.Net()}, TypeError, "which is not a Trainer"),
         ({"dataset": Stream()}, TypeError, "dataset: Stream cannot be divided into folds"),
         ({"dataset": DATA.tensors[0]}, TypeError, r"such as TensorDataset\(inputs, targets\)"),
+        ({"make_trainer": 5}, TypeError, "make_trainer=5 must be a function of a folder"),
+        ({"splitter": []}, ValueError, "splitter gave no fold"),
+        ({"splitter": [([0, 1], torch.arange(0))]}, ValueError, "fold 1 has 2 samples to train on and 0 to test"),
         ({"splitter": 5}, TypeError, r"splitter=5 must have a method split, as KFold\(5\) of sklearn"),
         (
             {"splitter": splitters.StratifiedKFold(2)},

@@ -127,6 +127,14 @@ def test_as_many_updates_in_an_epoch_restore_the_schedules_state(tmp_path, capsy
     assert "created again" not in capsys.readouterr().out
 
 
+def test_a_schedule_continues_from_a_completed_epoch(tmp_path):
+    create = TORCH["one cycle"]
+    first = trained_with(create, 4, 1, tmp_path / "first", save_epochs=2)
+    resumed = trained_with(create, 2, 1, tmp_path / "again", resume=first.states / "update-000000030")
+    whole = trained_with(create, 2, 1, tmp_path / "whole")
+    assert resumed.rates == pytest.approx(whole.rates[60:], rel=1e-12)
+
+
 def test_a_run_of_so_many_updates_counts_on(tmp_path):
     limit = {"epochs": None, "max_num_train_steps": 40}
     create = partial(OneCycleLR, max_lr=0.5, total_steps=TOTAL)

@@ -428,6 +428,17 @@ def test_a_variable_of_the_wrong_type_is_named(file):
         read(file, PYTORCH_ACCEL_LITE_OPTIMIZER__LRR="3")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("inspect", "state", "--deep"), "inspect takes only the directory of a training state, not --deep."),
+        (("compare", "runs", "--deep"), "compare does not have the option --deep. See compare --help."),
+    ],
+)
+def test_commands_without_a_file_refuse_other_options(capsys, arguments, error):
+    assert run(*arguments, capsys=capsys) == (2, "", f"error: {error}\n")
+
+
 def test_checks_of_the_trainer_come_without_a_traceback_and_errors_of_ones_own_with_one(file, capsys):
     assert run("train", file, "--train.num_epochs=0", capsys=capsys)[::2] == (
         2,

@@ -134,6 +134,18 @@ def test_a_function_runs_on_each_process_and_the_first_error_is_the_one_shown(mo
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.programs
+def test_a_process_that_was_killed_is_said_to_be(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(api, "LaunchConfig", partial(api.LaunchConfig, start_method="fork"))  # imports nothing again
+    with pytest.raises(LaunchError, match=r"Rank \d was killed by SIGKILL, and all processes were ended\.") as caught:
+        launch(parts.is_killed, processes=2)
+    assert caught.value.exit_code == -signal.SIGKILL
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.programs
 def test_processes_of_the_command_line_end_in_the_bits_of_torchruns(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(subprocess_handler, "Popen", WarmPython, raising=False)  # older torch starts Python again

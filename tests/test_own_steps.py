@@ -350,6 +350,12 @@ def both(model: nn.Module) -> dict[str, Any]:
         (lambda t, b: t.update(t.model(b[0])), None, ValueError, r"must be a scalar tensor that req.* not \(6, 1\)"),
         (lambda t, b: t.update(t.model(b[0]).mean().detach()), None, ValueError, "the loss does not require gradients"),
         (lambda t, b: t.update(3.0), None, ValueError, "must be a scalar tensor that requires gradients, not float"),
+        (
+            lambda t, b: (t.model[0].requires_grad_(False), t.update(t.model(b[0]).mean(), "a")),
+            both,
+            ValueError,
+            "all parameters of that optimizer are frozen",
+        ),
         (lambda t, b: None, None, ValueError, "train_step made no update: call self.update"),
         (lambda t, b: 1, None, TypeError, "train_step must return a dict or None, not int"),
     ],

@@ -223,3 +223,9 @@ except ImportError as error:
     print(error)
 """
     assert "OptunaPruningCallback needs optuna. Install it with: pip install" in run_code(code)
+
+
+def test_the_best_trial_can_be_run_again():
+    callback = OptunaPruningCallback(optuna.trial.FixedTrial({}))
+    train(make_trainer(callback))
+    assert not callback.is_pruned

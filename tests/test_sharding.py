@@ -42,6 +42,13 @@ def test_sharded_models_learn_what_one_process_learns(job, how, processes):
         check_same_as_alone(found)
 
 
+def test_gradients_in_shards_are_clipped_by_value(two_ranks):
+    expected = parallel.clipped_by_value("whole")
+    for found in two_ranks.run(parallel.clipped_by_value, "fsdp"):
+        assert largest_difference(found["weights"], expected["weights"]) < 1e-12
+        assert found["norms"] == pytest.approx(expected["norms"], abs=1e-12)
+
+
 def test_a_source_that_fails_on_one_process_ends_the_run_on_all_that_share_its_batches(two_ranks):
     first, failed = two_ranks.run(parallel.source_that_fails, "tp")
     assert failed == ("OSError: the disk is gone", 4)

@@ -204,6 +204,14 @@ def resume(how: str, state: Path, dropout: float = 0.0, averages: bool = True, u
     return result_of(trainer) | {"restored": restored}
 
 
+def clipped_by_value(how: str) -> dict[str, Any]:
+    """Return the weights after gradients were clipped by value alone, and the norms of the gradients."""
+    norms: list[float] = []
+    noting = listener(on_optimizer_step_start=lambda trainer, **_: norms.append(float(trainer.gradient_norm)))
+    trainer = fit(make_trainer(how, [noting]), how, gradient_clip_norm=None, gradient_clip_value=0.05)
+    return {"weights": whole(trainer.get_model().state_dict()), "norms": norms}
+
+
 def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
     """The result of a run that saves its states."""
     callbacks = [SaveTrainingStateCallback(folder / how, 1, 2, **options), ModelEmaCallback(0.8, save_path=None)]

@@ -136,13 +136,14 @@ def trained_with(
     resume: Path | None = None,
     *,
     save_every: int = 1000,
+    save_epochs: int | None = None,
     epochs: int | None = EPOCHS,
     **kwargs: Any,
 ) -> Trained:
     """Train with a schedule, from a state if one is given, and save a state every few updates."""
     torch.manual_seed(0)
     model, rates = nn.Linear(5, 1).double(), Rates()
-    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=save_every, save_at_end=False)
+    saving = SaveTrainingStateCallback(folder / "states", save_epochs, save_every, save_at_end=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving], seed=3)
     trainer.train(
