@@ -66,6 +66,11 @@ def train(
     return trainer
 
 
+def ours(said: Any) -> list[str]:
+    """Return the warnings that are not torch's own, such as one of Python 3.13.0."""
+    return [str(each.message) for each in said if "compile_step" in str(each.message)]
+
+
 def same_run(compiled: Trainer, plain: Trainer) -> bool:
     def metrics(trainer: Trainer) -> Any:
         history = trainer.run_history
@@ -199,7 +204,7 @@ def test_sizes_that_vary_are_compiled_once_more_for_all_of_them():
     ):
         limited = run({"backend": few, "dynamic": False})
     assert len(few.graphs) == 3
-    assert len(said) == 1
+    assert len(ours(said)) == 1
     assert same_run(limited, run(False))
 
 
@@ -251,7 +256,7 @@ def test_a_step_that_cannot_be_compiled_as_one_says_why_once(settings, reason):
     settings = {"compile_step": AS_PLAIN} | settings
     with pytest.warns(UserWarning, match=reason) as said:
         found = train(**settings)
-    assert len(said) == 1
+    assert len(ours(said)) == 1
     assert same_run(found, train(**settings | {"compile_step": False}))
 
 
@@ -264,7 +269,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch):
     with pytest.warns(UserWarning, match=r"inductor, needs a C\+\+ compiler, such as g\+\+: install one") as said:
         found = train(True)
     cpp_builder.cpp_compiler_search.cache_clear()
-    assert [each for each in said if "compile_step" in str(each.message)]
+    assert ours(said)
     assert same_run(found, train(False))
 
 

@@ -1296,3 +1296,13 @@ def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, kind,
         gc.enable()
     gc.collect()
     assert finalised.read_text() == f"{os.getpid()}\n"
+
+
+@pytest.mark.parametrize("value", ["", "none", "None"])
+def test_a_limit_of_none_is_no_limit(value, monkeypatch):
+    monkeypatch.setenv("PT_ACC_LIMIT_BATCHES", value)
+    lengths = Lengths()
+    quiet_trainer(small_model(), callbacks=[lengths]).train(
+        regression_data(40), 1, regression_data(30), per_device_batch_size=4
+    )
+    assert lengths.lengths == (10, 8)

@@ -428,3 +428,13 @@ def test_targets_that_are_one_for_all_are_left_to_the_loss_function():
 def test_cross_entropy_over_a_single_class_is_an_error(loss_func):
     with pytest.raises(ValueError, match=r"single class of outputs of shape \(2, 1\) is always 0.*BCEWithLogitsLoss"):
         train(make_trainer(loss_func=loss_func), train_dataset=TensorDataset(INPUTS, TARGETS.sigmoid()))
+
+
+def test_an_error_of_another_trainer_within_a_step_has_one_note():
+    other = make_trainer(model=make_model(features=5))
+
+    class Asks(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            other.predict(make_data(), per_device_batch_size=2)
+
+    assert note_of(failure(make_trainer(trainer_class=Asks), make_data())).startswith("In prediction:")

@@ -123,3 +123,17 @@ def test_streams_are_predicted_and_evaluated_in_order_by_several_processes(ranks
         for run in result.values():
             torch.testing.assert_close(run["predictions"], run["expected"])
             assert run["losses"] == pytest.approx(run["expected_losses"])
+
+
+def test_what_a_process_was_ahead_of_the_others_is_predicted_again(tmp_path, capsys):
+    data = regression_data(8)
+    predict(tmp_path, data, shard_size=100)
+    (path,) = tmp_path.glob("shard-*")
+    shard = torch.load(path, weights_only=True)
+    first_of_two = [0, 1, 4, 5]  # the second process was killed before it wrote any
+    torch.save(shard | {"indices": first_of_two, "outputs": shard["outputs"][first_of_two]}, path)
+    rest = predict(tmp_path, data)
+    assert "2 of 8 samples have already been predicted" in capsys.readouterr().out
+    assert sum(map(len, rest)) == 6
+    expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
+    torch.testing.assert_close(read_predictions(tmp_path), expected)

@@ -42,7 +42,7 @@ def test_each_process_reads_its_part_of_a_stream_that_can_be_divided(two_ranks, 
     said = "Each process reads its own part of the training data, as sharded by "
     assert [said in result["printed"] for result in whole] == [True, False]
     steps = len(whole[0]["seen"]) // 2
-    for update in (2, steps, steps + 3):
+    for update in (2, steps - 1, steps, steps + 3):
         resumed = two_ranks.run(train_on, kind, resume_from=tmp_path / f"{update}", size=31)
         for before, after in zip(whole, resumed, strict=True):
             seen = min(update, len(before["seen"]) // 2) + max(update - steps, 0)

@@ -29,6 +29,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TimingCallback,
 )
+from pytorch_accel_lite.callbacks.epochs import format_duration
 from tests.tasks import Stream, listener, make_data, make_model, make_trainer, train
 from tests.terminals import Terminal
 
@@ -354,3 +355,10 @@ def test_in_a_terminal_what_is_printed_and_a_narrower_window_leave_the_table_who
     assert any("loss=" in bar and "left=" in bar and "samples/s=" in bar for bar in bars)
     summary = next(number for number, line in enumerate(shown) if line.startswith("Trained 3 epochs, 9 updates"))
     assert max(map(len, shown[summary:])) <= 50  # it is wrapped
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.416, "0.42s"), (12.34, "12.3s"), (59.96, "1:00"), (245, "4:05"), (7445, "2:04:05")]
+)
+def test_a_duration_is_as_short_as_can_be_read(seconds, text):
+    assert format_duration(seconds) == text

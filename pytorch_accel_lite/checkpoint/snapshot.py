@@ -156,13 +156,11 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath | None) -> TrainingState | None:
+def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath) -> TrainingState | None:
     """Find, verify and read the state to resume from; ``None`` means a fresh start.
 
     :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
-    if resume_from is None:
-        return None
     if resume_from != "latest":
         state = read_state(place(resume_from), trainer.ranks)
     elif not sources:
