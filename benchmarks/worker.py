@@ -1,7 +1,7 @@
 """Run one contender on one workload, in turns with a loop by hand, and print their times as one line of JSON.
 
-The contender's model takes the turns: every so many of its forward passes, it runs as many steps of a loop by hand with
-a model of its own. Whatever else the machine does then slows down both alike.
+The contender's model takes the turns: after each hundredth of its forward passes, it pauses while a loop by hand makes
+as many steps with a model of its own. Whatever else the machine does then slows down both alike.
 """
 
 from __future__ import annotations

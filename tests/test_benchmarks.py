@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 
@@ -172,27 +171,6 @@ def test_a_contender_takes_turns_with_the_loop_by_hand():
     found = worker.measure("ours, default without bar", "loop", True)
     assert found.keys() == {"cpu", "wall", "cpu by hand", "wall by hand"}
     assert all(seconds > 0 for seconds in found.values())
-
-
-def test_what_other_threads_of_a_contender_do_is_its_own(monkeypatch):
-    def busy(task, folder):
-        def burn():
-            while not is_over.wait(0.001):
-                sum(range(30_000))
-
-        def train():
-            thread = threading.Thread(target=burn)
-            thread.start()
-            by_hand()
-            is_over.set()
-            thread.join()
-
-        is_over, by_hand = threading.Event(), CONTENDERS["by hand"](task, folder)
-        return train
-
-    monkeypatch.setitem(CONTENDERS, "busy", busy)
-    found = worker.measure("busy", "transformer", True)
-    assert found["cpu"] > found["cpu by hand"]
 
 
 @pytest.mark.parametrize("contenders", [["by hand"], ["by hand, indexing tensors"], ["absent"]])

@@ -148,7 +148,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
 
 
 def resume_after_a_file_of(seconds: int, folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Resume a run whose file for TensorBoard was made so many seconds from now; return what TensorBoard then shows."""
+    """Resume a run whose TensorBoard file has a time so far ahead in its name; return what TensorBoard then shows."""
 
     def run(**kwargs: Any) -> None:
         saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
