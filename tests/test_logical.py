@@ -334,6 +334,11 @@ def test_two_runs_are_compared_state_by_state(uninterrupted, tmp_path, capsys, m
     code, said = diff(tmp_path / "one", tmp_path / "other")
     assert code == 1
     assert said.startswith(f"{states[1].name} differs, after {states[0].name}, which is the same:\n  weights/0.bias: ")
+    with pytest.raises(SystemExit):
+        diff("memory://states", states[0])
+    assert "fetch the states from the remote store first" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert diff(tmp_path / "one", tmp_path / "empty")[0] == 1
     monkeypatch.setattr("sys.argv", ["checkpoint", "inspect", str(states[0])])
     assert look_at_states() == 0
     shown = capsys.readouterr().out

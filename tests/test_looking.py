@@ -105,6 +105,32 @@ def test_a_loss_of_ones_own_and_streams_and_evaluations_by_name():
     assert [sample.index for sample in worst.samples] == [None, None]
 
 
+def test_predictions_in_a_dict_are_those_of_each_sample():
+    class Boxes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"size": self.linear(x), "corners": x[:, :2]}
+
+    model, data = Boxes(), make_data(10)
+    worst = WorstSamplesCallback(
+        3,
+        transform=lambda batch, batch_output: (batch_output["model_outputs"], batch[1]),
+        loss=lambda outputs, targets: (outputs["size"] - targets).abs().squeeze(1),
+    )
+    trainer = Trainer(model, lambda outputs, targets: (outputs["size"] - targets).mean(), None, callbacks=[worst])
+    trainer.evaluate(data, per_device_batch_size=4)
+    assert len(worst.samples) == 3
+    for sample in worst.samples:
+        x, y = data[sample.index]
+        expected = model(x[None])
+        assert sample.loss == pytest.approx((expected["size"] - y).abs().item(), rel=1e-5)
+        assert torch.equal(sample.prediction["corners"].flatten(), x[:2])
+        torch.testing.assert_close(sample.prediction["size"].flatten(), expected["size"].flatten())
+
+
 @pytest.mark.parametrize("loss_func", [nn.functional.mse_loss, partial(nn.functional.mse_loss, reduction="sum")])
 def test_the_functions_of_torch_give_a_loss_for_each_sample(loss_func):
     found = []

@@ -55,6 +55,20 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
             assert values == pytest.approx(alone["history"][name])
 
 
+def test_ranks_have_the_same_statistics_after_each_update_and_resume_them(two_ranks):
+    """Each rank normalises its own batches; the running statistics of rank 0 count, also beside the model."""
+    first, second = two_ranks(cases.own_steps.normalised)
+    for networks, others in zip(first[0], second[0], strict=True):
+        assert equal(networks, others)
+    before, after = first[0][0], first[0][-1]
+    for name in ("generator.1.running_mean", "critic.1.running_mean"):
+        assert not torch.equal(before[name], after[name])
+    assert after["critic.1.num_batches_tracked"] == 2 * len(first[0])
+    for whole, resumed in (first, second):
+        assert all(map(equal, resumed, whole[3:]))
+        assert len(resumed) == len(whole) - 3 == 11
+
+
 def test_ranks_accumulate_as_one(two_ranks):
     alone = cases.own_steps.train_gan(gradient_accumulation_steps=3)
     for found in two_ranks(cases.own_steps.accumulated):

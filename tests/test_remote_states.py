@@ -17,6 +17,7 @@ from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.checkpoint.__main__ import inspect
+from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
 from tests import cases
 from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, SOAK, Fork
@@ -93,6 +94,19 @@ def test_a_url_can_be_loaded_and_looked_at(folder, capsys):
     assert f"training state {url_of(folder)}/update-000000002, format 2" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match=r"no training state at 'faulty://.*/update-000000009'"):
         trainer.load_training_state(f"{url_of(folder)}/update-000000009")
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.txt", "/elsewhere.txt", "inner/elsewhere.txt"])
+def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
+    """Whoever can write to the store could otherwise overwrite any file of those who resume from it."""
+    saving(folder)
+    path = folder / "states" / "update-000000003" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = manifest["files"]["trainer.pt"]
+    path.write_text(json.dumps({**manifest, "checksum": _manifest_checksum(manifest)}))
+    trainer = make_trainer(callbacks=[SaveTrainingStateCallback()])
+    with pytest.raises(DamagedStateError, match=rf"lists '{name}', which is not the name of a file"):
+        trainer.load_training_state(f"{url_of(folder)}/update-000000003")
 
 
 @pytest.mark.slow

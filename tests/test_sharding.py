@@ -100,6 +100,23 @@ def test_weights_are_averaged_and_evaluated_in_shards(tmp_path, job, how, proces
         assert resumed["history"] == whole["history"]
 
 
+def test_statistics_of_a_sharded_model_are_averaged_and_evaluated_like_its_weights(two_ranks):
+    first, second = two_ranks(parallel.averaged_statistics)
+    assert equal(first["average"], second["average"])
+    start, *later = first["states"]
+    assert len(later) == 8
+    for name, average in first["average"].items():
+        expected = start[name]
+        for state in later:
+            expected = 0.5 * expected + 0.5 * state[name] if average.is_floating_point() else state[name]
+        torch.testing.assert_close(average, expected, atol=1e-12, rtol=0)
+        assert not torch.equal(average, start[name]), name
+    for found in (first, second):
+        assert equal(found["weights"], first["states"][-1])  # evaluating the average leaves the model as it was
+        history = found["history"]["ema_model_eval_loss_epoch"]
+        assert history[-1] == pytest.approx(first["loss_of_average"], abs=1e-12)
+
+
 def test_a_model_from_the_meta_device_starts_like_one_that_is_not_sharded(tmp_path, two_ranks):
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -11,7 +9,6 @@ import torch
 from pytorch_accel_lite.randomness import mix
 
 _ROUNDS = 8
-_BLOCK = 1 << 14
 _Numbers = npt.NDArray[np.uint64]
 
 
@@ -29,13 +26,6 @@ class ComputedOrder:
         self._size = size
         self._bits = max((size - 1).bit_length(), 2)
         self._keys = [np.uint64(mix(key, number)) for number in range(_ROUNDS)]
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[int]:
-        for begin in range(0, self._size, _BLOCK):
-            yield from self.at(begin, min(begin + _BLOCK, self._size)).tolist()
 
     def at(self, begin: int, end: int) -> torch.Tensor:
         """Return the indices at the places from ``begin`` to ``end``."""

@@ -134,16 +134,16 @@ class ShardedLoader(ABC):
         """Return the number of steps left in an epoch after ``start`` samples of all processes; ``None`` if unknown."""
         return None
 
+    @abstractmethod
     def position(self) -> Any:
         """Return what a training state must keep to resume in the middle of an epoch, besides the samples counted."""
-        return None
 
+    @abstractmethod
     def move_to(self, position: Any) -> str:
         """Make the next, resumed epoch begin at a position, if the training state holds one.
 
         :return: what the user should know about it
         """
-        return ""
 
     def ends_in_one_sample(self, steps: float) -> bool:
         """Whether the first ``steps`` steps of an epoch are known to end with a batch of a single sample."""

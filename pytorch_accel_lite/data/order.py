@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset, RandomSampler, SequentialSampler, StackDataset, Subset
 
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data.computed_order import ComputedOrder
 
 #: Number of samples up to which a random order is torch's own, which takes 4 bytes for each on every process. Larger
 #: ones are computed, see :class:`~pytorch_accel_lite.data.computed_order.ComputedOrder`.
@@ -44,10 +47,12 @@ class WithOwnSampler(Dataset[Any]):
         raise NotImplementedError
 
 
-def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
+def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Any:
     """Return the order of an epoch from a sampler of indices or of batches of indices, the same on all ranks.
 
     With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
+
+    :return: an iterable or, for very many samples in random order, a :class:`ComputedOrder`
     """
     if isinstance(sampler, SequentialSampler):
         return range(len(sampler))
@@ -73,7 +78,7 @@ def _draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
-def _shuffled(size: int, seed: int) -> Iterable[Any]:
+def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
     """Return the order that a plain ``RandomSampler`` draws with a seed, as a tensor, or a computed one."""
     if size > LARGEST_STORED:
         from pytorch_accel_lite.data.computed_order import ComputedOrder  # not loaded for data of ordinary size

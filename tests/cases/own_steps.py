@@ -14,6 +14,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import shared_folder, world_size
 from tests.launching import some_of
+from tests.tasks import listener
 
 REAL = TensorDataset(torch.randn(26, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
 NOISE = torch.randn(26, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -38,8 +39,11 @@ def make_optimizers(generator: nn.Module, critic: nn.Module) -> dict[str, torch.
 class GAN(Trainer):
     """The critic is updated first, then the generator, which uses the new critic."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, normalises: bool = False, **kwargs: Any) -> None:
         generator, self.critic = make_networks()
+        if normalises:
+            for network in (generator, self.critic):
+                network.insert(1, nn.BatchNorm1d(6).double())
         optimizers = make_optimizers(generator, self.critic)
         super().__init__(generator, None, optimizers, **{"callbacks": []} | kwargs)
 
@@ -65,6 +69,20 @@ def train_gan(folder: Path | None = None, **kwargs: Any) -> GAN:
     arguments = {"per_device_batch_size": 4 // world_size(), "train_dataloader_kwargs": {"shuffle": False}} | kwargs
     trainer.train(FULL, 2, **arguments)
     return trainer
+
+
+def normalised() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Return the networks after each update of a run with batch norm, and of one resumed from its middle."""
+    found: list[list[dict[str, torch.Tensor]]] = []
+    with shared_folder() as folder:
+        for resume_from in (None, folder / "whole" / "update-000000003"):
+            seen: list[dict[str, torch.Tensor]] = []
+            looking = listener(on_update_end=lambda trainer, seen=seen, **_: seen.append(trainer.networks()))
+            saving = SaveTrainingStateCallback(folder / ("again" if resume_from else "whole"), save_every_n_steps=3)
+            trainer = GAN(normalises=True, callbacks=[saving, looking], seed=0)
+            trainer.train(FULL, 2, per_device_batch_size=2, resume_from=resume_from)
+            found.append(seen)
+    return found[0], found[1]
 
 
 def trained_and_resumed(**kwargs: Any) -> dict[str, Any]:

@@ -284,6 +284,31 @@ def averaged(how: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def averaged_statistics() -> dict[str, Any]:
+    """The average of a sharded model with batch norm, the states that it is made of, and its evaluations."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+    fresh = copy.deepcopy(model)
+    for part in (model[0], model[3], model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world_size(),)))
+    states: list[dict[str, torch.Tensor]] = []
+
+    def keep(trainer: Trainer, **_: Any) -> None:
+        states.append({name: value.clone() for name, value in whole(trainer.get_model().state_dict()).items()})
+
+    average = ModelEmaCallback(0.5, save_path=None)
+    keeping = listener(on_training_run_start=keep, on_optimizer_step_end=keep)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, [keeping, average], accelerator=Accelerator(cpu=True), seed=3)
+    held_out = regression_data(9)
+    trainer.train(DATA, 2, held_out, 8 // world_size(), gradient_clip_norm=0.3)
+    assert average.ema is not None
+    mean = whole(average.ema.module.state_dict())
+    fresh.load_state_dict(mean)
+    loss = nn.functional.mse_loss(fresh.eval()(held_out.tensors[0]), held_out.tensors[1]).item()
+    return result_of(trainer) | {"average": mean, "states": states, "loss_of_average": loss}
+
+
 def reductions(how: str) -> dict[str, int]:
     """How often gradients are reduced in an update of 4 batches."""
     trainer = make_trainer(how)
