@@ -167,6 +167,7 @@ def test_batches_are_dicts_and_the_model_returns_its_loss():
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_and_resumed_to_the_same_bits_and_states_are_interchangeable(tmp_path):
     def run(compile_step: Any, folder: str, resume_from: Any = None) -> Trainer:
         saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=2, save_at_end=False)
@@ -182,6 +183,7 @@ def test_a_run_is_repeated_and_resumed_to_the_same_bits_and_states_are_interchan
     assert same_run(mixed, whole)
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_are_compiled_once_more_for_all_of_them():
     lengths = [3, 5, 4, 7, 6, 2, 8, 9, 5, 3]
 

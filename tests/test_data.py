@@ -283,6 +283,7 @@ def noisy_batches(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
 def test_randomness_in_the_dataset_follows_from_seed_epoch_and_position():
     expected = noisy_batches(0, seed=1)

@@ -162,6 +162,7 @@ def resume_after_a_file_of(seconds: int, folder: Path) -> dict[str, list[tuple[i
     return scalars(folder / "run")
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_attempts_of_the_same_second_in_their_order(tmp_path):
     shown = resume_after_a_file_of(3, tmp_path)
     assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4, 5, 6]

@@ -259,6 +259,7 @@ def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_pa
         assert differences(whole, found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_sigkill_and_another_number_of_processes_lead_to_the_same_bits(tmp_path):
     """A short version of tests/soak.py --logical 4; ``make soak`` makes it long."""

@@ -286,6 +286,7 @@ def test_a_test_of_a_process_that_was_ahead_repeats_and_loses_no_sample(trained)
     assert len(dict_of(Path("tests/best/default/test/predictions"))) == 12
 
 
+@pytest.mark.slow
 def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sections = "test:\n  checkpoints: [best]\n  worst: 2\n  inference:\n    a: {scale: 1.0}\n    b: {scale: 3.0}\n"
