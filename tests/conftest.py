@@ -18,6 +18,8 @@ from tests.rank_pool import RankPool
 
 COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
 
+RANKS = ["job", "ranks", "two_ranks"]  # fixtures that start copies of this process
+
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
 
@@ -43,6 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(name))
         if "job" in used:
             item.add_marker(pytest.mark.processes)
+            item.fixturenames.sort(key=lambda name: name not in RANKS)  # before others patch what would be copied
         elif "fresh" in used or "uninterrupted" in used:
             item.add_marker(pytest.mark.programs)
 

@@ -68,7 +68,7 @@ def test_own_groups_take_the_timeout_that_the_job_was_given(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, job, monkeypatch):
+def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, two_ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     folder = tmp_path / "hung"
     folder.mkdir()
@@ -76,7 +76,7 @@ def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, job
     assert done.returncode == 0, done.stdout
     assert re.search(r"  rank 1, epoch 2, step \d: in on_train_step_end of hanging.py:\d+", done.stdout)
     assert "The job ends with exit code 75." in done.stdout
-    job(2).run(run_to_the_end, tmp_path / "whole")
+    two_ranks.run(run_to_the_end, tmp_path / "whole")
     hung, whole = (torch.load(path / "final.pt", weights_only=False) for path in (folder, tmp_path / "whole"))
     assert equal(hung["weights"], whole["weights"])
     assert hung["order"] == whole["order"]

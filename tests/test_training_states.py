@@ -902,14 +902,14 @@ def test_a_job_that_would_restart_with_addresses_of_dead_ranks_is_warned_of(monk
 
 
 @pytest.mark.processes
-def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path, job, monkeypatch):
+def test_a_job_goes_on_by_itself_after_a_rank_was_killed(tmp_path, two_ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     done = run_elastic_script(2, "tests/scripts/killed_ranks.py", str(tmp_path), max_restarts=3)
     assert done.returncode == 0, done.stdout
     assert "Resuming from" in done.stdout
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in done.stdout
     assert len(list(tmp_path.glob("killed*"))) == 2
-    job(2).run(run_to_the_end, tmp_path / "whole")
+    two_ranks.run(run_to_the_end, tmp_path / "whole")
     assert_same(final(tmp_path), final(tmp_path / "whole"))
 
 
