@@ -45,7 +45,8 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
     if found is None:
         raise ValueError(
             f"The batch size cannot be determined from a batch of type {type(batch).__name__} without tensors. Return "
-            "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss."
+            "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss. Several processes must know it "
+            "before the step: give the batch a tensor with a row for each sample."
         )
     return found
 

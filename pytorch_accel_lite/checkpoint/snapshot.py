@@ -115,11 +115,12 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
 
 
 def _position(trainer: Trainer, is_own: bool) -> dict[str, Any]:
-    """Return what the loader needs to resume in the middle of an epoch, which may differ between processes."""
+    """Return what the loader needs to resume in the middle of an epoch; its position may differ between processes."""
     loader = trainer.current_run.train_loader
     if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_own:
         return {}
-    return {"position": loader.position()}
+    size = getattr(loader, "batch_size", None)
+    return {"position": loader.position(), "source_batch_size": size if isinstance(size, int) else None}
 
 
 def _stepped(trainer: Trainer) -> dict[str, Any]:
@@ -243,6 +244,7 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
     loader = trainer.current_run.train_loader
     if trainer.progress.is_mid_epoch and hasattr(loader, "has_own_position"):
         holds = state.own or {} if loader.has_own_position else state.shared
+        loader.batch_size_before = holds.get("source_batch_size")
         said = loader.move_to(holds.get("position"))
         if said:
             trainer.print(said)

@@ -26,7 +26,7 @@ class Announced(Generic[T]):
 
     :param source: what is read in each step
     :param steps: number of steps
-    :param describe: returns a number for an item, not 0
+    :param describe: returns a number for an item; not 0 if the numbers are to be equal
     :param unequal: the error to raise if the numbers for a step differ; ``None`` if they are to be added up
     :ivar items: what was read, to be taken from the left in turn; fewer items than steps if the source has ended
     :ivar numbers: a number for each step; 0 if there is no item
@@ -68,10 +68,12 @@ class Announced(Generic[T]):
         failed = [False] * self.steps
         if self._error is not None:
             failed[len(self.items)] = True
-        negatives = (-number for number in self.numbers)
+        held = len(self.items)
+        # The sums of the former tell whether anyone has an item, and so do the maxima of the latter.
+        others = [place < held for place in range(self.steps)] if self._unequal is None else [-n for n in self.numbers]
         size = sum(map(_size_of, parts_in([*self.items][:1])))
         begin = self._ranks.begin_sum if self._unequal is None else self._ranks.begin_max
-        self._finish = begin([*self.numbers, *negatives, *failed, not self.items, size])
+        self._finish = begin([*self.numbers, *others, *failed, not self.items, size])
 
     def total(self, place: int) -> int:
         """Return the sum of the numbers of all processes for a step, or the number that all have.
@@ -85,6 +87,11 @@ class Announced(Generic[T]):
         if self._unequal is not None and total != -self._known[self.steps + place]:
             raise self._unequal
         return total
+
+    def has_items(self, place: int) -> bool:
+        """Whether any process has read something for a step; raises what :meth:`total` does."""
+        self.total(place)
+        return bool(self._known[self.steps + place])
 
     @property
     def without(self) -> int:
@@ -119,13 +126,13 @@ def agreed_steps(first: Announced[T]) -> Iterator[tuple[Announced[T], int, bool]
     """
     known = first
     known.read(1)
-    while known.total(0):
+    while known.has_items(0):
         following = known.following()
         shares = max(known.steps - 1, 1)
         for place in range(known.steps):
             if place < shares:
                 following.read(-(-following.steps * (place + 1) // shares))
-            has_next = known.total(place + 1) if place + 1 < known.steps else following.total(0)
+            has_next = known.has_items(place + 1) if place + 1 < known.steps else following.has_items(0)
             yield known, place, not has_next
             if not has_next:
                 return

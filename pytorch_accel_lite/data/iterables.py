@@ -101,9 +101,12 @@ class ReadInTurn(ShardedLoader):
             return tracker.follow(tracker.reopen(position, lambda: self._open(first)))
 
     def _read_alike(self, start: int) -> Iterator[Any]:
-        """Read the source like :meth:`_read_from`, with the same batches on processes that share them."""
+        """Read the source like :meth:`_read_from`, with the same batches on processes that share them.
+
+        Reads nothing before the first is asked for, so that a failure is that of reading it.
+        """
         batches = self._read_from(start)
-        return self._ranks.read_alike(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
+        yield from self._ranks.read_alike(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
 
     def _skip_to(self, start: int) -> Iterator[Any]:
         """Read the source and discard what has already been seen.
@@ -114,7 +117,7 @@ class ReadInTurn(ShardedLoader):
         """
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
-        by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, start / done)
+        by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, self.batch_size_before, start / done)
         with preserving_generators() if start else nullcontext():
             batches = self._open(0)
             if by_steps:
@@ -125,15 +128,40 @@ class ReadInTurn(ShardedLoader):
 
     def _open(self, first: int) -> Iterator[Any]:
         """Begin to read the source, whose next batch is number ``first`` of the epoch."""
+        if self._is_seeded_here:
+            return self._seeded(self._start_reading(self.source), first)
         batches = _batches_of(self.source)
-        reader = self._start_reading(self.source)
-        is_seeded_here = self.options.seed is not None and isinstance(batches, DataLoader) and not batches.num_workers
-        return self._seeded(reader, first) if is_seeded_here else reader
+        if self.options.seed is None or not isinstance(batches, DataLoader):
+            return self._start_reading(self.source)
+        seed = self._seed_of_reader() >> 1
+        if batches.generator is not None:
+            batches.generator.manual_seed(seed)
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)  # from which the workers' seeds are drawn
+        try:
+            return self._start_reading(self.source)
+        finally:
+            torch.default_generator.set_state(state)
+
+    @property
+    def _is_seeded_here(self) -> bool:
+        """Whether batches are read in this process, with generators seeded for each."""
+        batches = _batches_of(self.source)
+        return self.options.seed is not None and isinstance(batches, DataLoader) and not batches.num_workers
+
+    def _seed_of_reader(self) -> int:
+        return mix(self.options.seed or 0, self._epoch, self._reader)
+
+    def _seeding(self, steps: Iterator[Batch]) -> Iterator[Batch]:
+        """Seed Python's and NumPy's generators for each step: reading ahead has drawn from them, or seeded them."""
+        place = mix(self.options.seed or 0, self._epoch, self._ranks.rank)
+        for number, step in enumerate(steps, start=self._steps_done):
+            seed_generators(~mix(number, after=place), with_torch=False)
+            yield step
 
     def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         """Read each batch with generators seeded from its place, and leave torch's as it was."""
-        assert self.options.seed is not None
-        place = mix(self.options.seed, self._epoch, self._reader)
+        place = self._seed_of_reader()
         for number in count(first):
             state = torch.default_generator.get_state()
             seed_generators(mix(number, after=place))
@@ -172,7 +200,8 @@ class PreShardedLoader(ReadInTurn):
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._set_epoch(epoch)
         is_alone = self._ranks.world_size == 1 or not self.options.fill
-        return self._steps_alone(start) if is_alone else self._steps_together(start)
+        steps = self._steps_alone(start) if is_alone else self._steps_together(start)
+        return self._seeding(steps) if self._is_seeded_here else steps
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
         done = 0
@@ -201,7 +230,7 @@ class PreShardedLoader(ReadInTurn):
                 batch = steps.items.popleft()
             if tracker is not None and has_own:
                 tracker.advance()
-            elif tracker is not None:
+            if tracker is not None and tracker.is_used_up and not is_last:
                 tracker.position = None  # to resume, the last batch must be read again
             yield Batch(batch, steps.numbers[place], steps.total(place), is_last)
 

@@ -94,6 +94,7 @@ class ShardedLoader(ABC):
     Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) are available here, too.
 
     :ivar seconds_waited: seconds that the latest epoch has waited for its batches, if measured
+    :ivar batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
     :ivar shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
     :cvar has_own_position: whether :meth:`position` differs between processes; otherwise that of the first is kept
     """
@@ -101,6 +102,7 @@ class ShardedLoader(ABC):
     has_own_position: ClassVar[bool] = False
     seconds_waited = 0.0
     shared_by = ""
+    batch_size_before: int | None = None
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source

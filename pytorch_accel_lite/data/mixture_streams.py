@@ -10,7 +10,8 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.data.dividing import part_of
 from pytorch_accel_lite.data.mixtures import check_weights
-from pytorch_accel_lite.data.stateful import can_return
+from pytorch_accel_lite.data.skipping import ended
+from pytorch_accel_lite.data.stateful import can_return, returning_once
 from pytorch_accel_lite.randomness import preserving_generators
 
 _END = object()  # of a stream
@@ -155,8 +156,11 @@ class _Passes:
             if self._state is not None:
                 self._stream.load_state_dict(self._state)
             reader: Iterator[Any] = iter(self._stream)
-            if self._state is None:
-                next(islice(reader, self._given_in_pass, self._given_in_pass), None)  # reads as many
+            if self._state is not None:
+                return returning_once(self._stream, reader)
+            given = sum(1 for _ in islice(reader, self._given_in_pass))
+            if given < self._given_in_pass:
+                raise ended(f"stream {self.name!r}", f"{given} samples", self._given_in_pass)
             return reader
 
     def state_dict(self) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
     seen.append(stream)
     yield stream
     for value in vars(stream).values():
-        for inner in value if isinstance(value, (list, tuple)) else [value]:
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        for inner in values:
             yield from streams_in(inner, seen)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.data.dividing import part_of
-from pytorch_accel_lite.data.stateful import can_return
+from pytorch_accel_lite.data.skipping import ended
+from pytorch_accel_lite.data.stateful import can_return, returning_once
 from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.utils import check_positive_int
 
@@ -68,8 +69,13 @@ class ShuffledStream(IterableDataset[Any]):
             if state is not None:
                 self.stream.load_state_dict(state)
             reader: Iterator[Any] = iter(self.stream)
-            for number in range(blocks if state is None else 0):
-                self._read_block(reader, mix(number, after=mix(self.seed, self._epoch)))
+            if state is not None:
+                return returning_once(self.stream, reader)
+            for number in range(blocks):
+                _, block = self._read_block(reader, mix(number, after=mix(self.seed, self._epoch)))
+                if len(block) < self.block_size:
+                    given = number * self.block_size + len(block)
+                    raise ended("stream", f"{given} samples", blocks * self.block_size)
             return reader
 
     def _read_block(self, reader: Iterator[Any], seed: int) -> tuple[list[int], list[Any]]:
@@ -83,6 +89,9 @@ class ShuffledStream(IterableDataset[Any]):
         """Return a part, shuffled on its own, of the stream inside; ``None`` if that cannot be divided."""
         part = part_of(self.stream, rank, world_size)
         return None if part is None else ShuffledStream(part, self.block_size, mix(self.seed, rank))
+
+    def __len__(self) -> int:
+        return len(self.stream)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the block, how much of it has been given, and the state at which it begins."""

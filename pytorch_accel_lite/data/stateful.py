@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -58,6 +59,7 @@ class PositionTracker:
             self.obstacle = "a DataLoader does not report the states of its workers, but torchdata's StatefulDataLoader"
         self.position: Any = None
         self._ahead: deque[Any] = deque()
+        self._has_ended = False
 
     def begin(self) -> None:
         """Begin to read. Another loader that is still reading the same object no longer knows its position."""
@@ -69,25 +71,47 @@ class PositionTracker:
         """Return to a position and call ``start``, which begins to read."""
         try:
             self._source.load_state_dict(position)
-            return start()
         except Exception as error:
             raise ValueError(
                 f"The position in the training state does not fit the training data, a {self.name} "
                 f"({type(error).__name__}: {error}). Create it as it was when the state was saved."
             ) from error
+        return returning_once(getattr(self._source, "dataset", self._source), start())
 
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, keeping the state of the source after each."""
         keeps = self._keeps and not self.obstacle
+        self._has_ended = False
         for batch in batches:
             is_known = keeps and all(_latest.get(read) is self for read in self._read)
             self._ahead.append(copy.deepcopy(self._source.state_dict()) if is_known else None)
             yield batch
+        self._has_ended = True
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the batch used last was the last one of the source, as far as it has been read."""
+        return self._has_ended and not self._ahead
 
     def advance(self, num_batches: int = 1) -> None:
         """Move the position past the next batches, which are about to be used."""
         for _ in range(num_batches):
             self.position = self._ahead.popleft()
+
+
+def returning_once(stream: Any, items: Iterator[Any]) -> Iterator[Any]:
+    """Yield the items that are read from a stream after it has returned to a position, which it then forgets.
+
+    Hugging Face's streams would return there whenever they are read in the same epoch: in an evaluation, for example.
+
+    :param items: what ``iter`` has given; nothing has been read yet
+    """
+    first = list(islice(items, 1))
+    for inner in streams_in(stream, []):
+        if "_starting_state_dict" in vars(inner):
+            vars(inner)["_starting_state_dict"] = None
+    yield from first
+    yield from items
 
 
 def _skips_samples(dataset: Any) -> bool:

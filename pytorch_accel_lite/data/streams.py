@@ -46,6 +46,9 @@ class ReadByAll(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.stream)
 
+    def __len__(self) -> int:
+        return len(self.stream)
+
     def __getattr__(self, name: str) -> Any:
         if name == "stream":  # not set yet during unpickling
             raise AttributeError(name)
@@ -73,8 +76,12 @@ class StreamLoader(ReadInTurn):
             self._parts = []
         self._set_epoch(epoch)
         if self._is_read_by_all:
-            return self._pick_own(start)
-        return self._deal_out(start) if self._parts or self._ranks.world_size > 1 else self._steps_alone(start)
+            steps = self._pick_own(start)
+        elif self._parts or self._ranks.world_size > 1:
+            steps = self._deal_out(start)
+        else:
+            steps = self._steps_alone(start)
+        return self._seeding(steps) if self._is_seeded_here else steps
 
     def _deal_out(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process, which it receives while it computes the step before."""
@@ -170,19 +177,19 @@ class StreamLoader(ReadInTurn):
             "them for all."
         ]
         for number, of_part in enumerate(held):
-            part = self._create_part(number, len(held), int(of_part["samples"]))
+            part = self._create_part(number, len(held), of_part)
             said.append(part.move_to(of_part["position"]))
             self._parts.append(part)
         return " ".join(filter(None, dict.fromkeys(said)))
 
-    def _create_part(self, number: int, count: int, samples: int) -> _Part:
+    def _create_part(self, number: int, count: int, held: dict[str, Any]) -> _Part:
         dataset = part_of(self.source.dataset, number, count)
         if dataset is None:
             raise ValueError(
                 f"The training data, a {type(self.source.dataset).__name__}, were read in {count} parts when the state "
                 "was saved, but cannot be divided into as many now. Create them as they were."
             )
-        return _Part(over(self.source, dataset), self._ranks, self.device, self.options, number, samples)
+        return _Part(over(self.source, dataset), self._ranks, self.device, self.options, number, held)
 
     def stop_workers(self) -> None:
         """Stop the workers of all parts, too."""
@@ -201,15 +208,17 @@ class _Part(StreamLoader):
     """A part of a stream, of which a process of the interrupted run has read the beginning.
 
     :param number: number of the part
-    :param samples: number of its samples that have been seen in this epoch
+    :param held: the numbers of its samples and batches that have been seen in this epoch
     """
 
     def __init__(
-        self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, number: int, samples: int
+        self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions, number: int, held: dict[str, Any]
     ) -> None:
         super().__init__(source, ranks, device, options)
+        self._batches_per_step = 1
         self._reader = number
-        self._samples = samples
+        self._samples = int(held["samples"])
+        self._steps_done = int(held.get("batches", 0))
 
     def begin(self, epoch: int) -> Iterator[Any]:
         """Begin to read what is left of it."""
@@ -220,11 +229,12 @@ class _Part(StreamLoader):
     def advance(self, size: int) -> None:
         """Move the position past the next batch."""
         self._samples += size
+        self._steps_done += 1
         self._advance(1)
 
     def position_in_it(self) -> dict[str, Any]:
         """Return where it is."""
-        return {"samples": self._samples, "position": self.position()}
+        return {"samples": self._samples, "batches": self._steps_done, "position": self.position()}
 
 
 class DividedLoader(PreShardedLoader):
@@ -242,7 +252,7 @@ class DividedLoader(PreShardedLoader):
         super().__init__(over(source, part), ranks, device, options, how_divided(source.dataset))
         self._whole = StreamLoader(source, ranks, device, options)
         self._completes_whole = False
-        self._samples = 0  # of this part, in this epoch
+        self._samples = self._batches = 0  # of this part, in this epoch
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if start and self._completes_whole:
@@ -250,12 +260,13 @@ class DividedLoader(PreShardedLoader):
             return self._whole.steps(epoch, start, self._steps_done)
         self._completes_whole = False
         if not start:
-            self._samples = 0
+            self._samples = self._batches = 0
         return self._counted(super()._steps(epoch, start))
 
     def _counted(self, steps: Iterator[Batch]) -> Iterator[Batch]:
         for step in steps:
             self._samples += step.num_samples or 0
+            self._batches += bool(step.num_samples)
             yield step
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
@@ -266,7 +277,7 @@ class DividedLoader(PreShardedLoader):
         (batch, *_) = [item for items in self._ranks.all_gather_object([*first.items]) for item in items]
         if self._samples and not first.items:
             with preserving_generators():
-                *_, batch = self._open(0)
+                (batch,) = deque(self._open(0), maxlen=1)
         return batch
 
     def stop_workers(self) -> None:
@@ -278,7 +289,8 @@ class DividedLoader(PreShardedLoader):
         """Return the positions in all parts. Call it on every process."""
         if self._completes_whole:
             return self._whole.position()
-        return {PARTS: self._ranks.all_gather_object({"samples": self._samples, "position": super().position()})}
+        own = {"samples": self._samples, "batches": self._batches, "position": super().position()}
+        return {PARTS: self._ranks.all_gather_object(own)}
 
     def move_to(self, position: Any) -> str:
         """Make the next, resumed epoch begin at the position of this part, or complete an epoch of other parts."""
@@ -286,7 +298,7 @@ class DividedLoader(PreShardedLoader):
         if self._completes_whole:
             return self._whole.move_to(position)
         own = position[PARTS][self._ranks.rank]
-        self._samples = int(own["samples"])
+        self._samples, self._batches = int(own["samples"]), int(own.get("batches", 0))
         return super().move_to(own["position"])
 
 
@@ -294,8 +306,8 @@ def _checksum(sizes: list[int], batches: list[Any]) -> int:
     """Return a number by which steps that differ are told apart: from the sizes of batches, and a few values."""
     found = crc32(str(sizes).encode())
     for tensor in tensors_in(batches):
-        if tensor.layout is torch.strided:
-            few = tensor.detach().flatten()[:: max(tensor.numel() // 64, 1)]
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]
             found = crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
     return found or 1
 

@@ -6,28 +6,36 @@ ranks, that many messages for each of them, one after another. Most of what rank
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pytorch_accel_lite.distributed.messages import Message, read_message
+
 _LENGTH = 8  # bytes in which a row begins with the length of its object
 _SHORT = 1024 - _LENGTH
 
 
-def all_gather_object(value: Any, members: Sequence[int], place: int, group: Any) -> list[Any]:
-    """Return the picklable values of all ranks of a group, in their order.
+def encode(value: Any) -> torch.Tensor:
+    """Return a picklable value as bytes; of a view, its own elements rather than all that it is a view of."""
+    message = Message(value)
+    encoded = torch.zeros(message.size, dtype=torch.uint8)
+    message.write(encoded)
+    return encoded
+
+
+def all_gather_encoded(own: torch.Tensor, members: Sequence[int], place: int, group: Any) -> list[Any]:
+    """Return the values that all ranks of a group have encoded, in their order.
 
     :param members: the ranks of the group in the job
     :param place: the place of this rank among them
     """
-    own = pickle.dumps(value)
     row = torch.zeros(_LENGTH + _SHORT, dtype=torch.uint8)
     row[:_LENGTH] = torch.tensor([len(own)]).view(torch.uint8)
     if len(own) <= _SHORT:
-        row[_LENGTH : _LENGTH + len(own)] = _bytes(own)
+        row[_LENGTH : _LENGTH + len(own)] = own
     table = torch.empty(len(members), len(row), dtype=torch.uint8)
     dist.gather(row, [*table] if place == 0 else None, members[0], group)
     dist.broadcast(table, members[0], group)
@@ -36,16 +44,12 @@ def all_gather_object(value: Any, members: Sequence[int], place: int, group: Any
     longer = [other for other, length in enumerate(lengths) if length > _SHORT]
     if len(longer) == 1:  # such as a batch that the first rank has read
         (giver,) = longer
-        given[giver] = _bytes(own) if giver == place else torch.empty(lengths[giver], dtype=torch.uint8)
+        given[giver] = own if giver == place else torch.empty(lengths[giver], dtype=torch.uint8)
         dist.broadcast(given[giver], members[giver], group)
     elif longer:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(own)] = _bytes(own)
+        padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in members]
         dist.all_gather(parts, padded, group)
         given = [part[:length] for part, length in zip(parts, lengths, strict=True)]
-    return [pickle.loads(memoryview(part.numpy())) for part in given]
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [read_message(part.clone())[1] for part in given]  # each with memory of its own, aligned for any type

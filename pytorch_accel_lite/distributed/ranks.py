@@ -134,18 +134,34 @@ class Ranks:
         """Copy the first rank's values to all ranks, in place."""
         if self.world_size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=self.members[0], group=self.device_group)
+                self._copy_one_from_first(tensor.detach())
+
+    def _copy_one_from_first(self, tensor: torch.Tensor) -> None:
+        first = self.members[0]
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+            dist.broadcast(tensor, first, self.device_group)
+            return
+        for dimension in range(tensor.ndim):
+            if tensor.stride(dimension) == 0:  # elements of an expanded tensor share memory
+                tensor = tensor.narrow(dimension, 0, 1)
+        # As bytes, since gloo knows few types; and contiguous, or it would write beside the elements.
+        dense = tensor.contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), first, self.device_group)
+        if dense is not tensor:
+            tensor.copy_(dense)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
-        from pytorch_accel_lite.distributed.exchange import all_gather_object
+        from pytorch_accel_lite.distributed.exchange import all_gather_encoded, encode
 
-        return all_gather_object(value, self.members, self.rank, self._group)
+        return all_gather_encoded(encode(value), self.members, self.rank, self._group)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the integers of all ranks, in rank order. Each rank must give as many."""
+        if self.world_size == 1:
+            return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64)
         given = [torch.empty_like(own) for _ in self.members]
         dist.all_gather(given, own, group=self._group)
@@ -176,22 +192,24 @@ class Ranks:
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
         """Run a function on every rank and return the results, in rank order.
 
-        If it fails on one rank, all ranks raise: that rank its own error, the others one that quotes it. So no rank
-        waits for one that has failed.
+        If it fails on one rank, or its result cannot be pickled there, all ranks raise: that rank its own error, the
+        others one that quotes it. So no rank waits for one that has failed.
 
         :param only_first: whether to run it on rank 0 only
         """
-        result: Any = None
+        if self.world_size == 1:
+            return [action()]
+        from pytorch_accel_lite.distributed.exchange import all_gather_encoded, encode
+
         failure: Exception | None = None
-        report: Exception | None = None
-        if not only_first or self.rank == 0:
-            try:
-                result = action()
-            except Exception as error:
-                failure = error
-                kind = OSError if isinstance(error, OSError) else RuntimeError
-                report = kind(f"Rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
-        outcomes = self.all_gather_object((result, report))
+        try:
+            encoded = encode((None if only_first and self.rank else action(), None))
+        except Exception as error:
+            failure = error
+            kind = OSError if isinstance(error, OSError) else RuntimeError
+            report = kind(f"Rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
+            encoded = encode((None, report))
+        outcomes = all_gather_encoded(encoded, self.members, self.rank, self._group)
         for problem in (failure, *(report for _, report in outcomes)):
             if problem is not None:
                 raise problem
