@@ -154,10 +154,12 @@ def test_a_loss_of_what_was_gathered_without_gradients_is_an_error_that_says_so(
 
 @TWO_ARE_ENOUGH
 def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
-    for rank, (*saving, gathering) in enumerate(ranks(cases.processes.failures)):
+    for rank, (*saving, pickling, gathering) in enumerate(ranks(cases.processes.failures)):
         assert len(saving) == 2
         for said in saving:
             assert said.startswith("FileExistsError: " if rank == 0 else "OSError: Rank 0 failed: FileExistsError: ")
+        assert "Can't pickle" in pickling
+        assert pickling.startswith("RuntimeError: Rank 0 failed: ") == (rank > 0)
         assert gathering == "TypeError: gather() takes tensors, or nested lists, tuples and dicts of them, not 'text'."
 
 
@@ -309,7 +311,7 @@ def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
     assert all(equal(result["weights"], own[0]["weights"]) for result in own)
 
 
-@pytest.mark.parametrize("kind", ["split", "reading", "shard", "webdataset", "pipe", "whole"])
+@pytest.mark.parametrize("kind", ["split", "reading", "reading from a dict", "shard", "webdataset", "pipe", "whole"])
 def test_streams_that_share_themselves_out_are_read_by_each_process(ranks, kind):
     found = [result["by stream"][kind] for result in ranks(cases.data.streams_that_share_themselves_out)]
     assert_each_sample_once(found)
@@ -541,6 +543,16 @@ def test_process_helpers(ranks):
         assert result["gathered"] == [("rank", other) for other in range(n)]
         assert result["numbers"] == {None: rank + 1, "sum": sum(range(n + 1)), "mean": (n + 1) / 2, "max": n}
         assert result["after the barrier"] == len(everyone)
+
+
+def test_buffers_of_any_kind_are_copied_from_the_first_process(ranks):
+    for buffers, around in ranks(cases.processes.strange_buffers):
+        assert buffers["sliced"] == [0, 2, 4, 6]
+        assert around == [0, -1, 1, -1, 2, -1, 3, -1]
+        assert buffers["turned"] == [[0, 3], [1, 4], [2, 5]]
+        assert buffers["expanded"] == [0, 0, 0]
+        for name in ("int16", "uint16", "bfloat16", "bool", "complex64"):
+            assert buffers[f"of {name}"] == [1, 0], name
 
 
 def test_objects_of_any_length_are_gathered_in_order(ranks):

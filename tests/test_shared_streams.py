@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import cases
-from tests.cases.streams import Mixed, train_on
+from tests.cases.streams import Mixed, random_steps, train_on
 from tests.tasks import equal
 
 pytestmark = pytest.mark.processes
@@ -99,6 +99,24 @@ def test_a_divided_stream_is_completed_by_any_number_of_processes(two_ranks, job
         assert Counter(numbers_in(resumed) + seen) == Counter([*range(31)] * 2)
 
 
+@pytest.mark.parametrize("kind", ["cut", "forgetful cut"])
+def test_what_is_left_of_divided_streams_has_the_noise_it_would_have_had(two_ranks, tmp_path, kind):
+    whole = two_ranks.run(train_on, kind, tmp_path, size=31)
+    alone = train_on(kind, resume_from=tmp_path / "2", size=31)
+    left = [torch.cat(result["seen"])[6:size].tolist() for result, size in zip(whole, (16, 15), strict=True)]
+    assert sorted(torch.cat(alone["seen"])[: 31 - 12].tolist()) == sorted(left[0] + left[1])
+
+
+@pytest.mark.parametrize("kind", ["cut", "shelf", "all of shelf"])
+def test_random_numbers_of_steps_do_not_depend_on_how_far_batches_are_read_ahead(two_ranks, tmp_path, kind):
+    whole = two_ranks.run(random_steps, kind, tmp_path)
+    assert not torch.equal(whole[0], whole[1])
+    for update in (1, 3, 6):
+        resumed = two_ranks.run(random_steps, kind, resume_from=tmp_path / f"{update}")
+        for after, before in zip(resumed, whole, strict=True):
+            assert torch.equal(after, before[update:])
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_process_whose_part_is_empty_waits_for_the_others(ranks, size):
     found = ranks.run(train_on, "cut", size=size)
@@ -161,6 +179,8 @@ def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
         assert found["dealt at once"] == (0, f"{of_reader}no number 0")
         assert found["divided"] == (3, f"{of_second}no number 17")
         assert found["own"] == (2, f"{of_second}no number 6")
+        assert found["cannot be opened"] == (0, f"{of_second}no file")
+        assert found["without samples"][1].startswith("ValueError: calculate_train_batch_loss returned batch_size=0")
         assert "Rank 1 failed: ValueError: The batch size" in found["no batch at all"][1] or rank == 1
         for name in ("different", "different lengths"):
             assert "The processes read different samples from ReadByAll(Fails). It must" in found[name][1]

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
 from pytorch_accel_lite.data import MixtureStream, ShuffledStream
 from tests.cases.data import SavesEachUpdate
-from tests.cases.streams import Keeps, Shelf, Sums, train_on
-from tests.tasks import equal
+from tests.cases.streams import Forgetful, Keeps, Shelf, Sums, hugging_face, rows, train_on
+from tests.tasks import equal, listener
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 BATCHES = 9  # in an epoch of 26 samples
+
+
+class Shuffled(Forgetful):
+    """Gives its numbers in random order, which it draws when it is opened."""
+
+    def __iter__(self):
+        order = torch.randperm(len(self.numbers)).tolist()
+        return (torch.tensor([float(self.numbers[place]), 0.0]) for place in order)
 
 
 def require(kind: str) -> None:
@@ -90,6 +100,85 @@ def test_a_stream_shuffled_in_blocks_reads_no_more_than_a_block_again(tmp_path, 
         given = min(3 * (step + 1), 26)
         before = (given - 1) // 7 * 7 if kind != "forgetful" else 0  # samples of the blocks before
         assert len(resumed["read"]) == 26 * (2 - epoch) - before
+
+
+def test_a_stream_that_was_resumed_is_whole_for_an_evaluation_and_in_the_next_pass():
+    """Hugging Face's streams return to a loaded state whenever they are read in the same epoch."""
+    require("hugging face")
+    stream = MixtureStream({"rows": hugging_face(8, [])})
+    reader = iter(stream)
+    for _ in islice(reader, 12):
+        pass
+    state = copy.deepcopy(stream.state_dict())
+    rest = [row["x"] for row in islice(reader, 12)]
+    again = MixtureStream({"rows": hugging_face(8, [])})
+    again.load_state_dict(state)
+    assert [row["x"] for row in islice(again, 12)] == rest
+    again.set_epoch(2)
+    assert sorted(row["x"] for row in islice(again, 8)) == [*range(8)]
+
+
+def test_an_evaluation_of_the_stream_that_was_resumed_counts_all_its_samples(tmp_path):
+    require("hugging face")
+    counts = []
+    for resume_from in (None, tmp_path / "3"):
+        stream, model = hugging_face(16, []), nn.Linear(2, 1)
+        sizes: list[int] = []
+        counting = listener(on_eval_step_end=lambda trainer, batch, sizes=sizes, **_: sizes.append(len(batch)))
+        trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), [counting, SavesEachUpdate(tmp_path)])
+        trainer.calculate_eval_batch_loss = trainer.calculate_train_batch_loss
+        kwargs = {f"{phase}_dataloader_kwargs": {"collate_fn": rows} for phase in ("train", "eval")}
+        trainer.train(stream, 1, stream, per_device_batch_size=4, resume_from=resume_from, **kwargs)
+        counts.append(sum(sizes))
+    assert counts == [16, 16]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "mixture"])
+def test_streams_that_have_become_shorter_are_said(kind):
+    def make(size: int) -> Any:
+        stream = Forgetful(range(size))
+        return ShuffledStream(stream, 3) if kind == "blocks" else MixtureStream({"all": stream}, repeat=False)
+
+    whole = make(20)
+    for _ in islice(whole, 14):
+        pass
+    shorter = make(8)
+    shorter.load_state_dict(whole.state_dict())
+    with pytest.raises(ValueError, match=r"ended after 8 samples of this epoch, but the resumed run had already seen"):
+        list(shorter)
+
+
+@pytest.mark.parametrize("factor", [2, 0.5])
+def test_steps_may_count_anything_when_a_stream_is_read_again(tmp_path, factor):
+    class Counts(Sums):
+        def calculate_train_batch_loss(self, batch):
+            return super().calculate_train_batch_loss(batch) | {"batch_size": int(factor * len(batch))}
+
+    seen = []
+    for resume_from in (None, tmp_path / "3"):
+        keeps, model = Keeps(), nn.Linear(2, 1)
+        callbacks = [keeps, SavesEachUpdate(tmp_path)] if resume_from is None else [keeps]
+        trainer = Counts(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks, seed=5)
+        trainer.train(Forgetful(range(32)), 1, per_device_batch_size=4, resume_from=resume_from)
+        seen.append(keeps.seen)
+    assert same(seen[1], seen[0][3:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_workers_draw_the_same_numbers_when_a_stream_is_read_again(tmp_path, has_generator):
+    seen = []
+    for resume_from in (None, tmp_path / "8"):
+        keeps, model = Keeps(), nn.Linear(2, 1)
+        callbacks = [keeps, SavesEachUpdate(tmp_path)] if resume_from is None else [keeps]
+        trainer = Sums(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks, seed=5)
+        kwargs = {"num_workers": 1} | ({"generator": torch.Generator().manual_seed(1)} if has_generator else {})
+        trainer.train(
+            Shuffled(range(24)), 2, per_device_batch_size=4, train_dataloader_kwargs=kwargs, resume_from=resume_from
+        )
+        seen.append(keeps.seen)
+    assert not same(seen[0][:6], seen[0][6:])
+    assert same(seen[1], seen[0][8:])
 
 
 def test_a_stateful_stream_goes_on_with_another_batch_size(tmp_path):
@@ -225,8 +314,26 @@ def test_parts_of_a_stateful_source_are_read_again_with_other_processes(two_rank
 
 @pytest.mark.processes
 def test_a_stateful_part_that_has_run_out_goes_on_to_repeat_its_last_batch(two_ranks, tmp_path):
-    """The shares of 26 samples are 13 and 12 at a time of one: the second waits with zero weight."""
-    whole = two_ranks.run(train_on, "own part", tmp_path, batch_size=1, size=26)
-    resumed = two_ranks.run(train_on, "own part", resume_from=tmp_path / "13", batch_size=1, size=26)
-    for before, after in zip(whole, resumed, strict=True):
-        assert equal(after["weights"], before["weights"])
+    """The shares of 26 samples are 13 and 12 at a time of one: the second waits with zero weight.
+
+    The state of update 12 is saved right after its last batch, when it does not wait yet.
+    """
+    check_resumed_where_a_part_ends(two_ranks, "own part", tmp_path, 26, (12, 13))
+
+
+@pytest.mark.processes
+def test_a_part_of_hugging_face_that_has_run_out_goes_on_to_repeat_its_last_batch(two_ranks, tmp_path):
+    """The parts of 13 samples in six shards have seven and six."""
+    require("split")
+    check_resumed_where_a_part_ends(two_ranks, "six shards", tmp_path, 13, (6, 7))
+
+
+def check_resumed_where_a_part_ends(ranks, kind, tmp_path, size, updates):
+    whole = ranks.run(train_on, kind, tmp_path, batch_size=1, size=size)
+    for update in updates:
+        resumed = ranks.run(train_on, kind, resume_from=tmp_path / f"{update}", batch_size=1, size=size)
+        counts = [len(result["seen"]) for result in (*whole, *resumed)]
+        assert sum(counts[:2]) - sum(counts[2:]) == min(2 * update, counts[0] + counts[1] >> 1)
+        for before, after in zip(whole, resumed, strict=True):
+            assert same(after["seen"], before["seen"][-len(after["seen"]) :])
+            assert equal(after["weights"], before["weights"])

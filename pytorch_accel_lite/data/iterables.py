@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import chain, count, islice, zip_longest
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,10 +14,8 @@ from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import with_last
-from pytorch_accel_lite.data.skipping import ended, skip_samples
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.pieces import slice_batch
 from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.utils import find_length
 
@@ -101,12 +97,9 @@ class ReadInTurn(ShardedLoader):
             return tracker.follow(tracker.reopen(position, lambda: self._open(first)))
 
     def _read_alike(self, start: int) -> Iterator[Any]:
-        """Read the source like :meth:`_read_from`, with the same batches on processes that share them.
-
-        Reads nothing before the first is asked for, so that a failure is that of reading it.
-        """
+        """Read the source like :meth:`_read_from`, with the same batches on processes that share them."""
         batches = self._read_from(start)
-        yield from self._ranks.read_alike(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
+        return self._ranks.read_alike(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
 
     def _skip_to(self, start: int) -> Iterator[Any]:
         """Read the source and discard what has already been seen.
@@ -115,16 +108,20 @@ class ReadInTurn(ShardedLoader):
         the samples reported by each step, which may differ from the size of the batch. If the batch size is unchanged,
         it therefore discards the number of batches seen.
         """
+        if not start:
+            return self._open(0)
+        from pytorch_accel_lite.data.skipping import last_samples, skip_batches, skip_samples
+
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
         by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, self.batch_size_before, start / done)
-        with preserving_generators() if start else nullcontext():
+        with preserving_generators():
             batches = self._open(0)
             if by_steps:
-                _skip_batches(batches, done, start, is_certain=size is not None)
+                skip_batches(batches, done, start, is_certain=size is not None)
                 return batches
             rest = skip_samples(batches, start, find_batch_size)
-            return batches if rest is None else chain([_last_samples(*rest)], batches)
+            return batches if rest is None else chain([last_samples(*rest)], batches)
 
     def _open(self, first: int) -> Iterator[Any]:
         """Begin to read the source, whose next batch is number ``first`` of the epoch."""
@@ -185,6 +182,7 @@ class PreShardedLoader(ReadInTurn):
     """
 
     has_own_position = True
+    _finds_filler: ClassVar[bool] = False  # whether a process can resume after its last batch
 
     def __init__(
         self, source: Iterable[Any], ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
@@ -207,10 +205,13 @@ class PreShardedLoader(ReadInTurn):
         done = 0
         if start and not self._ranks.max([ReadInTurn.position(self) is None])[0]:
             done = start
-        with preserving_generators():
-            steps = self._in_step(done)
-            if skip_samples(steps, start - done, attrgetter("total_samples")) is not None:
-                raise _cannot_split("the batches of several processes")
+        steps = self._in_step(done)
+        if start > done:
+            from pytorch_accel_lite.data.skipping import cannot_split, skip_samples
+
+            with preserving_generators():
+                if skip_samples(steps, start - done, attrgetter("total_samples")) is not None:
+                    raise cannot_split("the batches of several processes")
         yield from steps
 
     def _in_step(self, start: int) -> Iterator[Batch]:
@@ -220,7 +221,9 @@ class PreShardedLoader(ReadInTurn):
             yield from self._steps_of_list(limit)
             return
         tracker = self._tracker
-        first = Announced(islice(self._read_alike(start), limit), self._ranks, find_batch_size)
+        # Opened when the first batch is asked for, so that a failure is announced like one of reading that.
+        source = chain.from_iterable(map(self._read_alike, [start]))
+        first = Announced(islice(source, limit), self._ranks, find_batch_size)
         batch = None
         for steps, place, is_last in agreed_steps(first):
             if steps is first and first.without:
@@ -230,7 +233,7 @@ class PreShardedLoader(ReadInTurn):
                 batch = steps.items.popleft()
             if tracker is not None and has_own:
                 tracker.advance()
-            if tracker is not None and tracker.is_used_up and not is_last:
+            if tracker is not None and tracker.is_used_up and not (is_last or self._finds_filler):
                 tracker.position = None  # to resume, the last batch must be read again
             yield Batch(batch, steps.numbers[place], steps.total(place), is_last)
 
@@ -276,39 +279,3 @@ def _create_tracker(source: Any, keeps: bool) -> PositionTracker | None:
     from pytorch_accel_lite.data.stateful import PositionTracker, can_track  # rarely needed
 
     return PositionTracker(batches, keeps) if can_track(batches) else None
-
-
-def _cannot_split(what: str) -> ValueError:
-    return ValueError(
-        f"The resumed run was saved at a sample that is now in the middle of {what}, which cannot be split. Resume it "
-        "with its original batch size and number of processes."
-    )
-
-
-def _last_samples(batch: Any, count: int) -> Any:
-    size = find_batch_size(batch)
-    rest = slice_batch(batch, size - count, size, size)
-    if find_batch_size(rest) != count:
-        raise _cannot_split(f"a batch of type {type(batch).__name__}")
-    return rest
-
-
-def _skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
-    """Skip the first ``count`` batches; unless ``is_certain``, warn if they do not hold ``start`` samples."""
-    skipped = 0
-    samples = 0
-    for batch in islice(batches, count):
-        skipped += 1
-        try:
-            samples += find_batch_size(batch)
-        except ValueError:  # the size of the batch is unknown
-            is_certain = True
-    if skipped < count:
-        raise ended("data", f"{skipped} batches", count)
-    if samples != start and not is_certain:
-        warnings.warn(
-            f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "
-            f"batches now holds {samples}. It resumes at the right place only if it had one process and the same "
-            "batches.",
-            stacklevel=2,
-        )

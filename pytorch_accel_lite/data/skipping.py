@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
+from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.plan import WrongLengthError
+from pytorch_accel_lite.pieces import slice_batch
 
 T = TypeVar("T")
 
@@ -31,3 +35,41 @@ def skip_samples(
         if position > start:
             return batch, position - start
     return None
+
+
+def cannot_split(what: str) -> ValueError:
+    """Return the error for a position in the middle of data that cannot be split."""
+    return ValueError(
+        f"The resumed run was saved at a sample that is now in the middle of {what}, which cannot be split. Resume it "
+        "with its original batch size and number of processes."
+    )
+
+
+def last_samples(batch: Any, count: int) -> Any:
+    """Return the last ``count`` samples of a batch."""
+    size = find_batch_size(batch)
+    rest = slice_batch(batch, size - count, size, size)
+    if find_batch_size(rest) != count:
+        raise cannot_split(f"a batch of type {type(batch).__name__}")
+    return rest
+
+
+def skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
+    """Skip the first ``count`` batches; unless ``is_certain``, warn if they do not hold ``start`` samples."""
+    skipped = 0
+    samples = 0
+    for batch in islice(batches, count):
+        skipped += 1
+        try:
+            samples += find_batch_size(batch)
+        except ValueError:  # the size of the batch is unknown
+            is_certain = True
+    if skipped < count:
+        raise ended("data", f"{skipped} batches", count)
+    if samples != start and not is_certain:
+        warnings.warn(
+            f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "
+            f"batches now holds {samples}. It resumes at the right place only if it had one process and the same "
+            "batches.",
+            stacklevel=2,
+        )

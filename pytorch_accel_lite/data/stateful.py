@@ -71,12 +71,15 @@ class PositionTracker:
         """Return to a position and call ``start``, which begins to read."""
         try:
             self._source.load_state_dict(position)
+            batches = start()
+        except OSError:  # the source cannot be opened
+            raise
         except Exception as error:
             raise ValueError(
                 f"The position in the training state does not fit the training data, a {self.name} "
                 f"({type(error).__name__}: {error}). Create it as it was when the state was saved."
             ) from error
-        return returning_once(getattr(self._source, "dataset", self._source), start())
+        return returning_once(getattr(self._source, "dataset", self._source), batches)
 
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, keeping the state of the source after each."""

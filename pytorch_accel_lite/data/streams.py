@@ -245,6 +245,7 @@ class DividedLoader(PreShardedLoader):
     """
 
     has_own_position = False
+    _finds_filler = True
 
     def __init__(
         self, source: DataLoader[Any], part: Any, ranks: Ranks, device: torch.device, options: LoaderOptions

@@ -18,6 +18,24 @@ _LENGTH = 8  # bytes in which a row begins with the length of its object
 _SHORT = 1024 - _LENGTH
 
 
+def copy_from(giver: int, tensor: torch.Tensor, group: Any) -> None:
+    """Copy a rank's values of a tensor to all ranks of a group, in place.
+
+    They are sent as bytes, as gloo knows few types, and from contiguous memory, or it would write beside the elements.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        dist.broadcast(tensor, giver, group)
+        return
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:  # elements of an expanded tensor share memory
+            tensor = tensor.narrow(dimension, 0, 1)
+    is_dense = tensor.is_contiguous() and 0 not in tensor.stride()
+    dense = tensor if is_dense else tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(dense.reshape(-1).view(torch.uint8), giver, group)
+    if dense is not tensor:
+        tensor.copy_(dense)
+
+
 def encode(value: Any) -> torch.Tensor:
     """Return a picklable value as bytes; of a view, its own elements rather than all that it is a view of."""
     message = Message(value)

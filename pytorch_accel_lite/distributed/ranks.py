@@ -133,22 +133,10 @@ class Ranks:
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the first rank's values to all ranks, in place."""
         if self.world_size > 1:
-            for tensor in tensors:
-                self._copy_one_from_first(tensor.detach())
+            from pytorch_accel_lite.distributed.exchange import copy_from
 
-    def _copy_one_from_first(self, tensor: torch.Tensor) -> None:
-        first = self.members[0]
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-            dist.broadcast(tensor, first, self.device_group)
-            return
-        for dimension in range(tensor.ndim):
-            if tensor.stride(dimension) == 0:  # elements of an expanded tensor share memory
-                tensor = tensor.narrow(dimension, 0, 1)
-        # As bytes, since gloo knows few types; and contiguous, or it would write beside the elements.
-        dense = tensor.contiguous()
-        dist.broadcast(dense.reshape(-1).view(torch.uint8), first, self.device_group)
-        if dense is not tensor:
-            tensor.copy_(dense)
+            for tensor in tensors:
+                copy_from(self.members[0], tensor.detach(), self.device_group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,6 +267,16 @@ class Reading(IterableDataset):
         return iter(self.stream)
 
 
+class Named(IterableDataset):
+    """A dataset of the user's own around streams by name."""
+
+    def __init__(self, streams):
+        self.streams = streams
+
+    def __iter__(self):
+        return chain.from_iterable(self.streams.values())
+
+
 def read_by_training(stream: Any) -> dict[str, Any]:
     recorder, text = Recorder(), StringIO()
     trainer = quiet_trainer(small_model(), callbacks=[recorder])
@@ -287,6 +298,7 @@ def streams_that_share_themselves_out() -> Any:
     results = {
         "split": read_by_training(split),
         "reading": read_by_training(Reading(SplitStream(data, Part(rank(), world_size())))),
+        "reading from a dict": read_by_training(Named({"all": SplitStream(data, Part(rank(), world_size()))})),
         "shard": read_by_training(
             IterableDatasetShard(OrderedStream(data), 2, num_processes=world_size(), process_index=rank())
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import runpy
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
@@ -43,13 +45,36 @@ def failures() -> Any:
         for action in (
             lambda: trainer.save_model(file / "model.safetensors"),
             lambda: trainer.save_checkpoint(file / "model.pt"),
+            lambda: trainer.broadcast_object(lambda: None),
             lambda: trainer.gather(["text"]),
         ):
             try:
                 action()
-            except (OSError, TypeError) as error:
+            except (OSError, TypeError, AttributeError, pickle.PicklingError, RuntimeError) as error:
                 said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+class Strange(nn.Module):
+    """Buffers that are views, that share their elements, or that have types which few libraries send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sliced", torch.arange(8)[::2] + rank())
+        self.around = torch.full((8,), -1)
+        self.register_buffer("view", self.around[::2])
+        self.view.copy_(torch.arange(4) + rank())
+        self.register_buffer("turned", (torch.arange(6.0).view(2, 3) + rank()).T)
+        self.register_buffer("expanded", torch.full((1,), float(rank())).expand(3))
+        for dtype in (torch.int16, torch.uint16, torch.bfloat16, torch.bool, torch.complex64):
+            self.register_buffer(f"of {str(dtype)[6:]}", torch.tensor([1 - rank(), 0]).to(dtype))
+
+
+def strange_buffers() -> tuple[dict[str, list[Any]], list[int]]:
+    """The buffers after those of the first process have been copied to all, and what is between two of them."""
+    module = Strange()
+    quiet_trainer(small_model()).sync_buffers(module)
+    return {name: buffer.tolist() for name, buffer in module.named_buffers()}, module.around.tolist()
 
 
 def process_helpers() -> Any:
@@ -86,6 +111,8 @@ def objects_of_any_length() -> list[tuple[Any, Any]]:
         of_all = [(number, "x" * length) for number, length in enumerate(lengths[: world_size()])]
         found.append((of_all, trainer.all_gather_object(of_all[rank()])))
     tensors = [torch.arange(2000) + other for other in range(world_size())]
+    view = trainer.broadcast_object(torch.arange(100_000)[:10])
+    assert view.untyped_storage().nbytes() < 1000  # not all that it is a view of
     found.append((tensors, trainer.all_gather_object(tensors[rank()])))
     return found
 

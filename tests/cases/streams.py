@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -16,7 +18,7 @@ from pytorch_accel_lite.data import MixtureStream, OwnShard, ReadByAll, Shuffled
 from pytorch_accel_lite.distributed import Ranks
 from tests.cases.common import rank, world_size
 from tests.cases.data import Reading, SavesEachUpdate
-from tests.tasks import weights
+from tests.tasks import listener, weights
 
 
 class Shelf(IterableDataset):
@@ -188,6 +190,15 @@ class Fails(IterableDataset):
         return Fails(self.numbers[rank::world_size], self.good)
 
 
+class CannotBeOpened(IterableDataset):
+    """Data that fail on the second process before the first sample."""
+
+    def __iter__(self):
+        if rank() == 1:
+            raise OSError("no file")
+        return iter(torch.ones(6, 2))
+
+
 def failing_streams() -> dict[str, Any]:
     """How many steps there are, and what is said, when one process cannot read."""
     found = {}
@@ -197,6 +208,8 @@ def failing_streams() -> dict[str, Any]:
         "dealt at once": DataLoader(Reading(Fails(all_numbers, 0)), 2),
         "divided": DataLoader(Fails(all_numbers, 17), 2),
         "own": OwnShard(DataLoader(Fails([*range(8)], 6 if rank() == 1 else None), 2)),
+        "cannot be opened": OwnShard(DataLoader(CannotBeOpened(), 2)),
+        "without samples": Reading([torch.ones(2, 2), torch.ones(0, 2), torch.ones(2, 2)]),
         "no batch at all": [[1, 2]] if rank() else [torch.ones(2, 2)],
         "different": DataLoader(ReadByAll(Fails([n + (n > 11) * rank() for n in all_numbers], None)), 2),
         "different lengths": DataLoader(ReadByAll(Fails(all_numbers[: 16 + 4 * rank()], None)), 2),
@@ -306,11 +319,34 @@ class Sums(Trainer):
     own_part = False
 
     def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-        loader = self.loader_class(self.train_dataset, batch_size, **train_dl_kwargs)
+        loader = self.loader_class(self.train_dataset, batch_size, **(train_dl_kwargs or {}))
         return OwnShard(loader) if self.own_part else loader
 
     def calculate_train_batch_loss(self, batch):
         return {"loss": self.model(batch).square().mean(), "batch_size": len(batch)}
+
+
+class Draws(Sums):
+    """Its steps draw random numbers."""
+
+    def calculate_train_batch_loss(self, batch):
+        self.log("numpy", np.random.rand())
+        self.log("python", random.random())
+        return super().calculate_train_batch_loss(batch)
+
+
+def random_steps(kind: str, folder: Any = None, resume_from: Any = None) -> torch.Tensor:
+    """The numbers that the steps of an epoch draw; states are saved in ``folder``, if given."""
+    model, drawn = nn.Linear(2, 1), []
+    keeping = listener(
+        on_train_step_end=lambda trainer, **_: drawn.append([*map(float, trainer.step_metrics.values())])
+    )
+    callbacks = [keeping] if folder is None else [keeping, SavesEachUpdate(folder)]
+    trainer = Draws(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks=callbacks, seed=5)
+    stream, kwargs = source(kind, 48, [])
+    with redirect_stdout(StringIO()):
+        trainer.train(stream, 1, per_device_batch_size=3, train_dataloader_kwargs=kwargs, resume_from=resume_from)
+    return torch.tensor(drawn)
 
 
 def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size: int = 3, size: int = 26) -> Any:
