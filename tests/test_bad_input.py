@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import traceback
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,14 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"train_dataset=.*DataLoader",
     ),
+    **{
+        f"eval_dataset has the key {key!r}": (
+            {"eval_dataset": {key: make_data(), "b": make_data()}},
+            ValueError,
+            rf"eval_dataset has the key {key!r}, but its keys must be names .*strings",
+        )
+        for key in (0, "", None)
+    },
     "eval_dataset is a DataLoader": (
         {"eval_dataset": DataLoader(make_data())},
         TypeError,
@@ -390,6 +399,11 @@ def test_evaluate_and_predict_refuse(method, arguments, error, match):
         getattr(trainer, method)(**({"dataset": make_data(), "dataloader_kwargs": {"num_workers": 0}} | arguments))
     assert trainer.run_history.to_dict() == {}
     assert trainer.predict(make_data(3)).shape == (3, 1)
+
+
+def test_evaluate_refuses_datasets_without_names():
+    with pytest.raises(ValueError, match="dataset has the key 0, but its keys must be names"):
+        make_trainer().evaluate(OrderedDict({"a": make_data(), 0: make_data()}))
 
 
 PREDICT: dict[str, tuple[Any, type[Exception], str]] = {
