@@ -22,6 +22,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.tracking import Progress
 from tests.tasks import (
     Broken,
+    Expanded,
     Rows,
     Stream,
     equal,
@@ -195,6 +196,16 @@ def test_a_batch_that_does_not_fit_leaves_no_trace_beside_the_model():
     )
     assert found.num_microbatches == 2
     assert largest_difference(found.everything(), expected.everything()) < 1e-12
+
+
+def test_a_batch_that_fails_leaves_no_trace_in_an_expanded_buffer():
+    poison = regression_data(20)[9][0][0].item()
+    skip = SkipFailedBatchesCallback()
+    found, expected = (nn.Sequential(Fussy(value), Expanded(1)) for value in (poison, None))
+    fit(found, [skip])
+    fit(expected, loader=ALL_BUT_THE_THIRD)
+    assert len(skip.failures) == 2
+    assert equal(weights(found), weights(expected))
 
 
 def test_without_the_callback_the_error_ends_the_run():
