@@ -91,7 +91,7 @@ def check_is_shared(data: Any, size: int) -> None:
     is_column = hasattr(data, "__getitem__") and find_length(data) == size
     if is_column or any(is_as_long(part, size) for part in held):
         raise ValueError(
-            f"A {type(data).__name__} in a batch of {size} samples has an element for each of them, but cannot be split. "
+            f"A {type(data).__name__} in a batch of {size} samples has an element for each, but cannot be split. "
             f"{_WHAT_CAN_BE_SPLIT}"
         )
 

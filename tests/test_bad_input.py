@@ -153,7 +153,7 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         f"eval_dataset has the key {key!r}": (
             {"eval_dataset": {key: make_data(), "b": make_data()}},
             ValueError,
-            rf"eval_dataset has the key {key!r}, but its keys must be names .*strings",
+            rf"eval_dataset has the key {key!r}, but keys name the metrics: use non-empty strings",
         )
         for key in (0, "", None)
     },
@@ -402,7 +402,7 @@ def test_evaluate_and_predict_refuse(method, arguments, error, match):
 
 
 def test_evaluate_refuses_datasets_without_names():
-    with pytest.raises(ValueError, match="dataset has the key 0, but its keys must be names"):
+    with pytest.raises(ValueError, match="eval_dataset has the key 0, but keys name the metrics"):
         make_trainer().evaluate(OrderedDict({"a": make_data(), 0: make_data()}))
 
 

@@ -191,8 +191,6 @@ def check_data(
     check_positive_int("per_device_batch_size", batch_size)
     if collate_fn is not None or "collate_fn" in (loader_kwargs or ()):
         needs_targets = False  # the collate_fn may provide them
-    if name != "train_dataset" and isinstance(dataset, dict):
-        _check_names(name, dataset)
     if type(dataset) is not dict:
         _check_dataset(name, dataset, builds_loader, needs_targets)
     elif not dataset:
@@ -200,16 +198,6 @@ def check_data(
     else:
         for key, part in dataset.items():
             _check_dataset(f"{name}[{key!r}]", part, builds_loader, needs_targets)
-
-
-def _check_names(name: str, datasets: dict[Any, Any]) -> None:
-    """Check the names of the datasets to evaluate, which prefix the names of the metrics."""
-    for key in datasets:
-        if not (key and isinstance(key, str)):
-            raise ValueError(
-                f"{name} has the key {key!r}, but its keys must be names for the metrics: strings that are not empty, "
-                "as in {'near': ..., 'far': ...}."
-            )
 
 
 def _check_dataset(name: str, dataset: Any, builds_loader: bool, needs_targets: bool) -> None:

@@ -97,9 +97,9 @@ def _predicted(
 
     :param is_whole: whether the caller does nothing but collect them
     """
-    if isinstance(dataset, dict):
-        raise TypeError(f"dataset: predict takes one dataset, not a dict of {list(dataset)}. Call it for each.")
     self._check_data("dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    if isinstance(dataset, dict):
+        raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
     request = RunRequest("prediction", num_epochs=1)
     with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
         try:
