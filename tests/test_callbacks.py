@@ -553,6 +553,30 @@ def test_a_nan_in_the_evaluation_of_a_run_ends_it_too():
         train(make_trainer([TerminateOnNaNCallback]), eval_dataset=poisoned(math.nan))
 
 
+class LogsNaN(Trainer):
+    """Returns losses by name, and logs a number that is not finite."""
+
+    def calculate_train_batch_loss(self, batch):
+        loss = super().calculate_train_batch_loss(batch)["loss"]
+        self.log("auc", math.nan)
+        return {"loss": {"fit": loss, "penalty": 0.1 * loss}}
+
+    def calculate_eval_batch_loss(self, batch):
+        loss = super().calculate_eval_batch_loss(batch)["loss"]
+        self.log("auc", math.nan)
+        return {"loss": {"fit": loss, "penalty": 0.1 * loss}}
+
+
+def test_a_number_of_ones_own_may_be_nan():
+    callbacks = [TerminateOnNaNCallback, StepBasedEvaluationCallback(2)]
+    trainer = train(make_trainer(callbacks, trainer_class=LogsNaN), epochs=2, eval_dataset=True)
+    for name in ("train_auc_epoch", "eval_auc_epoch", "intermediate_eval_auc"):
+        assert all(map(math.isnan, trainer.run_history[name]))
+    match = r"evaluation loss.*: eval_loss_epoch=nan, eval_fit_epoch=nan, eval_penalty_epoch=nan\."
+    with pytest.raises(NonFiniteLossError, match=match):
+        train(make_trainer(callbacks[:1], trainer_class=LogsNaN), eval_dataset=poisoned(math.nan))
+
+
 def test_a_nan_in_evaluate_is_returned():
     assert math.isnan(make_trainer([TerminateOnNaNCallback]).evaluate(poisoned(math.nan))["evaluation_loss"])
 
