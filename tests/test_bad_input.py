@@ -424,6 +424,18 @@ def test_predict_refuses_outputs_that_cannot_be_concatenated(output, error, matc
         make_trainer(trainer_class=trainer_class).predict(make_data(4), per_device_batch_size=2)
 
 
+@pytest.mark.parametrize("key", ["shuffle", "drop_last"])
+def test_predict_refuses_to_leave_out_samples_or_change_their_order(key):
+    trainer = make_trainer()
+    arguments = {"dataset": make_data(5), "per_device_batch_size": 2}
+    match = rf"dataloader_kwargs\['{key}'\]=True: predict returns .* for every sample, in the order.*Omit {key}"
+    with pytest.raises(ValueError, match=match):
+        trainer.predict(**arguments, dataloader_kwargs={key: True})
+    with pytest.raises(ValueError, match=match):
+        next(trainer.predict_iter(**arguments, dataloader_kwargs={key: True}))
+    assert torch.equal(trainer.predict(**arguments, dataloader_kwargs={key: False}), trainer.predict(**arguments))
+
+
 def test_predict_refuses_outputs_of_unequal_shape_and_says_to_pad_them():
     class Ragged(Trainer):
         def calculate_predict_batch_output(self, batch):

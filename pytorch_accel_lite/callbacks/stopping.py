@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class TerminateOnNaNCallback(TrainerCallback):
     """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
 
-    Numbers that steps log beside the loss may be either. No step waits for the device: losses on a GPU are checked a few steps after they were computed, and always by the
-    end of the epoch.
+    Numbers that steps log beside the loss may be either. No step waits for the device: losses on a GPU are checked a
+    few steps after they were computed, and always by the end of the epoch.
 
     :ivar triggered: whether a non-finite loss has been seen
     """
