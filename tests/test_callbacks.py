@@ -728,6 +728,21 @@ def test_a_metric_recorded_by_a_callback_before_it_can_be_watched(tmp_path):
     assert best.best_metric_epoch == 3
 
 
+@pytest.mark.parametrize(("last", "is_saved"), [(5.0, False), (1.0, True)])
+def test_a_resumed_run_whose_best_model_is_missing_says_so_and_keeps_what_it_trains(last, is_saved, tmp_path, capsys):
+    def run(epochs: int, **kwargs: Any) -> Any:
+        callbacks = SaveTrainingStateCallback(tmp_path / "states"), SaveBestModelCallback(tmp_path / "best.pt", "score")
+        return scripted([2.0, 3.0, last], *callbacks, epochs=epochs, **kwargs)
+
+    run(2)
+    (tmp_path / "best.pt").unlink()
+    with pytest.warns(UserWarning, match=r"save_path='.*best.pt' does not exist.*epoch 1, score: 2 .*Copy it there"):
+        trainer = run(3, resume_from="latest")
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[-1])
+    assert ("The best model is not in" in capsys.readouterr().out) is not is_saved
+    assert (tmp_path / "best.pt").exists() is is_saved
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_the_best_of_an_earlier_run_counts_only_when_it_is_not_reset(reset, tmp_path):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=reset)
