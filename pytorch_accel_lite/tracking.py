@@ -352,12 +352,14 @@ class LossTrackers(dict[str, LossTracker]):
     Contains ``loss``, its parts if a step returns several, and the values logged by steps and callbacks.
 
     :ivar parts: names of the parts of the loss
+    :ivar logged: names of the logged values
     :ivar is_recorded: whether the means have been computed, so that nothing can be added
     """
 
     def __init__(self) -> None:
         super().__init__(loss=LossTracker())
         self.parts: set[str] = set()
+        self.logged: set[str] = set()
         self.is_recorded = False
 
     def add(self, output: dict[str, Any]) -> None:
@@ -368,6 +370,8 @@ class LossTrackers(dict[str, LossTracker]):
             return
         self["loss"].update(output["loss"], weight)
         if "losses" in output:
+            for name in self.logged & output["losses"].keys():
+                raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
             self.parts.update(output["losses"])
             for name, loss in output["losses"].items():
                 self.of(name).update(loss, weight)
@@ -389,6 +393,7 @@ class LossTrackers(dict[str, LossTracker]):
 
     def log(self, name: str, value: torch.Tensor | float, weight: Any) -> None:
         """Add a value under its own name, a mean over ``weight`` items."""
+        self.logged.add(name)
         self.of(name).update(value, weight)
 
     def own_sums(self) -> list[dict[str, tuple[float, float]]]:
