@@ -627,3 +627,21 @@ def test_a_loss_that_is_named_as_their_sum_is_refused():
 def test_an_empty_evaluation_is_called_so():
     with pytest.raises(ValueError, match="eval_dataset gave no batch"):
         train(make_trainer(), eval_dataset=Stream(0))
+
+
+def test_batches_that_count_no_items_are_called_so():
+    class Counts(Trainer):
+        items = 0
+
+        def calculate_train_batch_loss(self, batch):
+            return super().calculate_train_batch_loss(batch) | {"num_items_in_batch": torch.tensor(self.items)}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    trainer = make_trainer(trainer_class=Counts)
+    with pytest.raises(ValueError, match="num_items_in_batch .* is 0 in every batch"):
+        train(trainer)
+    with pytest.raises(ValueError, match="num_items_in_batch .* is 0 in every batch"):
+        trainer.evaluate(make_data())
+    trainer.items = 1
+    assert trainer.evaluate(make_data()).keys() == {"evaluation_loss"}
