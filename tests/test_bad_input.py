@@ -639,9 +639,9 @@ def test_batches_that_count_no_items_are_called_so():
         calculate_eval_batch_loss = calculate_train_batch_loss
 
     trainer = make_trainer(trainer_class=Counts)
-    with pytest.raises(ValueError, match="num_items_in_batch .* is 0 in every batch"):
+    with pytest.raises(ValueError, match=r"num_items_in_batch .* is 0 in every batch"):
         train(trainer)
-    with pytest.raises(ValueError, match="num_items_in_batch .* is 0 in every batch"):
+    with pytest.raises(ValueError, match=r"num_items_in_batch .* is 0 in every batch"):
         trainer.evaluate(make_data())
     trainer.items = 1
     assert trainer.evaluate(make_data()).keys() == {"evaluation_loss"}
