@@ -147,8 +147,13 @@ def _as_number(where: object, value: Any) -> float:
 
 def _missing(where: object, name: str, trainer: Trainer) -> ValueError:
     recorded = [known for known in trainer.run_history.get_metric_names() if known != name]
-    is_loss = name in trainer.current_run.request.metrics.losses
-    reason = ": the evaluation returned no loss." if is_loss else f".{did_you_mean(name, recorded)}"
+    expected = trainer.current_run.request.metrics
+    if name in expected.losses:
+        reason = ": the evaluation returned no loss."
+    elif name in expected.directions:
+        reason = " yet. The callback that records it must come before the one that watches it."
+    else:
+        reason = f".{did_you_mean(name, recorded)}"
     return ValueError(
         f"{where}: the run has not recorded it{reason}"
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "

@@ -338,6 +338,14 @@ def test_a_metric_that_did_not_come_is_an_error_after_the_first_evaluation(here)
         assert trainer.progress.epoch == 2
 
 
+def test_a_metric_that_a_later_callback_records_is_an_error_that_names_the_order(here):
+    callbacks = SaveBestModelCallback("best.pt", "ema_model_eval_loss_epoch"), ModelEmaCallback(0.5, save_path=None)
+    match = r"has not recorded it yet\. The callback that records it must come before the one that watches it\."
+    with pytest.raises(ValueError, match=match):
+        train(make_trainer(callbacks), eval_dataset=True)
+    train(make_trainer(callbacks[::-1]), eval_dataset=True)
+
+
 @pytest.mark.parametrize("where", WATCHERS)
 def test_a_metric_of_several_numbers_is_named(where, here):
     trainer = make_trainer([scores([[0.5, 1.0]]), WATCHERS[where]("score")])
