@@ -15,7 +15,6 @@ from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, wrapped
-from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -149,6 +148,8 @@ class EarlyStoppingCallback(TrainerCallback):
         baseline: float | None = None,
         patience_in: str = "epochs",
     ) -> None:
+        from pytorch_accel_lite.watching import WatchedMetric  # a run without this callback does without
+
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
