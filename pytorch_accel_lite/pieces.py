@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pytorch_accel_lite.batches import is_as_long, parts_in, tensors_in
+from pytorch_accel_lite.utils import find_length
 
 
 def is_list_of_samples(data: Any, size: int) -> bool:
@@ -31,17 +33,17 @@ def is_list_of_samples(data: Any, size: int) -> bool:
 def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
     """Split a batch as evenly as possible, and return each part with its size.
 
-    Tensors whose first dimension is that of the samples are split, and so are lists with an element for each sample.
-    Anything else is repeated in every part.
+    Tensors and arrays whose first dimension is that of the samples are split, and so are lists with an element for each
+    sample, in dicts, lists, tuples and dataclasses. Anything else is repeated in every part.
 
     :param parts: number of parts, capped at the number of samples
     :param size: number of samples in the batch
-    :raises ValueError: if nothing in the batch has an element for each sample
+    :raises ValueError: if nothing in the batch has an element for each sample, or something of another type has
     """
     if not any(is_as_long(part, size) for part in parts_in([batch])):
         raise ValueError(
             f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
-            f"for each of its {size} samples. Let collate_fn return tensors, or lists or dicts of tensors."
+            f"for each of its {size} samples. {_WHAT_CAN_BE_SPLIT}"
         )
     parts = min(parts, size)
     bounds = [size * part // parts for part in range(parts + 1)]
@@ -50,7 +52,7 @@ def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
 
 def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
     """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
-    if isinstance(data, torch.Tensor):
+    if isinstance(data, (torch.Tensor, np.ndarray)):
         return data[begin:end] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):
         return {key: slice_batch(value, begin, end, size) for key, value in data.items()}
@@ -58,7 +60,40 @@ def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
         if is_list_of_samples(data, size):
             return data[begin:end]
         return honor_type(data, [slice_batch(value, begin, end, size) for value in data])
+    if is_dataclass(data):
+        return with_fields(data, lambda value: slice_batch(value, begin, end, size))
+    check_is_shared(data, size)
     return data
+
+
+_WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
+
+
+def is_dataclass(data: Any) -> bool:
+    """Whether data are an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def with_fields(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a dataclass with changed fields; those that its constructor does not take, it sets itself."""
+    taken = [field.name for field in dataclasses.fields(data) if field.init]
+    return dataclasses.replace(data, **{name: change(getattr(data, name)) for name in taken})
+
+
+def check_is_shared(data: Any, size: int) -> None:
+    """Check that an object in a batch belongs to all of its samples.
+
+    :raises ValueError: if it seems to have an element for each sample, or holds something that has
+    """
+    if isinstance(data, (str, bytes)):
+        return
+    held = parts_in([data, *getattr(data, "__dict__", {}).values()])
+    is_column = hasattr(data, "__getitem__") and find_length(data) == size
+    if is_column or any(is_as_long(part, size) for part in held):
+        raise ValueError(
+            f"A {type(data).__name__} in a batch of {size} samples has an element for each, but cannot be split. "
+            f"{_WHAT_CAN_BE_SPLIT}"
+        )
 
 
 class ListOfSamples(list[Any]):
@@ -79,7 +114,7 @@ def to_cpu(outputs: Any, size: int | None = None) -> Any:
         if not outputs.ndim:
             raise ValueError("predict: the model returned a tensor without a sample dimension.")
         return outputs.detach().cpu()
-    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, (type, Mapping)):
+    if is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
     if isinstance(outputs, Mapping):
         return {k: to_cpu(v) for k, v in outputs.items() if next(tensors_in(v), None) is not None}

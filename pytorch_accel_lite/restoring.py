@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +36,12 @@ class Buffers:
         ]
 
     def restore(self) -> None:
-        """Restore the buffers and their contents."""
-        with torch.no_grad():
+        """Restore the buffers and their contents: all of them, even if one cannot be."""
+        with ExitStack() as last_first:
             for part, name, buffer, before in self._kept:
+                last_first.callback(setattr, part, name, buffer)
                 if buffer is not None and before is not None:
-                    buffer.copy_(before)
-                setattr(part, name, buffer)
+                    last_first.callback(_copy_back, buffer, before)
 
 
 class Snapshot:
@@ -80,14 +80,17 @@ class Snapshot:
                 parameter.grad = gradient
 
     def restore(self) -> None:
-        """Undo the trial."""
-        restore_generators(self._generators)
-        with torch.no_grad():
+        """Undo the trial: all of it, even if a part cannot be undone."""
+        with ExitStack() as last_first:
+            last_first.callback(self._restore_gradients)
+            for owner, state in reversed(self._states):
+                last_first.callback(owner.load_state_dict, state)
+            last_first.callback(self._buffers.restore)
             for tensor, before in self._tensors:
-                tensor.copy_(before)
-        self._buffers.restore()
-        for owner, state in self._states:
-            owner.load_state_dict(state)
+                last_first.callback(_copy_back, tensor, before)
+            last_first.callback(restore_generators, self._generators)
+
+    def _restore_gradients(self) -> None:
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
 
@@ -116,17 +119,28 @@ class StepSnapshot(Snapshot):
             if parameter not in self.gradients
         ]
 
-    def restore(self) -> None:
-        """Undo the pass."""
-        super().restore()
+    def _restore_gradients(self) -> None:
+        super()._restore_gradients()
         for parameter, gradient, before in self._gradients_beside:
             if gradient is not None and before is not None:
-                gradient.copy_(before)
+                _copy_back(gradient, before)
             parameter.grad = gradient
 
 
 def _copy(tensor: torch.Tensor, on_host: bool = False) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone()
+
+
+def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """Restore what a tensor held."""
+    if tensor.is_inference():  # torch refuses to change it
+        return
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    for dim, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dim] > 1:  # expanded: torch refuses to write to one place several times
+            tensor, before = tensor.narrow(dim, 0, 1), before.narrow(dim, 0, 1)
+    with torch.no_grad():
+        tensor.copy_(before)
 
 
 @contextmanager

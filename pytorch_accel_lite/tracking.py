@@ -352,22 +352,29 @@ class LossTrackers(dict[str, LossTracker]):
     Contains ``loss``, its parts if a step returns several, and the values logged by steps and callbacks.
 
     :ivar parts: names of the parts of the loss
+    :ivar logged: names of the logged values
+    :ivar is_empty: whether no step has added anything
     :ivar is_recorded: whether the means have been computed, so that nothing can be added
     """
 
     def __init__(self) -> None:
         super().__init__(loss=LossTracker())
+        self.is_empty = True
         self.parts: set[str] = set()
+        self.logged: set[str] = set()
         self.is_recorded = False
 
     def add(self, output: dict[str, Any]) -> None:
         """Add the losses of a step, each a mean over its samples, or over its ``num_items_in_batch``."""
+        self.is_empty = False
         weight = output["num_items_in_batch"] if "num_items_in_batch" in output else output["batch_size"]
         if output["loss"] is None:
             self.of(_WITHOUT_LOSS).update(0.0, weight)
             return
         self["loss"].update(output["loss"], weight)
         if "losses" in output:
+            for name in self.logged & output["losses"].keys():
+                raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
             self.parts.update(output["losses"])
             for name, loss in output["losses"].items():
                 self.of(name).update(loss, weight)
@@ -389,6 +396,7 @@ class LossTrackers(dict[str, LossTracker]):
 
     def log(self, name: str, value: torch.Tensor | float, weight: Any) -> None:
         """Add a value under its own name, a mean over ``weight`` items."""
+        self.logged.add(name)
         self.of(name).update(value, weight)
 
     def own_sums(self) -> list[dict[str, tuple[float, float]]]:
@@ -408,7 +416,7 @@ class LossTrackers(dict[str, LossTracker]):
         """Return the means over all ranks, by metric name.
 
         :param name: format of the metric names, for example ``"train_{}_epoch"``
-        :raises ValueError: if nothing has been added on any rank
+        :raises ValueError: if nothing has been added on any rank, or no items
         """
         means = {}
         self.is_recorded = True
@@ -417,6 +425,8 @@ class LossTrackers(dict[str, LossTracker]):
         for key, (total, count) in summed.items():
             if not count and (key != "loss" or without_loss):
                 continue
+            if not count and not all(ranks.all_gather_object(self.is_empty)):
+                raise ValueError("num_items_in_batch (or batch_size) is 0 in every batch: check how it is counted.")
             if not count and name.startswith("train"):
                 raise ValueError("Every batch of the epoch was skipped.")
             if not count:

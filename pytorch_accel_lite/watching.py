@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ class WatchedMetric:
         """Return the newest value, or ``None`` if there is none since the last call.
 
         :param mid_epoch: whether the evaluation of the epoch is still to come
+        :raises TypeError: if it is not a single number
         :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
         """
         history = trainer.run_history
@@ -79,7 +81,7 @@ class WatchedMetric:
             raise _missing(self, self.name, trainer)
         self.seen = count
         self._came = True
-        return float(history.get_latest_metric(self.name))
+        return _as_number(self, history.get_latest_metric(self.name))
 
     def _is_to_come(self, trainer: Trainer, mid_epoch: bool) -> bool:
         is_intermediate = "intermediate_" in self.name
@@ -121,21 +123,37 @@ class WatchedMetric:
         return True
 
 
-def latest_metric(where: object, name: str, trainer: Trainer) -> Any:
+def latest_metric(where: object, name: str, trainer: Trainer) -> float:
     """Return the newest value of a metric.
 
     :param where: the callback and its argument, or the argument of ``train``, that names the metric
+    :raises TypeError: if it is not a single number
     :raises ValueError: if there is none; lists the recorded metrics
     """
     if not trainer.run_history.get_metric_values(name):
         raise _missing(where, name, trainer)
-    return trainer.run_history.get_latest_metric(name)
+    return _as_number(where, trainer.run_history.get_latest_metric(name))
+
+
+def _as_number(where: object, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last for tensors of several elements
+        raise TypeError(
+            f"{where}: its value is {reprlib.repr(value)}, but only a single number can be compared. Let the metric "
+            "average, or record each of its values under a name of its own, as torchmetrics' ClasswiseWrapper does."
+        ) from None
 
 
 def _missing(where: object, name: str, trainer: Trainer) -> ValueError:
     recorded = [known for known in trainer.run_history.get_metric_names() if known != name]
-    is_loss = name in trainer.current_run.request.metrics.losses
-    reason = ": the evaluation returned no loss." if is_loss else f".{did_you_mean(name, recorded)}"
+    expected = trainer.current_run.request.metrics
+    if name in expected.losses:
+        reason = ": the evaluation returned no loss."
+    elif name in expected.directions:
+        reason = " yet. The callback that records it must come before the one that watches it."
+    else:
+        reason = f".{did_you_mean(name, recorded)}"
     return ValueError(
         f"{where}: the run has not recorded it{reason}"
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "

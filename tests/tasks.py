@@ -124,6 +124,22 @@ def listener(**methods: Callable[..., Any]) -> TrainerCallback:
     return type("Listener", (TrainerCallback,), {name: event(method) for name, method in methods.items()})()
 
 
+class Expanded(nn.Module):
+    """Multiplies by a buffer whose elements share a place in memory, changes it, and adds one that is read-only."""
+
+    def __init__(self, features: int = 5) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones(1, dtype=torch.float64))
+        self.register_buffer("scale", self.one.expand(features))
+        with torch.inference_mode():
+            self.register_buffer("shift", torch.ones(features, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = x * self.scale.clone() + self.shift
+        self.one.add_(0.1)
+        return outputs
+
+
 class CountsReads(TorchDispatchMode):
     """Counts how often a number is read from a tensor."""
 

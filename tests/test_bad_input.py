@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import traceback
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,14 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"train_dataset=.*DataLoader",
     ),
+    **{
+        f"eval_dataset has the key {key!r}": (
+            {"eval_dataset": {key: make_data(), "b": make_data()}},
+            ValueError,
+            rf"eval_dataset has the key {key!r}, but keys name the metrics: use non-empty strings",
+        )
+        for key in (0, "", None)
+    },
     "eval_dataset is a DataLoader": (
         {"eval_dataset": DataLoader(make_data())},
         TypeError,
@@ -392,6 +401,11 @@ def test_evaluate_and_predict_refuse(method, arguments, error, match):
     assert trainer.predict(make_data(3)).shape == (3, 1)
 
 
+def test_evaluate_refuses_datasets_without_names():
+    with pytest.raises(ValueError, match="eval_dataset has the key 0, but keys name the metrics"):
+        make_trainer().evaluate(OrderedDict({"a": make_data(), 0: make_data()}))
+
+
 PREDICT: dict[str, tuple[Any, type[Exception], str]] = {
     "a number": (
         lambda batch: 3,
@@ -408,6 +422,18 @@ def test_predict_refuses_outputs_that_cannot_be_concatenated(output, error, matc
     trainer_class = type("Own", (Trainer,), {"calculate_predict_batch_output": lambda self, batch: output(batch)})
     with pytest.raises(error, match=match):
         make_trainer(trainer_class=trainer_class).predict(make_data(4), per_device_batch_size=2)
+
+
+@pytest.mark.parametrize("key", ["shuffle", "drop_last"])
+def test_predict_refuses_to_leave_out_samples_or_change_their_order(key):
+    trainer = make_trainer()
+    arguments = {"dataset": make_data(5), "per_device_batch_size": 2}
+    match = rf"dataloader_kwargs\['{key}'\]=True: predict returns .* for every sample, in the order.*Omit {key}"
+    with pytest.raises(ValueError, match=match):
+        trainer.predict(**arguments, dataloader_kwargs={key: True})
+    with pytest.raises(ValueError, match=match):
+        next(trainer.predict_iter(**arguments, dataloader_kwargs={key: True}))
+    assert torch.equal(trainer.predict(**arguments, dataloader_kwargs={key: False}), trainer.predict(**arguments))
 
 
 def test_predict_refuses_outputs_of_unequal_shape_and_says_to_pad_them():
@@ -601,3 +627,21 @@ def test_a_loss_that_is_named_as_their_sum_is_refused():
 def test_an_empty_evaluation_is_called_so():
     with pytest.raises(ValueError, match="eval_dataset gave no batch"):
         train(make_trainer(), eval_dataset=Stream(0))
+
+
+def test_batches_that_count_no_items_are_called_so():
+    class Counts(Trainer):
+        items = 0
+
+        def calculate_train_batch_loss(self, batch):
+            return super().calculate_train_batch_loss(batch) | {"num_items_in_batch": torch.tensor(self.items)}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    trainer = make_trainer(trainer_class=Counts)
+    with pytest.raises(ValueError, match=r"num_items_in_batch .* is 0 in every batch"):
+        train(trainer)
+    with pytest.raises(ValueError, match=r"num_items_in_batch .* is 0 in every batch"):
+        trainer.evaluate(make_data())
+    trainer.items = 1
+    assert trainer.evaluate(make_data()).keys() == {"evaluation_loss"}

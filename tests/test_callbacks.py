@@ -553,6 +553,30 @@ def test_a_nan_in_the_evaluation_of_a_run_ends_it_too():
         train(make_trainer([TerminateOnNaNCallback]), eval_dataset=poisoned(math.nan))
 
 
+class LogsNaN(Trainer):
+    """Returns losses by name, and logs a number that is not finite."""
+
+    def calculate_train_batch_loss(self, batch):
+        loss = super().calculate_train_batch_loss(batch)["loss"]
+        self.log("auc", math.nan)
+        return {"loss": {"fit": loss, "penalty": 0.1 * loss}}
+
+    def calculate_eval_batch_loss(self, batch):
+        loss = super().calculate_eval_batch_loss(batch)["loss"]
+        self.log("auc", math.nan)
+        return {"loss": {"fit": loss, "penalty": 0.1 * loss}}
+
+
+def test_a_number_of_ones_own_may_be_nan():
+    callbacks = [TerminateOnNaNCallback, StepBasedEvaluationCallback(2)]
+    trainer = train(make_trainer(callbacks, trainer_class=LogsNaN), epochs=2, eval_dataset=True)
+    for name in ("train_auc_epoch", "eval_auc_epoch", "intermediate_eval_auc"):
+        assert all(map(math.isnan, trainer.run_history[name]))
+    match = r"evaluation loss.*: eval_loss_epoch=nan, eval_fit_epoch=nan, eval_penalty_epoch=nan\."
+    with pytest.raises(NonFiniteLossError, match=match):
+        train(make_trainer(callbacks[:1], trainer_class=LogsNaN), eval_dataset=poisoned(math.nan))
+
+
 def test_a_nan_in_evaluate_is_returned():
     assert math.isnan(make_trainer([TerminateOnNaNCallback]).evaluate(poisoned(math.nan))["evaluation_loss"])
 
@@ -702,6 +726,21 @@ def test_a_metric_recorded_by_a_callback_before_it_can_be_watched(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "mine")
     train(make_trainer([record, best]), epochs=3, eval_dataset=True)
     assert best.best_metric_epoch == 3
+
+
+@pytest.mark.parametrize(("last", "is_saved"), [(5.0, False), (1.0, True)])
+def test_a_resumed_run_whose_best_model_is_missing_says_so_and_keeps_what_it_trains(last, is_saved, tmp_path, capsys):
+    def run(epochs: int, **kwargs: Any) -> Any:
+        callbacks = SaveTrainingStateCallback(tmp_path / "states"), SaveBestModelCallback(tmp_path / "best.pt", "score")
+        return scripted([2.0, 3.0, last], *callbacks, epochs=epochs, **kwargs)
+
+    run(2)
+    (tmp_path / "best.pt").unlink()
+    with pytest.warns(UserWarning, match=r"save_path='.*best.pt' does not exist.*epoch 1, score: 2 .*Copy it there"):
+        trainer = run(3, resume_from="latest")
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[-1])
+    assert ("The best model is not in" in capsys.readouterr().out) is not is_saved
+    assert (tmp_path / "best.pt").exists() is is_saved
 
 
 @pytest.mark.parametrize("reset", [True, False])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import UserList, deque
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.tracking import Progress
 from tests.tasks import (
     Broken,
+    Expanded,
     Rows,
     Stream,
     equal,
@@ -195,6 +199,16 @@ def test_a_batch_that_does_not_fit_leaves_no_trace_beside_the_model():
     )
     assert found.num_microbatches == 2
     assert largest_difference(found.everything(), expected.everything()) < 1e-12
+
+
+def test_a_batch_that_fails_leaves_no_trace_in_an_expanded_buffer():
+    poison = regression_data(20)[9][0][0].item()
+    skip = SkipFailedBatchesCallback()
+    found, expected = (nn.Sequential(Fussy(value), Expanded(1)) for value in (poison, None))
+    fit(found, [skip])
+    fit(expected, loader=ALL_BUT_THE_THIRD)
+    assert len(skip.failures) == 2
+    assert equal(weights(found), weights(expected))
 
 
 def test_without_the_callback_the_error_ends_the_run():
@@ -477,6 +491,63 @@ def test_batches_of_dicts_and_lists_are_split():
     data = Rows(TensorDataset(x, y))
     fit(Model(), data=data, collate_fn=collate, num_epochs=1, auto_microbatch=True)
     assert sizes == [(4, ["0", "1", "2", "3"], 2.0), (2, ["0", "1"], 2.0), (2, ["2", "3"], 2.0)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch that counts its samples itself."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    numbers: np.ndarray
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.x))
+
+
+class Holder:
+    """A batch, or a part of one, of a class that cannot be split."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class OfParts(Trainer):
+    """Steps on batches that have a length, until they have two samples or one."""
+
+    def calculate_train_batch_loss(self, batch):
+        self.seen = [*getattr(self, "seen", []), (batch.size, len(batch.y), batch.numbers.tolist())]
+        if len(batch.x) > 2:
+            raise MemoryError
+        return {"loss": self.loss_func(self.model(batch.x), batch.y)}
+
+
+def test_dataclasses_and_arrays_are_split():
+    def collate(rows: Any) -> Pair:
+        return Pair(*map(torch.stack, zip(*rows, strict=True)), np.arange(len(rows)))
+
+    arguments = {"per_device_batch_size": 4, "collate_fn": collate, "train_dataloader_kwargs": IN_ORDER}
+    trainer = make_trainer(trainer_class=OfParts)
+    trainer.train(make_data(4), 1, auto_microbatch=True, **arguments)
+    assert trainer.seen == [(4, 4, [0, 1, 2, 3]), (2, 2, [0, 1]), (2, 2, [2, 3])]
+    whole = train(make_trainer(), size=4, batch_size=4)
+    assert largest_difference(weights(trainer.model), weights(whole.model)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [Holder, deque, UserList])
+def test_what_holds_samples_but_cannot_be_split_is_named(kind):
+    class Unpacks(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            raise MemoryError
+
+    def collate(rows: Any) -> Any:
+        x, y = map(torch.stack, zip(*rows, strict=True))
+        return {"x": kind(x), "y": y, "name": "four"}
+
+    trainer = make_trainer(trainer_class=Unpacks)
+    with pytest.raises(ValueError, match=r"A (Holder|deque|UserList) in a batch of 4 samples .*dataclasses of tensors"):
+        trainer.train(make_data(4), 1, per_device_batch_size=4, collate_fn=collate, auto_microbatch=True)
 
 
 def test_max_failures_must_be_positive():

@@ -14,6 +14,7 @@ from pytorch_accel_lite import Trainer
 from tests import cases
 from tests.launching import TWO_ARE_ENOUGH
 from tests.tasks import (
+    Expanded,
     Stream,
     equal,
     listener,
@@ -95,6 +96,30 @@ def test_what_is_tried_changes_nothing_even_when_it_fails(action, fails):
         with pytest.raises(fails):
             ACTIONS[action](trainer, regression_data(24))
         hook.remove()
+    assert alike(everything(trainer), before)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_buffers_that_cannot_be_written_element_by_element_are_left_as_they_were(action):
+    trainer = quiet_trainer(nn.Sequential(Expanded(), small_model()))
+    before = everything(trainer)
+    ACTIONS[action](trainer, regression_data(24))
+    assert alike(everything(trainer), before)
+
+
+def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
+    class Stubborn:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise OSError("not this time")
+
+    trainer = trained()
+    trainer.register_for_checkpointing("stubborn", Stubborn())
+    before = everything(trainer)
+    with pytest.raises(OSError, match="not this time"):
+        ACTIONS["find_lr"](trainer, regression_data(24))
     assert alike(everything(trainer), before)
 
 

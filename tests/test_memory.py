@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import html
 import sys
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -139,6 +141,43 @@ def test_the_largest_batch_where_the_update_takes_most():
     assert found.stage == "update"
     assert estimate(found.largest_batch, advise=False).fits
     assert not estimate(found.largest_batch + 1, advise=False).fits
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+    numbers: np.ndarray
+
+
+class Holder:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class OfOwnBatches(Trainer):
+    """Steps on a dataclass, or on an object and the targets."""
+
+    def calculate_train_batch_loss(self, batch):
+        x, y = (batch.x, batch.y) if isinstance(batch, Pair) else (batch[0].x, batch[1])
+        return {"loss": self.loss_func(self.model(x), y)}
+
+
+def test_the_largest_batch_of_dataclasses_is_found_and_that_of_other_objects_unknown():
+    model = small_model()
+    trainer = OfOwnBatches(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+
+    def estimate(collate):
+        options = {"device_memory": "1MiB", "device_type": "cpu"}
+        return trainer.estimate_memory(regression_data(16), collate_fn=collate, **options).largest_batch
+
+    def stacked(samples):
+        return [torch.stack(column) for column in zip(*samples, strict=True)]
+
+    usual = quiet_trainer(model).estimate_memory(regression_data(16), device_memory="1MiB", device_type="cpu")
+    found = estimate(lambda samples: Pair(*stacked(samples), np.arange(len(samples))))
+    assert 0.5 * usual.largest_batch < found < 2 * usual.largest_batch
+    assert estimate(lambda samples: (Holder(stacked(samples)[0]), stacked(samples)[1])) is None
 
 
 def test_compiled_steps_are_made_as_usual():

@@ -81,6 +81,22 @@ def test_the_name_of_a_loss_is_refused(name):
         train(make_trainer(trainer_class=Parts))
 
 
+def test_the_name_of_a_loss_is_refused_in_the_only_step_of_an_epoch():
+    class Parts(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            self.log("kl", 100.0)
+            loss = super().calculate_train_batch_loss(batch)["loss"]
+            return {"loss": {"kl": loss, "rest": loss}}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    trainer = make_trainer(trainer_class=Parts)
+    with pytest.raises(ValueError, match="'kl' is already a loss of the step"):
+        trainer.train(make_data(), 1)
+    with pytest.raises(ValueError, match="'kl' is already a loss of the step"):
+        trainer.evaluate(make_data())
+
+
 def test_logged_numbers_are_resumed_with_their_epoch(tmp_path):
     def run(folder, **kwargs):
         logs = listener(on_train_step_end=lambda t, batch, **_: t.log("index", batch[0].mean()))

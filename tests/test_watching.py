@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import warnings
 from functools import partial
@@ -335,6 +336,29 @@ def test_a_metric_that_did_not_come_is_an_error_after_the_first_evaluation(here)
             train(trainer, epochs=4, eval_dataset=True, eval_every_n_epochs=2)
         assert str(caught.value).startswith(f"{where}'never'): the run has not recorded it."), caught.value
         assert trainer.progress.epoch == 2
+
+
+def test_a_metric_that_a_later_callback_records_is_an_error_that_names_the_order(here):
+    callbacks = SaveBestModelCallback("best.pt", "ema_model_eval_loss_epoch"), ModelEmaCallback(0.5, save_path=None)
+    match = r"has not recorded it yet\. The callback that records it must come before the one that watches it\."
+    with pytest.raises(ValueError, match=match):
+        train(make_trainer(callbacks), eval_dataset=True)
+    train(make_trainer(callbacks[::-1]), eval_dataset=True)
+
+
+@pytest.mark.parametrize("where", WATCHERS)
+def test_a_metric_of_several_numbers_is_named(where, here):
+    trainer = make_trainer([scores([[0.5, 1.0]]), WATCHERS[where]("score")])
+    match = rf"{re.escape(where)}'score'\): its value is \[0.5, 1.0\], but only a single number.*ClasswiseWrapper"
+    with pytest.raises(TypeError, match=match):
+        train(trainer, eval_dataset=True)
+
+
+def test_a_metric_of_several_numbers_is_not_for_a_schedule():
+    trainer = make_trainer([scores([[0.5, 1.0]])])
+    plateau = {"create_scheduler_fn": partial(ReduceLROnPlateau, mode="max"), "scheduler_interval": "epoch"}
+    with pytest.raises(TypeError, match=r"scheduler_metric='score': its value is \[0.5, 1.0\], but only a single"):
+        train(trainer, eval_dataset=True, scheduler_metric="score", **plateau)
 
 
 def test_the_value_of_an_earlier_run_does_not_stand_for_one_that_did_not_come(here):

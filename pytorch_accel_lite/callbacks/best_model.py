@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ class SaveBestModelCallback(TrainerCallback):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
     The best model is also loaded when a run is stopped or interrupted. If a run fails, the model is left as it is, and
-    a message says where the best one is. Non-finite weights are never saved; they end the run with
-    :class:`~pytorch_accel_lite.NonFiniteLossError`.
+    a message says where the best one is; likewise if its file is missing, of which a resumed run warns. Non-finite
+    weights are never saved; they end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`.
 
     :param save_path: the checkpoint file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
     :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name
@@ -150,14 +151,19 @@ class SaveBestModelCallback(TrainerCallback):
             trainer.print(f"No best model was saved: {self.watch_metric} never had a numeric value.")
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
-        best = (
-            f"epoch {self.best_metric_epoch}, {self.watch_metric}: {self.best_metric:.6g} ({self._watched.direction})"
-        )
+        best = self._describe_best()
+        path = str(self.save_path)
         if self._failed:
-            trainer.print(f"The run failed, so the best model is not loaded. It is in {str(self.save_path)!r}: {best}")
-            return
-        trainer.print(f"Loading the best model: {best}")
-        trainer.load_checkpoint(self.save_path)
+            trainer.print(f"The run failed, so the best model is not loaded. It is in {path!r}: {best}")
+        elif not all(trainer.all_gather_object(os.path.exists(self.save_path))):
+            trainer.print(f"The best model is not in {path!r}, so the model stays as the last epoch left it: {best}")
+        else:
+            trainer.print(f"Loading the best model: {best}")
+            trainer.load_checkpoint(self.save_path)
+
+    def _describe_best(self) -> str:
+        value = f"{self.watch_metric}: {self.best_metric:.6g}"
+        return f"epoch {self.best_metric_epoch}, {value} ({self._watched.direction})"
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
         self._failed = isinstance(kwargs["exception"], Exception)
@@ -174,3 +180,10 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric_epoch = state["best_metric_epoch"]
             self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
             self._written |= {epoch for _, epoch in self._kept}
+            if self.best_metric is not None and not os.path.exists(self.save_path):
+                warnings.warn(
+                    f"SaveBestModelCallback: save_path={str(self.save_path)!r} does not exist, but the resumed run has "
+                    f"saved its best model there: {self._describe_best()}. Copy it there before the run ends, or "
+                    "only an epoch that is even better will be saved and loaded.",
+                    stacklevel=2,
+                )

@@ -15,7 +15,6 @@ from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, wrapped
-from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 class TerminateOnNaNCallback(TrainerCallback):
     """End the run with :class:`NonFiniteLossError` if a loss is infinite or NaN, on all ranks together.
 
-    No step waits for the device: losses on a GPU are checked a few steps after they were computed, and always by the
-    end of the epoch.
+    Numbers that steps log beside the loss may be either. No step waits for the device: losses on a GPU are checked a
+    few steps after they were computed, and always by the end of the epoch.
 
     :ivar triggered: whether a non-finite loss has been seen
     """
@@ -76,17 +75,21 @@ class TerminateOnNaNCallback(TrainerCallback):
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._search(trainer, [*self._copied, *self._recent])
         self._clear()
-        self._check_recorded(trainer, "training")
+        self._check_recorded(trainer, "training", "train_{}_epoch")
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns what it finds
-            self._check_recorded(trainer, "evaluation")
+            self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
-    def _check_recorded(self, trainer: Trainer, phase: str) -> None:
-        losses = trainer.current_run.recorded_losses
+    def _check_recorded(self, trainer: Trainer, phase: str, *formats: str) -> None:
+        """Check the mean of the loss, and those of its parts: what else steps have logged may well be NaN."""
+        recorded = trainer.current_run.recorded_losses
+        names = ["loss", *sorted(trainer.current_run.loss_trackers.parts)]
+        metrics = [form.format(name) for form in formats for name in names]
+        losses = {metric: recorded[metric] for metric in metrics if metric in recorded}
         if not all(map(math.isfinite, losses.values())):
             self.triggered = True
-            listed = ", ".join(f"{name}={loss}" for name, loss in losses.items())
+            listed = ", ".join(f"{metric}={loss}" for metric, loss in losses.items())
             raise NonFiniteLossError(
                 f"The {phase} loss of epoch {trainer.progress.epoch} is not finite after step "
                 f"{trainer.progress.step}: {listed}. {_ADVICE}"
@@ -145,6 +148,8 @@ class EarlyStoppingCallback(TrainerCallback):
         baseline: float | None = None,
         patience_in: str = "epochs",
     ) -> None:
+        from pytorch_accel_lite.watching import WatchedMetric  # a run without this callback does without
+
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")

@@ -28,7 +28,10 @@ def create_eval_loaders(trainer: Trainer, run: Run, batch_size: int, loader_kwar
     run.eval_loader = None
     run.eval_loaders = {}
     dataset = run.eval_dataset
-    for name, part in dataset.items() if isinstance(dataset, dict) else [("", dataset)]:
+    is_dict = isinstance(dataset, dict)
+    for name, part in dataset.items() if is_dict else [("", dataset)]:
+        if is_dict and not (name and isinstance(name, str)):
+            raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.eval_loader = create_loader(trainer, run, source, training=False)

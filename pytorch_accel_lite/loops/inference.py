@@ -37,7 +37,7 @@ def evaluate(
 
     :param dataset: defaults to the ``eval_dataset`` of the last training run, and is not needed if
         ``create_eval_dataloader`` is overridden. The datasets of a dict are evaluated one by one, and their names
-        prefix the names of the metrics.
+        (strings) prefix the names of the metrics.
     :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults
     :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
         to the run history.

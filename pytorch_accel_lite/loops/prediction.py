@@ -100,6 +100,12 @@ def _predicted(
     self._check_data("dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+    for key in ("shuffle", "drop_last"):
+        if (loader_kwargs or {}).get(key):
+            raise ValueError(
+                f"dataloader_kwargs[{key!r}]={loader_kwargs[key]!r}: predict returns the outputs for every sample, in "
+                f"the order of the dataset. Omit {key}."
+            )
     request = RunRequest("prediction", num_epochs=1)
     with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
         try:

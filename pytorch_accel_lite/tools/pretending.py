@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils.operations import convert_outputs_to_fp32, honor_type
@@ -30,7 +31,7 @@ from pytorch_accel_lite.layer_groups import find_blocks
 from pytorch_accel_lite.loops.setup import begin_training
 from pytorch_accel_lite.loops.training import train_step
 from pytorch_accel_lite.optimizers import is_made, parts_of
-from pytorch_accel_lite.pieces import is_list_of_samples
+from pytorch_accel_lite.pieces import check_is_shared, is_dataclass, is_list_of_samples, with_fields
 from pytorch_accel_lite.run import Run
 from pytorch_accel_lite.tools.live_bytes import LiveBytes
 from pytorch_accel_lite.tools.pretended_gpu import PretendedGpu
@@ -405,7 +406,7 @@ def _bytes(tensor: Any) -> int:
 
 
 def _fake_batch(data: Any, size: int, wanted: int, device: torch.device) -> Any:
-    """Return a fake batch with another number of samples, as many as ``wanted``."""
+    """Return a fake batch with ``wanted`` samples. Raises an error if something in it cannot have as many."""
     if isinstance(data, torch.Tensor):
         shape = (wanted, *data.shape[1:]) if data.ndim and len(data) == size else data.shape
         return torch.empty(shape, dtype=data.dtype, device=device)
@@ -414,6 +415,12 @@ def _fake_batch(data: Any, size: int, wanted: int, device: torch.device) -> Any:
     if isinstance(data, (list, tuple)):
         parts = [data[i % size] for i in range(wanted)] if is_list_of_samples(data, size) else data
         return honor_type(data, [_fake_batch(part, size, wanted, device) for part in parts])
+    if is_dataclass(data):
+        return with_fields(data, lambda value: _fake_batch(value, size, wanted, device))
+    if isinstance(data, np.ndarray):
+        return np.broadcast_to(data[:1], (wanted, *data.shape[1:])) if data.ndim and len(data) == size else data
+    if wanted != size:
+        check_is_shared(data, size)
     return data
 
 
