@@ -6,9 +6,8 @@ import copy
 import gc
 import os
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -1104,13 +1103,6 @@ class Saves(TrainerCallback):
         trainer.save_training_state(f"{self.folder}/{trainer.progress.update}")
 
 
-@dataclass
-class Packed:
-    """A batch of which no part can be taken."""
-
-    x: torch.Tensor
-
-
 class Numbers(IterableDataset):
     def __init__(self, size: int, batch_size: int | None = None) -> None:
         values = torch.arange(size, dtype=torch.float32)
@@ -1195,12 +1187,12 @@ def test_a_stream_that_cannot_go_on_is_an_error_that_says_why(tmp_path):
         seen_batches(Numbers(8), 8, resume_from=tmp_path / "2")
     with pytest.raises(ValueError, match=r"data ended after 15 samples of this epoch, but .* already seen 16"):
         seen_batches(Numbers(15), 5, resume_from=tmp_path / "2")
-    with pytest.raises(ValueError, match="in the middle of a batch of type Packed, which cannot be split"):
+    with pytest.raises(ValueError, match="in the middle of a batch of type deque, which cannot be split"):
         seen_batches(
             Numbers(30),
             5,
             resume_from=tmp_path / "2",
-            collate_fn=lambda rows: Packed(torch.stack(*zip(*rows, strict=True))),
+            collate_fn=lambda rows: deque([torch.stack(*zip(*rows, strict=True))]),
         )
 
 

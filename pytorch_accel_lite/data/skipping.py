@@ -48,7 +48,10 @@ def cannot_split(what: str) -> ValueError:
 def last_samples(batch: Any, count: int) -> Any:
     """Return the last ``count`` samples of a batch."""
     size = find_batch_size(batch)
-    rest = slice_batch(batch, size - count, size, size)
+    try:
+        rest = slice_batch(batch, size - count, size, size)
+    except ValueError as error:
+        raise cannot_split(f"a batch of type {type(batch).__name__}") from error
     if find_batch_size(rest) != count:
         raise cannot_split(f"a batch of type {type(batch).__name__}")
     return rest
