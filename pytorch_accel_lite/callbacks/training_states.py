@@ -125,6 +125,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved: dict[str, Any] | None = None
         self._latest: StrPath = self.save_dir  # path of the state saved last
         self._saved_clock = 0.0
+        self._resumed_at: int | None = None  # samples that a resumed run had seen
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
@@ -165,6 +166,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._watched.start(trainer)
         self._saved = None
         self._saved_clock = 0.0
+        self._resumed_at = trainer.progress.samples or None
         self._best = {}
         self._value = math.nan
         if self.asynchronous:
@@ -206,6 +208,9 @@ class SaveTrainingStateCallback(TrainerCallback):
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         is_evaluation = trainer.train_dataloader is None
         if is_evaluation or (not self.save_at_end and trainer.current_run.interruption is None):
+            return
+        if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
+            trainer.print("No training state was saved: the run was stopped before it went on from where it resumed.")
             return
         if trainer.current_run.window.sizes is not None:
             trainer.print(
