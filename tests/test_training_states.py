@@ -53,6 +53,7 @@ from tests.launching import (
 from tests.scripts.resumable import CopyStates, make_model, run, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
+    EVENTS,
     Rows,
     Stream,
     equal,
@@ -647,6 +648,57 @@ def test_saving_at_the_wrong_moment_is_refused(tmp_path):
 
     with pytest.raises(RuntimeError, match="Give the trainer a seed"):
         quiet_trainer(small_model(), callbacks=[SavesUnseeded]).train(regression_data(8), 1)
+
+
+class StepsItself(Trainer):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, StepsItself])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_interrupted_within_a_step_is_not_saved_only_between_them(tmp_path, trainer_class, accumulation):
+    class Interrupted(torch.optim.SGD):
+        steps_left = -1
+
+        def step(self, closure=None):
+            self.steps_left -= 1
+            if not self.steps_left:
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    def interrupt(trainer, **kwargs):
+        if trainer.progress.update == 3:
+            raise KeyboardInterrupt
+
+    def make(event=None):
+        model = small_model()
+        optimizer = Interrupted(model.parameters(), lr=0.05)
+        callbacks = [listener(**{event: interrupt})] if event in EVENTS else []
+        trainer = make_trainer(callbacks, model, trainer_class, optimizer=optimizer, seed=1)
+        if event == "forward":
+            model.register_forward_pre_hook(lambda *_: interrupt(trainer))
+        if event == "step":
+            optimizer.steps_left = 3
+        return trainer
+
+    def training(trainer, **kwargs):
+        trainer.train(regression_data(), 2, gradient_accumulation_steps=accumulation, per_device_batch_size=4, **kwargs)
+        return trainer
+
+    whole = training(make())
+    for event in ("forward", "step", "on_optimizer_step_end", "on_update_end"):
+        trainer = make(event)
+        with pytest.raises(KeyboardInterrupt):
+            training(trainer)
+        if event != "on_update_end":
+            with pytest.raises(RuntimeError, match="only be saved between updates"):
+                trainer.save_training_state(tmp_path / "state")
+            continue
+        trainer.save_training_state(tmp_path / "state")
+        again = training(make(), resume_from=tmp_path / "state")
+        assert again.progress == whole.progress
+        assert equal(again.model.state_dict(), whole.model.state_dict())
 
 
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])

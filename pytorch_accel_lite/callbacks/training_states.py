@@ -212,10 +212,11 @@ class SaveTrainingStateCallback(TrainerCallback):
         if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
             trainer.print("No training state was saved: the run was stopped before it went on from where it resumed.")
             return
-        if trainer.current_run.window.sizes is not None:
+        if not trainer.current_run.window.is_between_updates:
             trainer.print(
-                f"No training state was saved: the run was stopped within an accumulation window, after update "
-                f"{trainer.progress.update}. Raise StopTrainingError in on_train_step_checkpoint to stop after one."
+                "No training state was saved: the run was stopped within an accumulation window or a step, after "
+                f"update {trainer.progress.update}. To stop after one, raise StopTrainingError in "
+                "on_train_step_checkpoint."
             )
             return
         self._save(trainer)

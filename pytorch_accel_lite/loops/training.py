@@ -97,12 +97,12 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
 
 def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
-    step = run.progress.step
-    hears = trainer.callback_handler.listeners
+    step, hears = run.progress.step, trainer.callback_handler.listeners
     ends_window = batch.is_last or (step + 1) % run.window.steps == 0
     run.batch = batch
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
+    run.window.is_in_step = True
     try:
         compute = run.special_step or forward_and_backward
         if run.window.steps == 1:
@@ -116,7 +116,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     except Exception as error:
         add_note(error, trainer, run, "training")
         raise
-    run.progress.step += 1
+    run.progress.step, run.window.is_in_step = step + 1, False
     if output is not None and hears["on_train_step_end"]:
         # Logical processes have put their shares together in the run's batch.
         trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
