@@ -253,7 +253,7 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
         value = value.detach()
         value = value.mean() if value.ndim else value
     trackers.log(name, value, weight)
-    if self.model.training:
+    if trackers is run.unrecorded:  # those of a training epoch, whatever the mode of the model
         run.step_metrics[name] = value
         if self.logical is not None:
             self.logical.note(name, value)
