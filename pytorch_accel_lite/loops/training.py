@@ -30,6 +30,7 @@ def train(trainer: Trainer, run: Run) -> None:
         try:
             trainer.training_run_start()
             trainer.call_event("on_training_run_start")
+            run.control.sync(now=True)
             _describe_states(trainer, run)
             over = _is_over(trainer, run)
             if (run.request.sanity_eval_batches or run.request.metrics.may_lack_loss) and not over:
