@@ -402,8 +402,8 @@ class Trainer:
 
         By default, a tuple or list ``(inputs, targets)`` is used as ``loss_func(model(inputs), targets)``; further
         elements, such as indices, are left to your own callbacks and steps. A dict is used as ``model(**batch)`` with
-        the keys that ``forward`` takes, and the remaining keys are the targets (a single one is passed as its value);
-        without a ``loss_func``, the model must return its own ``loss``.
+        the keys that ``forward`` takes. The others are the targets (a single one is passed as its value), unless only
+        an optional argument is called like one (``labels=None``); or the model returns its own ``loss``.
 
         :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose
             sum is minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;
