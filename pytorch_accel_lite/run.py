@@ -54,9 +54,9 @@ class Run:
     :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
-    :ivar synced_buffers: buffers that it does not synchronise, by module and name: those of the loss function and of
-        attributes
+    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
     :ivar resumed: the training state that is still being restored
+    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar last_words: called when the run has ended without an error, after all callbacks have handled its end
     :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
@@ -105,6 +105,7 @@ class Run:
     skips_update: bool = False
     skipped_updates: int = 0
     is_sanity_evaluation: bool = False
+    set_apart: dict[str, set[int]] = field(default_factory=dict)
     unrecorded: LossTrackers | None = None
     last_words: list[Callable[[], None]] = field(default_factory=list)
     initial_options: Options = field(default_factory=list)
@@ -250,8 +251,7 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
     if weight is None:
         weight = run.batch.num_samples or find_batch_size(run.batch.data)
     if isinstance(value, torch.Tensor):
-        value = value.detach()
-        value = value.mean() if value.ndim else value
+        value = value.detach().mean() if value.ndim else value.detach()
     trackers.log(name, value, weight)
     if trackers is run.unrecorded:  # those of a training epoch, whatever the mode of the model
         run.step_metrics[name] = value

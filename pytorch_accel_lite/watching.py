@@ -71,15 +71,17 @@ class WatchedMetric:
         :param mid_epoch: whether the evaluation of the epoch is still to come
         :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
         """
-        history = trainer.run_history
-        count = len(history.get_metric_values(self.name))
-        if count == self.seen:
+        values = trainer.run_history.get_metric_values(self.name)
+        count = len(values)
+        first = min(self.seen, count)  # a callback may have deleted some
+        number = _latest_own(trainer, self.name, range(first, count))
+        if number is None:
             if self._came or self._is_to_come(trainer, mid_epoch):
                 return None
             raise _missing(self, self.name, trainer)
         self.seen = count
         self._came = True
-        return float(history.get_latest_metric(self.name))
+        return float(values[number])
 
     def _is_to_come(self, trainer: Trainer, mid_epoch: bool) -> bool:
         is_intermediate = "intermediate_" in self.name
@@ -122,14 +124,31 @@ class WatchedMetric:
 
 
 def latest_metric(where: object, name: str, trainer: Trainer) -> Any:
-    """Return the newest value of a metric.
+    """Return the newest value of a metric, other than those of an ``evaluate`` within the run that it could hide.
 
     :param where: the callback and its argument, or the argument of ``train``, that names the metric
     :raises ValueError: if there is none; lists the recorded metrics
     """
-    if not trainer.run_history.get_metric_values(name):
+    values = trainer.run_history.get_metric_values(name)
+    is_evaluated = name in trainer.current_run.request.metrics.evaluated
+    number = _latest_own(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
+    if number is None:
         raise _missing(where, name, trainer)
-    return trainer.run_history.get_latest_metric(name)
+    return values[number]
+
+
+def _latest_own(trainer: Trainer, name: str, numbers: range) -> int | None:
+    """Return the number of the latest of some values of a metric, or ``None`` if there is none.
+
+    One that ``evaluate`` has recorded within the run counts only if there is no other, and evaluations of the run are
+    not known to record the metric.
+    """
+    run = trainer.current_run
+    apart = run.set_apart.get(name, ())
+    own = next((number for number in reversed(numbers) if number not in apart), None)
+    if own is None and numbers and name not in run.request.metrics.evaluated:
+        return numbers[-1]
+    return own
 
 
 def _missing(where: object, name: str, trainer: Trainer) -> ValueError:

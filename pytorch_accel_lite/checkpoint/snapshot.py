@@ -111,6 +111,7 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
         "microbatches": trainer.current_run.num_microbatches,
         "schedule_shift": trainer.current_run.schedule_shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
+        "set_apart": {name: sorted(numbers) for name, numbers in trainer.current_run.set_apart.items()},
         "own_items_per_batch": {name: window.items_per_batch for name, window in _own_windows(trainer).items()},
         **_position(trainer, is_own=False),
     }
@@ -225,6 +226,7 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     _restore_each("registered object", trainer.registered_objects, shared["objects"], is_final=False)
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
     trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
+    trainer.current_run.set_apart |= {name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()}
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
     for name, window in _own_windows(trainer).items():
         window.items_per_batch = shared.get("own_items_per_batch", {}).get(name)  # older states have none
