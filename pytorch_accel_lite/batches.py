@@ -167,10 +167,9 @@ class BatchAdapter:
         return model(batch), None
 
     def _targets_of(self, rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
-        """Return what a batch holds for the loss function.
+        """Return the value of the one key that forward does not take, all if there are several, or a usual target key.
 
-        The value of the one key that forward does not take, or all if there are several. Without such a key, or if none
-        of them has a usual name and an optional argument does (``labels=None``), the value of the first usual target.
+        A usual target that forward does not need (``labels=None``) comes before keys that are none.
         """
         known = next((key for key in TARGET_KEYS if key in batch and (not rest or key in self._optional)), None)
         if rest and (known is None or any(key in TARGET_KEYS for key in rest)):

@@ -33,7 +33,7 @@ from pytorch_accel_lite.distributed import Ranks, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.lazy import LazyMethod, loaded_when_named
 from pytorch_accel_lite.loops import evaluation, scheduling, setup, training
-from pytorch_accel_lite.run import Run, entering, log
+from pytorch_accel_lite.run import Run, entering
 from pytorch_accel_lite.run_attributes import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
@@ -499,7 +499,7 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
-    log = log
+    log = optional.own_numbers.log
     update = optional.own_step.update
     recompute_gradients = optional.closures.recompute_gradients
     gather = optional.collectives.gather

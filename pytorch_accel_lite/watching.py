@@ -73,8 +73,7 @@ class WatchedMetric:
         """
         values = trainer.run_history.get_metric_values(self.name)
         count = len(values)
-        first = min(self.seen, count)  # a callback may have deleted some
-        number = _latest_own(trainer, self.name, range(first, count))
+        number = _latest_own(trainer, self.name, range(min(self.seen, count), count))
         if number is None:
             if self._came or self._is_to_come(trainer, mid_epoch):
                 return None
@@ -146,9 +145,8 @@ def _latest_own(trainer: Trainer, name: str, numbers: range) -> int | None:
     run = trainer.current_run
     apart = run.set_apart.get(name, ())
     own = next((number for number in reversed(numbers) if number not in apart), None)
-    if own is None and numbers and name not in run.request.metrics.evaluated:
-        return numbers[-1]
-    return own
+    is_known = name in run.request.metrics.evaluated
+    return numbers[-1] if own is None and numbers and not is_known else own
 
 
 def _missing(where: object, name: str, trainer: Trainer) -> ValueError:
