@@ -104,6 +104,7 @@ class BatchAdapter:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self._keys = [p.name for p in parameters if p.kind in named]
+        self._optional = {p.name for p in parameters if p.default is not p.empty}
         self._name = type(model).__name__
         self._warned = False
         self._is_new = True
@@ -136,7 +137,7 @@ class BatchAdapter:
             loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
             return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": items}
         if isinstance(batch, Mapping):
-            targets = _targets_of(targets, batch)
+            targets = self._targets_of(targets, batch)
         if targets is None:
             raise ValueError(
                 f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
@@ -166,15 +167,30 @@ class BatchAdapter:
             return model(batch[0]), batch[1] if len(batch) > 1 else None
         return model(batch), None
 
-    def _own_loss(self, outputs: Any, left_out: Any, batch: Any) -> Any:
-        """Return the loss from the outputs of the model."""
-        if isinstance(batch, Mapping) and left_out and not self._warned:
+    def _targets_of(self, rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+        """Return the value of the one key that forward does not take, all if there are several, or a usual target key.
+
+        A usual target that forward does not need (``labels=None``) comes before keys that are none.
+        """
+        known = next((key for key in TARGET_KEYS if key in batch and (not rest or key in self._optional)), None)
+        if rest and (known is None or any(key in TARGET_KEYS for key in rest)):
+            return next(iter(rest.values())) if len(rest) == 1 else rest
+        self._warn_of_ignored(rest)
+        return None if known is None else batch[known]
+
+    def _warn_of_ignored(self, keys: Iterable[str]) -> None:
+        if keys and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._name}.forward takes no argument named {', '.join(map(repr, left_out))}: ignored. Drop such "
+                f"{self._name}.forward takes no argument named {', '.join(map(repr, keys))}: ignored. Drop such "
                 "keys from the dataset, or override calculate_train_batch_loss to use them.",
-                stacklevel=2,
+                stacklevel=3,
             )
+
+    def _own_loss(self, outputs: Any, left_out: Any, batch: Any) -> Any:
+        """Return the loss from the outputs of the model."""
+        if isinstance(batch, Mapping):
+            self._warn_of_ignored(left_out)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
             raise ValueError(
@@ -212,13 +228,6 @@ def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return None
     return labels[..., first:].ne(_IGNORED_LABEL).sum()
-
-
-def _targets_of(rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
-    """Return the value of the one key that forward does not take, all if there are several, or a usual target key."""
-    if rest:
-        return next(iter(rest.values())) if len(rest) == 1 else rest
-    return next((batch[key] for key in TARGET_KEYS if key in batch), None)
 
 
 def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
@@ -19,8 +20,10 @@ class ModelEma(nn.Module):
 
     After each update, ``average = decay * average + (1 - decay) * value``, for all floating-point parameters and
     buffers together (as ``average + (1 - decay) * (value - average)`` for parameters that are trained, which is one
-    operation and rounds less); others, such as counts, are copied. Polyak and Juditsky, "Acceleration of Stochastic
-    Approximation by Averaging" (1992), in the exponential form of TensorFlow's ``ExponentialMovingAverage``.
+    operation and rounds less); others, such as counts, are copied. Rounding does not add up: the average of what does
+    not change stays what it is. For that, buffers and frozen parameters in half precision are averaged in float32.
+    Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), in the exponential form of
+    TensorFlow's ``ExponentialMovingAverage``.
 
     :param model: the model, not wrapped for distributed training
     :param decay: fraction of the average that is kept at each update, from 0 to 1
@@ -38,6 +41,7 @@ class ModelEma(nn.Module):
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         for buffer in self.module.buffers():  # elements of an expanded buffer share memory
             buffer.data = buffer.contiguous()
+        warn_of_rounding(model, decay)
         self.decay = decay
         self.warmup = warmup
         self.num_updates = 0
@@ -58,14 +62,20 @@ class ModelEma(nn.Module):
         for average, value in pairs.counts:
             average.copy_(value)
         if decay == 0:
-            for averages, values in filter(any, (pairs.learned, pairs.others)):
+            for averages, values in filter(any, (pairs.learned, *pairs.others.values())):
                 torch._foreach_copy_(averages, values)
         elif decay < 1:
             if pairs.learned[0]:
                 torch._foreach_lerp_(*pairs.learned, 1 - decay)
-            if pairs.others[0]:  # these may be infinite, as in masks, which lerp would turn into NaN
-                torch._foreach_mul_(pairs.others[0], decay)
-                torch._foreach_add_(*pairs.others, alpha=1 - decay)
+            for dtype, (averages, values) in pairs.others.items():
+                # These may be infinite, as in masks, which lerp would turn into NaN.
+                kept, added = _factors(decay, dtype)
+                if dtype.itemsize > 2:
+                    torch._foreach_mul_(averages, kept)
+                    torch._foreach_add_(averages, values, alpha=added)
+                    continue
+                for average, value in zip(averages, values, strict=True):
+                    torch.add(average.float().mul_(kept), value, alpha=added, out=average)
 
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
         known = self._known
@@ -95,6 +105,29 @@ class ModelEma(nn.Module):
         return zip(averages, values, [value.requires_grad for value in values], strict=True)
 
 
+def warn_of_rounding(model: nn.Module, decay: float) -> None:
+    """Warn if the weights being trained, and so the average, have too few digits for what an update adds."""
+    trained = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
+    coarsest = max(trained, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    if 0 < 1 - decay < torch.finfo(coarsest).eps:
+        warnings.warn(
+            f"decay={decay}: the average is kept in {str(coarsest).removeprefix('torch.')}, like the weights, where "
+            f"changes by {1 - decay:.2g} of a difference are lost in rounding, so it hardly moves. Lower the decay, or "
+            "keep the weights in float32 and train with Accelerator(mixed_precision='bf16').",
+            stacklevel=3,
+        )
+
+
+def _factors(decay: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return ``decay`` and ``1 - decay`` such that both are exact in a type, or in float32 if that is wider.
+
+    Otherwise their sum is not exactly 1 there, and each update would change even an average that equals the value.
+    """
+    parts = 2 / min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    added = round((1 - decay) * parts) / parts
+    return 1 - added, added
+
+
 class SortedPairs:
     """The tensors of an average and of its model, in lists for an update.
 
@@ -102,13 +135,13 @@ class SortedPairs:
     both modules have the same tensors.
 
     :ivar learned: averages, and the parameters of the model that are being trained
-    :ivar others: averages, and other floating-point tensors
+    :ivar others: averages, and other floating-point tensors, by type
     :ivar counts: pairs of tensors of another type, which are copied
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
         self.learned: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self.others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.others: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.counts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_alike = True
         for average, value, is_learned in pairs:
@@ -119,7 +152,7 @@ class SortedPairs:
             if value.dtype is not dtype or value.device != average.device:
                 value = value.to(average.device, dtype)
                 self._are_alike = False
-            averages, values = self.learned if is_learned else self.others
+            averages, values = self.learned if is_learned else self.others.setdefault(dtype, ([], []))
             averages.append(average)
             values.append(value)
 
@@ -129,7 +162,7 @@ class SortedPairs:
         self._tables: list[dict[str, Any]] = []
         for part in parts:
             self._tables += [part._parameters, part._buffers, part._modules]
-        self._tensors = [tensor for tensors in (*self.learned, *self.others) for tensor in tensors]
+        self._tensors = [*chain(*self.learned, *chain(*self.others.values()))]
         self._entries, self._kinds = self._look()
         return self._are_alike
 

@@ -42,12 +42,19 @@ class GradientWindow:
         self._batch_size = batch_size
         #: The nominal size, and the true size so far; ``None`` if nothing has been added since the last update.
         self.sizes: tuple[float, Count] | None = None
+        #: Whether a step has begun that has not been counted yet.
+        self.is_in_step = False
         #: Whether batches are split into parts, which must be weighted even with one process.
         self.is_split = False
         #: Whether a rank may fail within a step, so that ranks must not communicate there.
         self.is_guarded = False
         #: Number of items in a nominal micro-batch, fixed by the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether the gradients of all steps have been used and counted, so that a run could resume from here."""
+        return self.sizes is None and not self.is_in_step
 
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss weighted by its share of the window.

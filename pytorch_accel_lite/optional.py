@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.distributed import rewrapping as rewrapping
     from pytorch_accel_lite.logical import LogicalProcesses
     from pytorch_accel_lite.loops import inference as inference
+    from pytorch_accel_lite.loops import own_numbers as own_numbers
     from pytorch_accel_lite.loops import prediction as prediction
     from pytorch_accel_lite.loops import resuming as resuming
     from pytorch_accel_lite.schemes import closures as closures
@@ -35,6 +36,7 @@ else:
     collectives = MethodsOf("pytorch_accel_lite.distributed.collectives")
     rewrapping = MethodsOf("pytorch_accel_lite.distributed.rewrapping")
     inference = MethodsOf("pytorch_accel_lite.loops.inference", answering_method)
+    own_numbers = MethodsOf("pytorch_accel_lite.loops.own_numbers")
     prediction = MethodsOf("pytorch_accel_lite.loops.prediction", answering_method)
     resuming = MethodsOf("pytorch_accel_lite.loops.resuming")
     closures = MethodsOf("pytorch_accel_lite.schemes.closures")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.attributes import set_optimizer_modes
-from pytorch_accel_lite.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, launch
@@ -54,9 +53,9 @@ class Run:
     :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
-    :ivar synced_buffers: buffers that it does not synchronise, by module and name: those of the loss function and of
-        attributes
+    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
     :ivar resumed: the training state that is still being restored
+    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
     :ivar last_words: called when the run has ended without an error, after all callbacks have handled its end
     :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
@@ -105,6 +104,7 @@ class Run:
     skips_update: bool = False
     skipped_updates: int = 0
     is_sanity_evaluation: bool = False
+    set_apart: dict[str, set[int]] = field(default_factory=dict)
     unrecorded: LossTrackers | None = None
     last_words: list[Callable[[], None]] = field(default_factory=list)
     initial_options: Options = field(default_factory=list)
@@ -221,42 +221,6 @@ class Run:
         if any(weight for _, weight in losses.summed(ranks).values()):
             for metric, value in losses.means(ranks, "train_{}_epoch").items():
                 history.update_metric(metric, value)
-
-
-def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
-    """Log a value of this step, to be averaged over the samples of the epoch or evaluation on all processes.
-
-    Call it in a step method, or in a callback's event of a step. The mean is recorded with the losses, as
-    ``train_<name>_epoch``, ``eval_<name>_epoch`` or ``evaluation_<name>``. In training, the latest value is also in
-    ``step_metrics``. Nothing is read from the device before the end of the epoch.
-
-    :param name: name of the value
-    :param value: a number, or a tensor, whose elements are averaged
-    :param weight: number of items that the value is a mean over; by default the samples in this process's batch
-    :raises RuntimeError: if called outside a step
-    :raises ValueError: if a loss of the step has this name
-    """
-    run = self.current_run
-    trackers = run.loss_trackers
-    if not self.is_running or run.batch is None or trackers.is_recorded:
-        raise RuntimeError(
-            f"log({name!r}) adds to the mean of an epoch, so it can only be called in a step or its events. Record a "
-            "value of an entire epoch with trainer.run_history.update_metric(name, value)."
-        )
-    if name == "loss" or name in trackers.parts:
-        raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
-    if run.batch.num_samples == 0:  # a filler batch
-        return
-    if weight is None:
-        weight = run.batch.num_samples or find_batch_size(run.batch.data)
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        value = value.mean() if value.ndim else value
-    trackers.log(name, value, weight)
-    if self.model.training:
-        run.step_metrics[name] = value
-        if self.logical is not None:
-            self.logical.note(name, value)
 
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
@@ -397,6 +361,8 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
         for speak in run.last_words:
             speak()
     except BaseException as error:
+        from pytorch_accel_lite.checks.failed_runs import close_failed
+
         close_failed(trainer, run, error, ended)
         raise
     if stopped is not None and run.outer is not None:
@@ -411,32 +377,6 @@ def _call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
             run.control.sync(now=True)
     except StopTrainingError as stop:
         run.stop_reason = run.stop_reason or str(stop)
-
-
-def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) -> None:
-    """Notify the callbacks that an error ends the run; the caller raises the error itself.
-
-    Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
-    events, as they may communicate with ranks that have not failed.
-
-    :param ended: whether the ending events have already fired
-    """
-    if run.outer is not None:
-        return
-    run.control.forget()
-    together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
-    problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
-    if together and not ended:
-        try:
-            run.record_interrupted_epoch(trainer.run_history, run.data_ranks)
-            trainer.training_run_end()
-        except Exception as failure:
-            problems.append(failure)
-        problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
-    for problem in problems:
-        text = "".join(traceback.format_exception(problem))
-        with suppress(OSError):  # a closed output must not hide the error itself
-            trainer.print(f"While the run was being ended by {error!r}, another error occurred:\n{text}")
 
 
 def add_note(error: Exception, trainer: Trainer, run: Run, phase: str) -> None:

@@ -33,7 +33,7 @@ from pytorch_accel_lite.distributed import Ranks, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.lazy import LazyMethod, loaded_when_named
 from pytorch_accel_lite.loops import evaluation, scheduling, setup, training
-from pytorch_accel_lite.run import Run, entering, log
+from pytorch_accel_lite.run import Run, entering
 from pytorch_accel_lite.run_attributes import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
@@ -402,8 +402,8 @@ class Trainer:
 
         By default, a tuple or list ``(inputs, targets)`` is used as ``loss_func(model(inputs), targets)``; further
         elements, such as indices, are left to your own callbacks and steps. A dict is used as ``model(**batch)`` with
-        the keys that ``forward`` takes, and the remaining keys are the targets (a single one is passed as its value);
-        without a ``loss_func``, the model must return its own ``loss``.
+        the keys that ``forward`` takes. The others are the targets (a single one is passed as its value), unless only
+        an optional argument is called like one (``labels=None``); or the model returns its own ``loss``.
 
         :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose
             sum is minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;
@@ -499,7 +499,7 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
-    log = log
+    log = optional.own_numbers.log
     update = optional.own_step.update
     recompute_gradients = optional.closures.recompute_gradients
     gather = optional.collectives.gather

@@ -73,15 +73,16 @@ class WatchedMetric:
         :raises TypeError: if it is not a single number
         :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
         """
-        history = trainer.run_history
-        count = len(history.get_metric_values(self.name))
-        if count == self.seen:
+        values = trainer.run_history.get_metric_values(self.name)
+        count = len(values)
+        number = _latest_own(trainer, self.name, range(min(self.seen, count), count))
+        if number is None:
             if self._came or self._is_to_come(trainer, mid_epoch):
                 return None
             raise _missing(self, self.name, trainer)
         self.seen = count
         self._came = True
-        return _as_number(self, history.get_latest_metric(self.name))
+        return _as_number(self, values[number])
 
     def _is_to_come(self, trainer: Trainer, mid_epoch: bool) -> bool:
         is_intermediate = "intermediate_" in self.name
@@ -124,15 +125,18 @@ class WatchedMetric:
 
 
 def latest_metric(where: object, name: str, trainer: Trainer) -> float:
-    """Return the newest value of a metric.
+    """Return the newest value of a metric, other than those of an ``evaluate`` within the run that it could hide.
 
     :param where: the callback and its argument, or the argument of ``train``, that names the metric
     :raises TypeError: if it is not a single number
     :raises ValueError: if there is none; lists the recorded metrics
     """
-    if not trainer.run_history.get_metric_values(name):
+    values = trainer.run_history.get_metric_values(name)
+    is_evaluated = name in trainer.current_run.request.metrics.evaluated
+    number = _latest_own(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
+    if number is None:
         raise _missing(where, name, trainer)
-    return _as_number(where, trainer.run_history.get_latest_metric(name))
+    return _as_number(where, values[number])
 
 
 def _as_number(where: object, value: Any) -> float:
@@ -143,6 +147,19 @@ def _as_number(where: object, value: Any) -> float:
             f"{where}: its value is {reprlib.repr(value)}, but only a single number can be compared. Let the metric "
             "average, or record each of its values under a name of its own, as torchmetrics' ClasswiseWrapper does."
         ) from None
+
+
+def _latest_own(trainer: Trainer, name: str, numbers: range) -> int | None:
+    """Return the number of the latest of some values of a metric, or ``None`` if there is none.
+
+    One that ``evaluate`` has recorded within the run counts only if there is no other, and evaluations of the run are
+    not known to record the metric.
+    """
+    run = trainer.current_run
+    apart = run.set_apart.get(name, ())
+    own = next((number for number in reversed(numbers) if number not in apart), None)
+    is_known = name in run.request.metrics.evaluated
+    return numbers[-1] if own is None and numbers and not is_known else own
 
 
 def _missing(where: object, name: str, trainer: Trainer) -> ValueError:

@@ -88,6 +88,45 @@ def test_what_a_dict_batch_holds_besides_the_inputs_are_the_targets():
     assert seen[1].keys() == {"y", "weight"}
 
 
+def test_a_key_that_is_no_target_does_not_take_the_place_of_labels_that_forward_may_take():
+    class TakesLabels(Named):
+        def forward(self, x, labels=None):
+            return self.linear(x)
+
+    class NeedsLabels(Named):
+        def forward(self, x, y):  # a class that the outputs depend on, for example
+            return self.linear(x)
+
+    seen = []
+
+    def loss_func(outputs, targets):
+        seen.append(targets)
+        return outputs.mean()
+
+    def target_of(model, **more):
+        x, y = regression_data(4).tensors
+        rows = [{"x": a, "labels": b, "y": b, **more} for a, b in zip(x, y, strict=True)]
+        for row in rows:
+            del row["y" if isinstance(model, TakesLabels) else "labels"]
+        Trainer(model, loss_func, None, callbacks=[]).evaluate(rows, per_device_batch_size=2)
+        return seen.pop().tolist()
+
+    labels = regression_data(4).tensors[1][2:].tolist()
+    assert target_of(TakesLabels()) == labels
+    with pytest.warns(UserWarning, match=r"takes no argument named 'index', 'weight': ignored") as warned:
+        assert target_of(TakesLabels(), index=5, weight=6) == labels
+    assert [warning.category for warning in warned].count(UserWarning) == 1
+    assert target_of(TakesLabels(), target=5) == target_of(NeedsLabels(), noise=5) == [5, 5]
+
+
+def test_the_keys_that_are_no_targets_are_named_if_the_loss_takes_none_but_a_tensor():
+    rows = [{"x": x, "y": y, "id": 1, "name": 2} for x, y in regression_data(4)]
+    with pytest.raises(AttributeError) as caught:
+        Trainer(Named(), nn.MSELoss(), None, callbacks=[]).evaluate(rows, per_device_batch_size=2)
+    assert "the targets are a dict of all keys that Named.forward does not take" in caught.value.__notes__[-1]
+    assert "Drop 'id', 'name' from the dataset" in caught.value.__notes__[-1]
+
+
 @dataclasses.dataclass
 class Output:
     values: torch.Tensor

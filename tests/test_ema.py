@@ -212,6 +212,54 @@ def test_masks_of_infinities_stay_what_they_are(decay):
     torch.testing.assert_close(ema.module.weight, decay * before + (1 - decay) * model.weight, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("decay", [0.3, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_does_not_change_is_not_changed_by_rounding(dtype, decay, warmup):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, dtype=dtype).requires_grad_(False)
+    model.register_buffer("mean", torch.randn(100, dtype=dtype))
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf], dtype=dtype))
+    before = copy.deepcopy(model.state_dict())
+    ema = ModelEma(model, decay, warmup)
+    for _ in range(100):
+        ema.update(model)
+    assert equal(ema.module.state_dict(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffers_in_half_precision_follow_the_formula_as_closely_as_they_can(dtype):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.register_buffer("mean", torch.randn(1000, dtype=dtype))
+    ema = ModelEma(model, 0.99)
+    exact = 0.99 * model.mean.double()
+    model.mean.normal_()
+    ema.update(model)
+    expected = exact + 0.01 * model.mean.double()
+    assert ((ema.module.mean.double() - expected).abs() <= torch.finfo(dtype).eps / 2 * expected.abs() + 1e-7).all()
+
+
+def test_parameters_that_are_trained_have_the_bits_of_a_linear_interpolation():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    ema = ModelEma(model, 0.99)
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.normal_()
+    ema.update(model)
+    assert torch.equal(ema.module.weight, before.lerp(model.weight.detach(), 1 - 0.99))
+
+
+def test_an_average_with_too_few_digits_to_move_is_warned_of(recwarn):
+    for dtype, decay in ((torch.bfloat16, 0.99), (torch.float16, 0.999), (torch.float32, 0.9999), (torch.bfloat16, 1)):
+        ModelEma(nn.Linear(2, 2, dtype=dtype), decay)
+    ModelEma(nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False), 0.9999)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"decay=0\.9999: the average is kept in bfloat16.*in float32 and train with"):
+        ModelEma(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16)), 0.9999)
+
+
 def replace_parameter(model: nn.Module, ema: ModelEma) -> None:
     model.weight = nn.Parameter(model.weight.detach().clone())
 

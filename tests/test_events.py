@@ -415,6 +415,17 @@ def test_a_stop_in_any_event_ends_the_run_in_order(event):
     assert "on_exception" not in fired(recorder)
 
 
+def test_a_stop_before_the_run_starts_ends_it_without_a_step():
+    recorder = recording_callback()
+    trainer = make_trainer([recorder, raising("on_dataloaders_created", StopTrainingError("no data today"))])
+    train(trainer)
+    ended = ["on_training_run_start", "on_stop_training_error", "on_training_run_end"]
+    assert after(recorder, "on_dataloaders_created") == ended
+    assert trainer.stop_reason == "no data today"
+    assert train(trainer).progress.update == 3
+    assert trainer.stop_reason is None
+
+
 @pytest.mark.parametrize("event", ["on_stop_training_error", "on_training_run_end"])
 def test_a_stop_while_the_run_is_ending_ends_it_in_order_too(event):
     recorder = recording_callback()

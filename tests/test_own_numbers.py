@@ -128,6 +128,28 @@ class Returns(Trainer):
         return outputs | {"first": batch[0][0, 0], "all": batch[0][:, 0], "some": 2.0, "flag": True, "text": "some"}
 
 
+def test_step_metrics_are_those_of_training_whatever_the_mode_of_the_model():
+    class OtherModes(Trainer):
+        def train_epoch_start(self):
+            self.model.eval()
+
+        def eval_epoch_start(self):
+            self.model.train()
+
+        def calculate_train_batch_loss(self, batch):
+            self.log("trained", 1.0)
+            return super().calculate_train_batch_loss(batch)
+
+        def calculate_eval_batch_loss(self, batch):
+            self.log("evaluated", 1.0)
+            return super().calculate_eval_batch_loss(batch)
+
+    for event in ("on_train_step_end", "on_train_epoch_end"):  # an evaluation within the epoch is none of its steps
+        evaluates = listener(**{event: lambda trainer, **_: trainer.run_evaluation()})
+        trainer = train(make_trainer([evaluates], trainer_class=OtherModes), eval_dataset=True)
+        assert trainer.step_metrics == {"trained": 1.0}
+
+
 def test_the_numbers_that_are_named_are_logged_of_whole_batches(tmp_path):
     files = MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
     logs = LogOutputsCallback(["all", "some"])

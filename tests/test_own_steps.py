@@ -21,11 +21,22 @@ from pytorch_accel_lite.callbacks import (
     GradientSpikeCallback,
     LossScaleCallback,
     ModelEmaCallback,
+    SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
 )
 from tests import cases
 from tests.cases.own_steps import FULL, GAN, by_hand, train_gan
-from tests.tasks import equal, largest_difference, listener, make_data, make_trainer, quiet_trainer, small_model, train
+from tests.tasks import (
+    equal,
+    largest_difference,
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+)
 
 # -------------------------------------------------------------------------------------------- exact
 
@@ -53,6 +64,31 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
         assert found["history"].keys() == {"train_loss_epoch", "train_generator_epoch", "train_critic_epoch"}
         for name, values in found["history"].items():
             assert values == pytest.approx(alone["history"][name])
+
+
+class Weighed(Trainer):
+    """Losses that are means over some of the elements of a batch."""
+
+    def train_step(self, batch):
+        x, y = batch
+        mask = (x[:, :1] > 0).float()
+        loss = ((self.model(x) - y).square() * mask).sum() / mask.sum().clamp(min=1)
+        self.update(loss, num_items=mask.sum())
+        return {"loss": loss}
+
+
+def test_windows_weighed_by_items_resume_to_the_same_bits(tmp_path):
+    def training(folder, **kwargs):
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1, save_at_end=False)
+        trainer = make_trainer([saving], small_model(dtype=torch.float32), Weighed, seed=3)
+        data = regression_data(64, dtype=torch.float32)
+        trainer.train(data, 2, per_device_batch_size=5, gradient_accumulation_steps=3, **kwargs)
+        return trainer.model.state_dict()
+
+    whole = training("whole")
+    states = sorted((tmp_path / "whole").glob("update-*"))
+    assert len(states) == 10
+    assert all(equal(training(state.name, resume_from=state), whole) for state in states)
 
 
 def test_ranks_have_the_same_statistics_after_each_update_and_resume_them(two_ranks):

@@ -23,16 +23,18 @@ import safetensors.torch
 import torch
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     KeepBest,
     LimitBatchesCallback,
+    ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from pytorch_accel_lite.events import RunPausedError
 from tests import cases
 from tests.cases import sharded
 from tests.launching import (
@@ -51,6 +53,7 @@ from tests.launching import (
 from tests.scripts.resumable import CopyStates, make_model, run, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
+    EVENTS,
     Rows,
     Stream,
     equal,
@@ -82,6 +85,10 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def states(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "states").iterdir() if path.name.startswith("update-"))
+
+
+def hashes(folder: Path) -> dict[Path, str]:
+    return {path: checksum(path) for state in states(folder) for path in sorted(state.iterdir())}
 
 
 @pytest.mark.slow
@@ -641,6 +648,84 @@ def test_saving_at_the_wrong_moment_is_refused(tmp_path):
 
     with pytest.raises(RuntimeError, match="Give the trainer a seed"):
         quiet_trainer(small_model(), callbacks=[SavesUnseeded]).train(regression_data(8), 1)
+
+
+class StepsItself(Trainer):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, StepsItself])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_interrupted_within_a_step_is_not_saved_only_between_them(tmp_path, trainer_class, accumulation):
+    class Interrupted(torch.optim.SGD):
+        steps_left = -1
+
+        def step(self, closure=None):
+            self.steps_left -= 1
+            if not self.steps_left:
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    def interrupt(trainer, **kwargs):
+        if trainer.progress.update == 3:
+            raise KeyboardInterrupt
+
+    def make(event=None):
+        model = small_model()
+        optimizer = Interrupted(model.parameters(), lr=0.05)
+        callbacks = [listener(**{event: interrupt})] if event in EVENTS else []
+        trainer = make_trainer(callbacks, model, trainer_class, optimizer=optimizer, seed=1)
+        if event == "forward":
+            model.register_forward_pre_hook(lambda *_: interrupt(trainer))
+        if event == "step":
+            optimizer.steps_left = 3
+        return trainer
+
+    def training(trainer, **kwargs):
+        trainer.train(regression_data(), 2, gradient_accumulation_steps=accumulation, per_device_batch_size=4, **kwargs)
+        return trainer
+
+    whole = training(make())
+    for event in ("forward", "step", "on_optimizer_step_end", "on_update_end"):
+        trainer = make(event)
+        with pytest.raises(KeyboardInterrupt):
+            training(trainer)
+        if event != "on_update_end":
+            with pytest.raises(RuntimeError, match="only be saved between updates"):
+                trainer.save_training_state(tmp_path / "state")
+            continue
+        trainer.save_training_state(tmp_path / "state")
+        again = training(make(), resume_from=tmp_path / "state")
+        assert again.progress == whole.progress
+        assert equal(again.model.state_dict(), whole.model.state_dict())
+
+
+@pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("update", [4, 6])
+def test_a_run_that_a_starting_event_stops_can_still_be_resumed_to_the_same_bits(tmp_path, capsys, event, update):
+    def pause(trainer, **kwargs):
+        if trainer.progress.update == update:
+            raise RunPausedError("paused")
+
+    def stop(trainer, **kwargs):
+        raise StopTrainingError("no time left")
+
+    def average():
+        return ModelEmaCallback(0.9, save_path=None)
+
+    kept, whole = average(), average()
+    uninterrupted = run(tmp_path / "whole", extra=(whole,))
+    run(tmp_path, extra=(average(), listener(on_train_step_checkpoint=pause)))
+    before = hashes(tmp_path)
+    stopped = run(tmp_path, extra=(kept, listener(**{event: stop})))
+    assert stopped["progress"]["update"] == kept.ema.num_updates == update
+    assert hashes(tmp_path) == before
+    said = capsys.readouterr().out
+    assert "the run was stopped before it went on from where it resumed" in said
+    assert "No best model was saved" not in said
+    assert_same(run(tmp_path, extra=(kept,)), uninterrupted)
+    assert equal(kept.ema.module.state_dict(), whole.ema.module.state_dict())
 
 
 def test_callbacks_that_are_gone_or_new_are_named(tmp_path):

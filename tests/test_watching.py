@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
@@ -106,6 +107,47 @@ def test_the_states_and_averages_that_are_kept_are_the_best_by_what_the_metric_s
     train(make_trainer([scores([1.0, 3.0, 2.0]), ema, saver], seed=0), epochs=3, eval_dataset=True)
     assert {path.name for path in Path("states").glob("update-*")} == {"update-000000006", "update-000000009"}
     assert ema.best_metric == 3.0
+
+
+NESTED = ["on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end"]
+
+
+@pytest.mark.parametrize("event", NESTED)
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watched(here, event, every):
+    """The targets of the test data are the opposite, so the error of the best epoch is the largest there."""
+    x, y = make_data(12).tensors
+    data, test_data = TensorDataset(x, 3 + y), TensorDataset(x, -(3 + y))
+
+    def test(trainer, **kwargs):
+        if trainer.current_run.eval_dataset is not test_data:
+            trainer.evaluate(test_data)
+
+    def watched(folder, *extra, resume_from=None):
+        best = SaveBestModelCallback(here / folder / "best.pt", "error", load_saved_checkpoint=False)
+        stopping = EarlyStoppingCallback(1, 0.0, watch_metric="error")
+        states = SaveTrainingStateCallback(here / folder / "states", save_every_n_steps=1)
+        error = MetricsCallback({"error": MeanAbsoluteError()})
+        trainer = make_trainer([error, *extra, best, stopping, states], seed=0)
+        how = {"scheduler_interval": "epoch", "scheduler_metric": "error", "eval_every_n_epochs": every}
+        plateau = partial(ReduceLROnPlateau, patience=0, threshold=0.1)
+        more = {"train_dataset": data, "eval_dataset": data, "create_scheduler_fn": plateau, "resume_from": resume_from}
+        train(trainer, 6, batch_size=4, **how, **more)
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        return best.best_metric, best.best_metric_epoch, trainer.stop_reason, rate, trainer.progress
+
+    plain = watched("plain")
+    assert plain[1] == 6
+    evaluates = listener(**{event: test})
+    assert watched("nested", evaluates) == plain
+    assert watched("resumed", evaluates, resume_from=here / "nested/states/update-000000007") == plain
+
+
+def test_a_metric_that_only_evaluations_within_a_run_record_may_be_watched(here):
+    best = SaveBestModelCallback("best.pt", "evaluation_loss")
+    evaluates = listener(on_train_epoch_end=lambda trainer, **_: trainer.evaluate(make_data()))
+    trainer = train(make_trainer([evaluates, best]), epochs=2, eval_dataset=True)
+    assert best.best_metric == min(trainer.run_history["evaluation_loss"])
 
 
 @pytest.mark.parametrize("where", WATCHERS)

@@ -125,6 +125,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved: dict[str, Any] | None = None
         self._latest: StrPath = self.save_dir  # path of the state saved last
         self._saved_clock = 0.0
+        self._resumed_at: int | None = None  # samples that a resumed run had seen
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
@@ -165,6 +166,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._watched.start(trainer)
         self._saved = None
         self._saved_clock = 0.0
+        self._resumed_at = trainer.progress.samples or None
         self._best = {}
         self._value = math.nan
         if self.asynchronous:
@@ -207,10 +209,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         is_evaluation = trainer.train_dataloader is None
         if is_evaluation or (not self.save_at_end and trainer.current_run.interruption is None):
             return
-        if trainer.current_run.window.sizes is not None:
+        if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
+            trainer.print("No training state was saved: the run was stopped before it went on from where it resumed.")
+            return
+        if not trainer.current_run.window.is_between_updates:
             trainer.print(
-                f"No training state was saved: the run was stopped within an accumulation window, after update "
-                f"{trainer.progress.update}. Raise StopTrainingError in on_train_step_checkpoint to stop after one."
+                "No training state was saved: the run was stopped within an accumulation window or a step, after "
+                f"update {trainer.progress.update}. To stop after one, raise StopTrainingError in "
+                "on_train_step_checkpoint."
             )
             return
         self._save(trainer)

@@ -277,9 +277,10 @@ def save_training_state(
         By default, they are gathered in the host memory of the first process, which writes them.
     :raises TypeError: if a value cannot be stored without pickle; names the path to it
     :raises OSError: if the state cannot be written
-    :raises RuntimeError: within an accumulation window, or in an epoch whose order does not follow from a seed
+    :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
+        whose order does not follow from a seed
     """
-    if self.current_run.window.sizes is not None:
+    if not self.current_run.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
             "on_epoch_checkpoint."

@@ -38,6 +38,7 @@ from pytorch_accel_lite.distributed.prepared import PLAIN
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.gradients import GradientWindow
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -110,6 +111,8 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
         "microbatches": trainer.current_run.num_microbatches,
         "schedule_shift": trainer.current_run.schedule_shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
+        "set_apart": {name: sorted(numbers) for name, numbers in trainer.current_run.set_apart.items()},
+        "own_items_per_batch": {name: window.items_per_batch for name, window in _own_windows(trainer).items()},
         **_position(trainer, is_own=False),
     }
 
@@ -126,6 +129,12 @@ def _position(trainer: Trainer, is_own: bool) -> dict[str, Any]:
 def _stepped(trainer: Trainer) -> dict[str, Any]:
     """Return the objects that updates step, with ``None`` for those that the trainer does not have."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
+
+
+def _own_windows(trainer: Trainer) -> dict[str, GradientWindow]:
+    """Return the accumulation windows of an overridden ``train_step``, by the name of their optimizer."""
+    own = trainer.current_run.own_step
+    return {} if own is None else own.windows
 
 
 def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
@@ -218,7 +227,10 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     _restore_each("registered object", trainer.registered_objects, shared["objects"], is_final=False)
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
     trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
+    trainer.current_run.set_apart |= {name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()}
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
+    for name, window in _own_windows(trainer).items():
+        window.items_per_batch = shared.get("own_items_per_batch", {}).get(name)  # older states have none
 
 
 def finish_restoring(trainer: Trainer, state: TrainingState) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite.batches import TARGET_KEYS
 from pytorch_accel_lite.checks.schedules import accepts
 
 if TYPE_CHECKING:
@@ -234,6 +235,13 @@ def _of_what_the_loss_takes(case: Case) -> str | None:
             f"the model returned a {type(case.outputs).__name__}, but the loss function takes a tensor. Select one: "
             f"loss_func=lambda outputs, targets: loss({part}, targets), or override calculate_train_batch_loss and "
             "calculate_eval_batch_loss."
+        )
+    if isinstance(case.targets, Mapping):
+        others = [key for key in case.targets if key not in TARGET_KEYS] or list(case.targets)
+        return (
+            f"the targets are a dict of all keys that {type(case.model).__name__}.forward does not take, but the loss "
+            f"function takes a tensor. Drop {', '.join(map(repr, others))} from the dataset, or "
+            "override calculate_train_batch_loss and calculate_eval_batch_loss."
         )
     if not isinstance(case.targets, torch.Tensor):
         return (

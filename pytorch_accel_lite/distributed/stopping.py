@@ -65,7 +65,8 @@ class StopCoordinator:
             time_now = time.monotonic()
             pace = (time_now - self._since) / self._updates
             stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, time_now - self._start])
-            self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
+            if not now:  # otherwise that was not the time of updates
+                self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
             self._updates = 0
             self._since = time.monotonic()
         if stop:

@@ -98,7 +98,7 @@ class RayReportCallback(TrainerCallback):
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         """Report the end of a run that was stopped early."""
-        if trainer.train_dataloader is not None and trainer.current_run.window.sizes is None:
+        if trainer.train_dataloader is not None and trainer.current_run.window.is_between_updates:
             self._report(trainer)
 
     def _will_be_preempted(self, trainer: Trainer) -> bool:

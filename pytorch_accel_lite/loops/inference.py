@@ -40,7 +40,7 @@ def evaluate(
         (strings) prefix the names of the metrics.
     :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults
     :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
-        to the run history.
+        to the run history. Within a run, they do not count for what watches the metrics of the run's own evaluations.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
@@ -48,6 +48,7 @@ def evaluate(
     known = count_values(history)
     request = RunRequest("evaluation", num_epochs=1)
     with (
+        _setting_apart(self, known),
         _in_last_epoch(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(self, run),
@@ -137,6 +138,22 @@ def preserving_randomness(trainer: Trainer, run: Run) -> AbstractContextManager[
     if run.outer is not None or trainer.logical is not None:
         return preserving_generators()
     return nullcontext() if run.data_seed is None else preserving_generators("python", "numpy")
+
+
+@contextmanager
+def _setting_apart(trainer: Trainer, known: dict[str, int]) -> Iterator[None]:
+    """Within a run, note which values a block records, so that they are not taken for those of the run.
+
+    :param known: number of values of each metric before the block
+    """
+    outer = trainer.current_run if trainer.is_running else None
+    try:
+        yield
+    finally:
+        counted = {} if outer is None else count_values(trainer.run_history)
+        for name, count in counted.items():
+            if outer is not None and count > known.get(name, 0):
+                outer.set_apart.setdefault(name, set()).update(range(known.get(name, 0), count))
 
 
 @contextmanager

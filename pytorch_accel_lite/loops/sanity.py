@@ -39,7 +39,7 @@ def sanity_evaluation(trainer: Trainer, run: Run) -> None:
     before = count_values(history)
     with ExitStack() as stack:
         stack.enter_context(preserving_attributes(trainer, *handler.callbacks))
-        stack.enter_context(replaced(run, is_sanity_evaluation=True))
+        stack.enter_context(replaced(run, is_sanity_evaluation=True, set_apart={}))
         for loader in run.all_eval_loaders:
             if isinstance(loader, ShardedLoader):
                 most = run.request.sanity_eval_batches or 1

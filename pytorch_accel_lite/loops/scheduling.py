@@ -55,6 +55,14 @@ def _create(trainer: Trainer, now: Options, initial: Options) -> bool:
     return True
 
 
+def step_after_epoch(trainer: Trainer, run: Run) -> None:
+    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
+    each_epoch = trainer.scheduler is not None and run.request.scheduler_interval == "epoch"
+    has_metric = run.request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
+    if each_epoch and has_metric:
+        trainer.scheduler_step()
+
+
 def create_from(trainer: Trainer, options: Options) -> Any:
     """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
     groups = trainer.optimizer.param_groups

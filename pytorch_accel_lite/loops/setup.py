@@ -75,7 +75,8 @@ def find_data(
     if run.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
-    trainer.call_event("on_dataloaders_created")
+    # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
+    trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
 
 
 def _check_metrics(trainer: Trainer, run: Run) -> None:

@@ -12,8 +12,10 @@ from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_buffers
+from pytorch_accel_lite.events import StopTrainingError
 from pytorch_accel_lite.gradients import gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
+from pytorch_accel_lite.loops.scheduling import step_after_epoch
 from pytorch_accel_lite.run import Run, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import create_trackers
 
@@ -25,18 +27,23 @@ def train(trainer: Trainer, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.control.start_clock()
     with ending(trainer, run, "training"):
-        trainer.training_run_start()
-        trainer.call_event("on_training_run_start")
-        _describe_states(trainer, run)
-        over = _is_over(trainer, run)
-        if (run.request.sanity_eval_batches or run.request.metrics.may_lack_loss) and not over:
-            from pytorch_accel_lite.loops.sanity import sanity_evaluation
+        try:
+            trainer.training_run_start()
+            trainer.call_event("on_training_run_start")
+            run.control.sync(now=True)
+            _describe_states(trainer, run)
+            over = _is_over(trainer, run)
+            if (run.request.sanity_eval_batches or run.request.metrics.may_lack_loss) and not over:
+                from pytorch_accel_lite.loops.sanity import sanity_evaluation
 
-            sanity_evaluation(trainer, run)
-        if over or not run.progress.is_mid_epoch:
-            _finish_resuming(trainer, run)
-        while not over and (run.progress.is_mid_epoch or not run.is_finished):
-            _train_and_evaluate(trainer, run)
+                sanity_evaluation(trainer, run)
+            if over or not run.progress.is_mid_epoch:
+                _finish_resuming(trainer, run)
+            while not over and (run.progress.is_mid_epoch or not run.is_finished):
+                _train_and_evaluate(trainer, run)
+        except StopTrainingError:
+            _finish_resuming(trainer, run)  # stopped by a starting event, the run ends with what the callbacks had
+            raise
 
 
 def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
@@ -46,7 +53,7 @@ def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
     trainer._run_train_epoch(run.train_loader)
     if run.evaluation_is_due:
         evaluate_all(trainer, run)
-    _step_scheduler_after_epoch(trainer, run)
+    step_after_epoch(trainer, run)
     trainer.training_run_epoch_end()
     trainer.call_event("on_training_run_epoch_end")
     run.control.sync(now=True)
@@ -97,6 +104,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
     run.batch = batch
     if hears["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
+    run.window.is_in_step = True
     try:
         compute = run.special_step or forward_and_backward
         if run.window.steps == 1:
@@ -111,6 +119,7 @@ def train_step(trainer: Trainer, run: Run, batch: Batch) -> None:
         add_note(error, trainer, run, "training")
         raise
     run.progress.step += 1
+    run.window.is_in_step = False
     if output is not None and hears["on_train_step_end"]:
         # Logical processes have put their shares together in the run's batch.
         trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
@@ -190,14 +199,6 @@ def update(trainer: Trainer, run: Run) -> None:
     trainer.optimizer_zero_grad()
     if hears["on_optimizer_step_end"]:
         trainer.call_event("on_optimizer_step_end")
-
-
-def _step_scheduler_after_epoch(trainer: Trainer, run: Run) -> None:
-    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
-    each_epoch = trainer.scheduler is not None and run.request.scheduler_interval == "epoch"
-    has_metric = run.request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
-    if each_epoch and has_metric:
-        trainer.scheduler_step()
 
 
 def _describe_states(trainer: Trainer, run: Run) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.distributed.prepared import local, reshard
-from pytorch_accel_lite.ema import ModelEma, SortedPairs
+from pytorch_accel_lite.ema import ModelEma, SortedPairs, warn_of_rounding
 
 
 class ShardedEma(ModelEma):
@@ -21,6 +21,7 @@ class ShardedEma(ModelEma):
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, warmup: bool = False) -> None:
         nn.Module.__init__(self)
+        warn_of_rounding(model, decay)
         reshard(model)
         self.module = _copy_of_tensors(model, {})
         self.decay = decay
