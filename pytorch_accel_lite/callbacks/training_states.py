@@ -125,7 +125,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved: dict[str, Any] | None = None
         self._latest: StrPath = self.save_dir  # path of the state saved last
         self._saved_clock = 0.0
-        self._resumed_at: int | None = None  # samples that a resumed run had seen
+        self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
@@ -188,6 +188,9 @@ class SaveTrainingStateCallback(TrainerCallback):
         if not is_overridden(self, "on_train_step_checkpoint"):
             listens = self.save_every_n_steps is not None or self.save_every_n_minutes is not None
             trainer.callback_handler.set_listening(self, listens, "on_train_step_checkpoint")
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._resumed_at = None
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         every = self.save_every_n_steps
