@@ -98,7 +98,6 @@ def test_it_is_printed_when_it_happens(capsys):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:SaveBestModelCallback. save_path=.* does not exist")  # in the folders of the others
 def test_a_run_that_evaluates_in_its_epochs_goes_on_to_the_same_bits(tmp_path):
     extra = (StepBasedEvaluationCallback(2), CopyStates(tmp_path))
     whole = run(tmp_path, resume_from=None, extra=extra, save_every_n_epochs=1)

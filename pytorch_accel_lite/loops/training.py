@@ -73,9 +73,8 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     limit = run.request.max_num_train_steps or math.inf
     run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
     done = progress.samples_in_epoch, progress.step
-    least = _smallest_share(trainer, run)
     set_optimizer_modes(trainer, training=True)
-    batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, least)
+    batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, _smallest_share(trainer, run))
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.must_warm_up_ddp:
             _warm_up_ddp(trainer, run, batch)
