@@ -38,7 +38,8 @@ def evaluate(
     :param dataset: defaults to the ``eval_dataset`` of the last training run, and is not needed if
         ``create_eval_dataloader`` is overridden. The datasets of a dict are evaluated one by one, and their names
         (strings) prefix the names of the metrics.
-    :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults
+    :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
+        out the samples of a smaller last batch
     :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
         to the run history. Within a run, they do not count for what watches the metrics of the run's own evaluations.
     """
