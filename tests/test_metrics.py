@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, SumMetric
+from torchmetrics import (
+    MeanAbsoluteError,
+    MeanSquaredError,
+    MetricCollection,
+    MinMaxMetric,
+    MultioutputWrapper,
+    SumMetric,
+)
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 from pytorch_accel_lite import Trainer
@@ -248,6 +255,21 @@ def test_metrics_that_keep_all_predictions_go_on_exactly_too(tmp_path):
         return trainer.run_history.get_metric_values("train_auroc")
 
     assert run(resume_from=None) == run(resume_from=tmp_path / "update-000000002")
+
+
+@pytest.mark.parametrize(
+    "create", [lambda: MinMaxMetric(MeanSquaredError()), lambda: MultioutputWrapper(MeanSquaredError(), 1)]
+)
+def test_metrics_that_wrap_others_go_on_exactly_too(tmp_path, create):
+    def run(**kwargs: Any) -> dict[str, Any]:
+        callbacks = [
+            MetricsCallback({"m": create()}, train=True),
+            SaveTrainingStateCallback(tmp_path, save_every_n_steps=1),
+        ]
+        trainer = train(make_trainer(callbacks, seed=0), epochs=1, **kwargs)
+        return trainer.run_history.to_dict()
+
+    assert run() == run(resume_from=tmp_path / "update-000000002")
 
 
 def test_a_metric_may_give_a_plain_number():

@@ -39,6 +39,17 @@ def test_each_group_has_its_learning_rate():
     assert [trainer.run_history.get_latest_metric(name) for name in ("lr_0", "lr_1")] == [0.1, 0.01]
 
 
+def test_a_monitor_names_the_groups_of_the_trainer_that_uses_it():
+    monitor = LearningRateMonitorCallback()
+    for names in ("ab", "cd"):
+        model = make_model()
+        parts = zip(names, (model[0], model[2]), strict=True)
+        optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in parts}
+        trainer = train(make_trainer([monitor], model=model, optimizer=optimizers))
+        recorded = [name for name in trainer.run_history.get_metric_names() if name.startswith("lr")]
+        assert sorted(recorded) == [f"lr_{name}" for name in names]
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_gradient_norms_are_those_before_clipping(clip):
     norms: list[float] = []

@@ -623,6 +623,12 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
         (WSD, {"checkpoint_steps": [8, 0]}, ValueError, r"checkpoint_steps\[1\]=0 must be at least 1"),
         (WSD, {"checkpoint_steps": [8, 20], "num_checkpoints": 2}, ValueError, "pass only one of them"),
         (COS, {"total_num_epochs": 0}, ValueError, "total_num_epochs=0 must be greater than 0"),
+        (
+            COS,
+            {"total_num_epochs": 0.05},
+            ValueError,
+            "total_num_epochs=0.05 with num_update_steps_per_epoch=5 is less",
+        ),
         (COS, {"total_num_epochs": None}, TypeError, "total_num_epochs=None must be a number"),
         (COS, {"num_update_steps_per_epoch": 1.5}, TypeError, r"num_update_steps_per_epoch=1\.5 must be a whole"),
         (COS, {"num_warmup_epochs": -1}, ValueError, "num_warmup_epochs=-1 must be at least 0"),

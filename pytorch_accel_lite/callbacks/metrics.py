@@ -157,9 +157,11 @@ class MetricsCallback(TrainerCallback):
         for number in self._numbers:
             states.append({})
             for name, metric in self._of_share(self.train_metrics, number).items(keep_base=True):
-                metric.persistent(True)
+                parts = _metrics_in(metric)
+                for part in parts:
+                    part.persistent(True)
                 states[-1][name] = {key: _to_cpu(value) for key, value in metric.state_dict().items()}
-                states[-1][name][_UPDATES] = metric._update_count
+                states[-1][name][_UPDATES] = [part._update_count for part in parts]
         gathered = [states] if self._ranks is None else self._ranks.all_gather_object(states)
         return {"ranks": list(chain.from_iterable(gathered))}
 
@@ -190,10 +192,16 @@ class MetricsCallback(TrainerCallback):
                 stacklevel=2,
             )
         for name in states.keys() & metrics.keys():
-            metrics[name].persistent(True)
             saved = dict(states[name])
-            metrics[name]._update_count = saved.pop(_UPDATES, 1)  # without updates, its state would not be merged
+            parts = _metrics_in(metrics[name])
+            counts = saved.pop(_UPDATES, 1)  # without updates, a state would not be merged
+            counts = counts if isinstance(counts, list) else [counts] * len(parts)  # one before 0.2
+            device = metrics[name].device
+            for part, count in zip(parts, counts, strict=True):
+                part.persistent(True)
+                part._update_count = count
             metrics[name].load_state_dict(saved)
+            metrics[name].to(device)  # torchmetrics keeps the tensors of a state where they are
 
 
 def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection], ranks: Ranks) -> None:
@@ -201,20 +209,14 @@ def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection],
 
     Unlike torchmetrics' own synchronisation, this works if a process has no samples and states are lists.
     """
-    from torchmetrics import Metric
-
     if ranks.world_size == 1 and shares[0] is metrics:
         return
-
-    def parts_of(collection: MetricCollection) -> list[Metric]:
-        return [module for module in collection.modules() if isinstance(module, Metric)]
-
     mine = [
-        [_to_cpu(dict(part.metric_state)) if part.update_called else None for part in parts_of(share)]
+        [_to_cpu(dict(part.metric_state)) if part.update_called else None for part in _metrics_in(share)]
         for share in shares
     ]
     gathered = chain.from_iterable(ranks.all_gather_object(mine))
-    for part, *states in zip(parts_of(metrics), *gathered, strict=True):
+    for part, *states in zip(_metrics_in(metrics), *gathered, strict=True):
         part.distributed_available_fn = _never  # so that compute() does not merge them again
         present = [state for state in states if state is not None]
         for name, reduction in part._reductions.items():
@@ -227,6 +229,13 @@ def _merge_over_ranks(metrics: MetricCollection, shares: list[MetricCollection],
             else:
                 merged = values[0].to(part.device) if values else part._defaults[name]
             setattr(part, name, merged)
+
+
+def _metrics_in(module: torch.nn.Module) -> list[Metric]:
+    """Return a metric, or those of a collection, and the metrics that they wrap."""
+    from torchmetrics import Metric
+
+    return [part for part in module.modules() if isinstance(part, Metric)]
 
 
 def _never() -> bool:

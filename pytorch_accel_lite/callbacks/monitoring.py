@@ -44,6 +44,7 @@ class LearningRateMonitorCallback(TrainerCallback):
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             knows = is_made(trainer.optimizer)  # else how many groups there will be is not known
+            self._names = None  # it may have been used by another trainer
             request.metrics.record(self, _rate_names(trainer) if knows else (), and_others=not knows)
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:

@@ -56,6 +56,11 @@ class CosineLrScheduler(PlannedLrScheduler):
         super().__init__(optimizer)
         per_epoch = check_positive_int("num_update_steps_per_epoch", num_update_steps_per_epoch)
         total = round(check_range("total_num_epochs", total_num_epochs, above=0) * per_epoch)
+        if not total:
+            raise ValueError(
+                f"total_num_epochs={total_num_epochs!r} with num_update_steps_per_epoch={per_epoch} is less than one "
+                "update. Pass the numbers of epochs and of updates in each."
+            )
         warmup = round(check_range("num_warmup_epochs", num_warmup_epochs) * per_epoch)
         cooldown = round(check_range("num_cooldown_epochs", num_cooldown_epochs) * per_epoch)
         if warmup + cooldown >= total:

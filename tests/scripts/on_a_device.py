@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, Subset, TensorDataset
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanSquaredError, R2Score
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
@@ -240,7 +240,11 @@ def case_evaluated_and_predicted() -> Any:
 
 def case_resumed() -> Any:
     def run(**kwargs: Any) -> Trainer:
-        callbacks = [SaveTrainingStateCallback("states", save_every_n_steps=1), TerminateOnNaNCallback()]
+        callbacks = [
+            SaveTrainingStateCallback("states", save_every_n_steps=1),
+            TerminateOnNaNCallback(),
+            MetricsCallback({"each": MeanSquaredError(num_outputs=1), "r2": R2Score()}, train=True),
+        ]
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
         with torch.no_grad():
             for parameter in model.parameters():
