@@ -90,6 +90,24 @@ def test_what_is_finished_is_skipped_until_its_checkpoint_changes(trained, capsy
     assert read_predictions("tests/best/default/test/predictions").unique().numel() == 1
 
 
+def test_an_interruption_before_the_first_prediction_keeps_none_of_the_old_weights(trained):
+    class Interrupt(TrainerCallback):
+        def configure_run(self, trainer: Any, request: Any, **kwargs: Any) -> None:
+            if request.kind == "prediction":
+                raise KeyboardInterrupt
+
+    run_tests(trained, parts.load_data(6), worst=0)
+    nn.init.zeros_(trained.model.layers[-1].weight)
+    trained.save_checkpoint("best_model.pt", {"eval_loss_epoch": 9.0})
+    other_length = parts.load_data(5)
+    with _callbacks(trained, Interrupt()), pytest.raises(KeyboardInterrupt):
+        run_tests(trained, other_length, worst=0)
+    run_tests(trained, other_length, worst=0)
+    found = read_predictions("tests/best/default/test/predictions")
+    assert len(found) == 5
+    assert found.unique().numel() == 1
+
+
 def test_what_depends_on_something_else_is_tested_again(trained):
     data = parts.load_data(6)
 
