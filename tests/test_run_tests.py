@@ -330,3 +330,19 @@ def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     assert "nothing' must be null or the path of a function: module " in capsys.readouterr().err
     assert main(["test", "small.yaml", "--test.worst_by", "tests.experiment_parts.absolute_error"]) == 0
     assert "absolute_error" in json.loads((folder / "a" / "eval" / "worst.json").read_text())[0]
+
+
+def test_the_command_tests_again_with_another_loss_or_callback(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(FILE + "callbacks: [SaveBestModelCallback]\ntest: {worst: 0, predictions: false}\n")
+    Experiment.from_file("small.yaml").train()
+    metric = "{class_path: MetricsCallback, init_args: {metrics: {mae: {class_path: torchmetrics.MeanAbsoluteError}}}}"
+    results = []
+    for options in ([], ["--loss_func", "L1Loss"], ["--callbacks+", metric], ["--trainer.seed", "4"]):
+        capsys.readouterr()
+        assert main(["test", "small.yaml", *options]) == 0
+        assert "skipped" not in capsys.readouterr().out
+        results.append(json.loads(Path("runs/small/tests/best/default/eval/metrics.json").read_text())["metrics"])
+    assert results[1]["evaluation_loss"] == pytest.approx(results[2]["mae"])
+    assert main(["test", "small.yaml", "--trainer.seed", "4"]) == 0
+    assert "skipped" in capsys.readouterr().out
