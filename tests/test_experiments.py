@@ -232,6 +232,15 @@ def test_the_resolved_file_is_the_same_experiment(file):
     assert again.config["scheduler"]["init_args"]["total_steps"] == "NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH"
 
 
+@pytest.mark.parametrize("text", ["1e-3", "1E3", "1.5e3", ".5e3", "1_0e2", "007", "1:30", "null"])
+def test_text_that_looks_like_a_number_stays_text_in_the_resolved_file(file, text):
+    file.write_text(f"{FILE}output_dir: '{text}'\n")
+    for experiment in (read(file), read(file, "--output_dir", text)):
+        assert experiment.config["output_dir"] == text
+        experiment.save("resolved.yaml")
+        assert read(Path("resolved.yaml")).config == experiment.config
+
+
 # ----------------------------------------------------------------------------------- what overrides what
 
 
