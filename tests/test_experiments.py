@@ -165,6 +165,13 @@ def test_functions_without_types_and_with_further_arguments_make_parts(file):
     assert plain.loss_func is nn.functional.l1_loss
 
 
+def test_further_arguments_do_not_hide_how_those_in_the_signature_are_changed(file):
+    file.write_text(FILE.replace("Net\n", "create_sized\n").replace("width: 5", "sizes: [5]\n    options: {a: 1}"))
+    arguments = ["--model.sizes+", "6", "--model.options.a", "2", "--model.dropout", "0.5"]
+    found = read(file, *arguments).config["model"]["init_args"]
+    assert (found["sizes"], found["options"], found["dropout"]) == ([5, 6], {"a": 2}, 0.5)
+
+
 def test_an_argument_may_be_an_object_of_its_own(file):
     trainer = read(file, "--model.activation", "torch.nn.LeakyReLU", "--model.activation.negative_slope", "0.3").trainer
     assert trainer.model.layers[1].negative_slope == 0.3

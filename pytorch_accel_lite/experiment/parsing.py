@@ -135,11 +135,13 @@ class Parser:
         options = [argument[2:].partition("=")[0] for argument in arguments]
         for key, thing in self.parts.items():
             prefix = f"{key}.init_args."
-            if not takes_anything(thing, {k.removeprefix(prefix) for k in self._known if k.startswith(prefix)}):
+            taken = {k.removeprefix(prefix) for k in self._known if k.startswith(prefix)}
+            if not takes_anything(thing, taken):
                 continue
             in_file = [prefix + name for name in dig(self._document.content, f"{key}.init_args")]
             for name in dict.fromkeys([*in_file, *(option for option in options if option.startswith(prefix))]):
-                if name not in self._known:
+                first = name.removeprefix(prefix).partition(".")[0].removesuffix("+")
+                if first not in taken:  # else it is, or changes, an argument in the signature
                     self._parser.add_argument(f"--{name}", type=Any, help="passed on as it is")
                     self._known.add(name)
 
