@@ -34,6 +34,12 @@ def create_model(width, **kwargs):
     return Net(width, **kwargs)
 
 
+def create_sized(sizes: list[int], options: dict[str, int] | None = None, **kwargs: Any):
+    """With further arguments that only its body knows."""
+    further = dict(kwargs)
+    return Net(*sizes, **further)
+
+
 def load_data(size: int = 24, noise: float = 0.1):
     x = torch.randn(size, 4)
     return TensorDataset(x, x.sum(1, keepdim=True) + noise * torch.randn(size, 1))

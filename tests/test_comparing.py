@@ -177,6 +177,18 @@ def test_values_that_are_not_finite_and_many_runs(tmp_path):
     assert page.count('opacity="0.25"') == 6
 
 
+def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):
+    for name in ("small", "large"):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"epoch": 1, "eval_loss_epoch": 1.0}\n')
+        data = f"{{class_path: my_module.load_{name}, init_args: {{path: {name}.csv}}}}"
+        (run / "experiment.yaml").write_text(f"data: {{train: {data}}}\n")
+    shown = repr(compare_runs(tmp_path))
+    assert re.search(r"^small +load_small +small\.csv$", shown, re.MULTILINE)
+    assert re.search(r"^large +load_large +large\.csv$", shown, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("write", "error", "message"),
     [

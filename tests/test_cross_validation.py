@@ -178,10 +178,12 @@ def test_a_split_that_was_drawn_is_kept_when_it_is_resumed_and_replaced_when_not
     assert resumed.rows() == first.rows()
     assert [fold.test_indices for fold in resumed.folds] == [fold.test_indices for fold in first.folds]
     (tmp_path / "fold-2" / "from before").touch()
+    (tmp_path / "fold-scores.png").touch()
     capsys.readouterr()
     cross_validate(make_trainer, DATA, splitters.KFold(2), **arguments)
     assert "skipped" not in capsys.readouterr().out
     assert not (tmp_path / "fold-2" / "from before").exists()
+    assert (tmp_path / "fold-scores.png").exists()
     with pytest.raises(ValueError, match=r"has a cross-validation with splitter=KFold\(n_splits=2.* not KFold\(n_spl"):
         cross_validate(make_trainer, DATA, splitters.KFold(3), resume=True, **arguments)
     with pytest.raises(ValueError, match="has a cross-validation with num_epochs=2, not 3"):

@@ -165,6 +165,13 @@ def test_functions_without_types_and_with_further_arguments_make_parts(file):
     assert plain.loss_func is nn.functional.l1_loss
 
 
+def test_further_arguments_do_not_hide_how_those_in_the_signature_are_changed(file):
+    file.write_text(FILE.replace("Net\n", "create_sized\n").replace("width: 5", "sizes: [5]\n    options: {a: 1}"))
+    arguments = ["--model.sizes+", "6", "--model.options.a", "2", "--model.dropout", "0.5"]
+    found = read(file, *arguments).config["model"]["init_args"]
+    assert (found["sizes"], found["options"], found["dropout"]) == ([5, 6], {"a": 2}, 0.5)
+
+
 def test_an_argument_may_be_an_object_of_its_own(file):
     trainer = read(file, "--model.activation", "torch.nn.LeakyReLU", "--model.activation.negative_slope", "0.3").trainer
     assert trainer.model.layers[1].negative_slope == 0.3
@@ -230,6 +237,15 @@ def test_the_resolved_file_is_the_same_experiment(file):
     assert again.config["optimizer"]["init_args"]["weight_decay"] == 0.01
     assert again.config["callbacks"][0]["init_args"]["early_stopping_patience"] == 4
     assert again.config["scheduler"]["init_args"]["total_steps"] == "NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH"
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E3", "1.5e3", ".5e3", "1_0e2", "007", "1:30", "null"])
+def test_text_that_looks_like_a_number_stays_text_in_the_resolved_file(file, text):
+    file.write_text(f"{FILE}output_dir: '{text}'\n")
+    for experiment in (read(file), read(file, "--output_dir", text)):
+        assert experiment.config["output_dir"] == text
+        experiment.save("resolved.yaml")
+        assert read(Path("resolved.yaml")).config == experiment.config
 
 
 # ----------------------------------------------------------------------------------- what overrides what

@@ -54,7 +54,7 @@ def gpus(list_gpus) -> None:
 def test_idle_devices_are_those_with_the_least_load_and_memory_in_use(monkeypatch):
     assert choose_devices("idle", None) == ["GPU-44"]
     assert choose_devices("idle", 3) == ["GPU-44", "GPU-11", "GPU-22"]
-    assert choose_devices("3,0", None) == choose_devices([3, 0], 2) == ["3", "0"]
+    assert choose_devices("3, 0", None) == choose_devices([3, 0], 2) == ["3", "0"]
     assert choose_devices(None, 2) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,GPU-11")  # what a scheduler gave
     assert choose_devices("idle", 2) == ["GPU-11", "GPU-22"]
@@ -83,6 +83,7 @@ def test_values_that_the_driver_does_not_know_count_neither_way(list_gpus):
         ("7", None, "there is no GPU 7, only 0, 1, 2, 3, 4"),
         ("0,1", 3, "processes=3 does not fit devices='0,1'"),
         ("1,1", None, "names a GPU twice"),
+        ("0, 0", None, "names a GPU twice"),
         ("fast", None, "must be 'idle' or the numbers of GPUs"),
     ],
 )

@@ -90,6 +90,24 @@ def test_what_is_finished_is_skipped_until_its_checkpoint_changes(trained, capsy
     assert read_predictions("tests/best/default/test/predictions").unique().numel() == 1
 
 
+def test_an_interruption_before_the_first_prediction_keeps_none_of_the_old_weights(trained):
+    class Interrupt(TrainerCallback):
+        def configure_run(self, trainer: Any, request: Any, **kwargs: Any) -> None:
+            if request.kind == "prediction":
+                raise KeyboardInterrupt
+
+    run_tests(trained, parts.load_data(6), worst=0)
+    nn.init.zeros_(trained.model.layers[-1].weight)
+    trained.save_checkpoint("best_model.pt", {"eval_loss_epoch": 9.0})
+    other_length = parts.load_data(5)
+    with _callbacks(trained, Interrupt()), pytest.raises(KeyboardInterrupt):
+        run_tests(trained, other_length, worst=0)
+    run_tests(trained, other_length, worst=0)
+    found = read_predictions("tests/best/default/test/predictions")
+    assert len(found) == 5
+    assert found.unique().numel() == 1
+
+
 def test_what_depends_on_something_else_is_tested_again(trained):
     data = parts.load_data(6)
 
@@ -312,3 +330,19 @@ def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     assert "nothing' must be null or the path of a function: module " in capsys.readouterr().err
     assert main(["test", "small.yaml", "--test.worst_by", "tests.experiment_parts.absolute_error"]) == 0
     assert "absolute_error" in json.loads((folder / "a" / "eval" / "worst.json").read_text())[0]
+
+
+def test_the_command_tests_again_with_another_loss_or_callback(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(FILE + "callbacks: [SaveBestModelCallback]\ntest: {worst: 0, predictions: false}\n")
+    Experiment.from_file("small.yaml").train()
+    metric = "{class_path: MetricsCallback, init_args: {metrics: {mae: {class_path: torchmetrics.MeanAbsoluteError}}}}"
+    results = []
+    for options in ([], ["--loss_func", "L1Loss"], ["--callbacks+", metric], ["--trainer.seed", "4"]):
+        capsys.readouterr()
+        assert main(["test", "small.yaml", *options]) == 0
+        assert "skipped" not in capsys.readouterr().out
+        results.append(json.loads(Path("runs/small/tests/best/default/eval/metrics.json").read_text())["metrics"])
+    assert results[1]["evaluation_loss"] == pytest.approx(results[2]["mae"])
+    assert main(["test", "small.yaml", "--trainer.seed", "4"]) == 0
+    assert "skipped" in capsys.readouterr().out

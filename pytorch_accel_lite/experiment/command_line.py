@@ -217,7 +217,7 @@ def _predict(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _described(experiment: Experiment) -> dict[str, Any]:
     """Return what results depend on besides the weights."""
-    return {name: experiment.config.get(name) for name in ("model", "data")}
+    return {name: experiment.config.get(name) for name in ("model", "loss_func", "data", "trainer", "callbacks")}
 
 
 def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.run_page import Cell, Table, format_column, format_duration
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.experiment.run_folders import ENVIRONMENT, RecordedRun, find_runs, is_finite
+from pytorch_accel_lite.experiment.run_folders import ENVIRONMENT, ClassPath, RecordedRun, find_runs, is_finite
 from pytorch_accel_lite.experiment.text_tables import text_table
 from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.plotting.curves import overlay_style, svg_overlays
@@ -267,7 +267,7 @@ def _as_text(table: Table, marked: bool = False) -> list[list[str]]:
 
 def _brief(value: Any, longest: int | None = _LONGEST) -> str:
     """Return a setting as text; of the path of a class, its name."""
-    if isinstance(value, str) and value.rpartition(".")[2].isidentifier() and value.replace(".", "a").isidentifier():
+    if isinstance(value, ClassPath):
         value = value.rpartition(".")[2]
     text = format_metric(value)
     if longest is None or len(text) <= longest:

@@ -266,7 +266,8 @@ def _find_splits(folder: Path, about: dict[str, Any], resume: bool, make: Callab
     splits = make()
     if path.exists():
         for old in folder.glob("fold-*"):
-            shutil.rmtree(old)
+            if old.is_dir():  # not a plot of them, say
+                shutil.rmtree(old)
     _write(path, {"about": about, "splits": splits})
     return splits
 

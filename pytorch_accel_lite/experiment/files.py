@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -161,6 +162,23 @@ def _load(path: Path, under: str, where: str = "") -> tuple[dict[str, Any], dict
 def load_yaml(text: str) -> Any:
     """Return the value of a text in YAML, in which ``1e-3`` is a number, unlike in YAML 1.1."""
     return import_extra("jsonargparse", "cli", "An experiment file").get_loader("yaml")(text)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that ``load_yaml`` would read as a number."""
+
+
+# Those that are no numbers in YAML 1.1, and that PyYAML therefore does not quote.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?)$"),
+    list("-+.0123456789"),
+)
+
+
+def dump_yaml(content: Any) -> str:
+    """Return contents as YAML, of which ``load_yaml`` returns the same."""
+    return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
 
 
 def _places(node: Any, path: Path, key: str) -> Iterator[tuple[str, str]]:

@@ -171,8 +171,8 @@ def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -
         return None
     if devices == "idle":
         return _idle_devices(1 if processes is None else processes)
-    numbers = [str(number) for number in devices] if not isinstance(devices, str) else devices.split(",")
-    if not all(re.fullmatch(r"\d+", number.strip()) for number in numbers):
+    numbers = [str(number).strip() for number in (devices.split(",") if isinstance(devices, str) else devices)]
+    if not all(re.fullmatch(r"\d+", number) for number in numbers):
         raise ValueError(f"devices={devices!r} must be 'idle' or the numbers of GPUs, such as '0,2'.")
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"devices={devices!r} names a GPU twice.")
@@ -183,10 +183,10 @@ def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -
         )
     known = {device.number for device in _list_devices()}
     for number in numbers:
-        if number.strip() not in known:
+        if number not in known:
             there_are = f"only {', '.join(sorted(known))}" if known else "nor any other"
-            raise ValueError(f"devices={devices!r}: there is no GPU {number.strip()}, {there_are}.")
-    return [number.strip() for number in numbers]
+            raise ValueError(f"devices={devices!r}: there is no GPU {number}, {there_are}.")
+    return numbers
 
 
 def _idle_devices(count: int) -> list[str]:

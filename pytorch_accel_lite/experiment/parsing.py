@@ -14,7 +14,7 @@ import yaml
 from pytorch_accel_lite.checks.known_elsewhere import suggest
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.experiment.expressions import Expression
-from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, short
+from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, dump_yaml, short
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.messages import explain, tidy_comments, tidy_help
 from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts, unknown_variables
@@ -135,11 +135,13 @@ class Parser:
         options = [argument[2:].partition("=")[0] for argument in arguments]
         for key, thing in self.parts.items():
             prefix = f"{key}.init_args."
-            if not takes_anything(thing, {k.removeprefix(prefix) for k in self._known if k.startswith(prefix)}):
+            taken = {k.removeprefix(prefix) for k in self._known if k.startswith(prefix)}
+            if not takes_anything(thing, taken):
                 continue
             in_file = [prefix + name for name in dig(self._document.content, f"{key}.init_args")]
             for name in dict.fromkeys([*in_file, *(option for option in options if option.startswith(prefix))]):
-                if name not in self._known:
+                first = name.removeprefix(prefix).partition(".")[0].removesuffix("+")
+                if first not in taken:  # else it is, or changes, an argument in the signature
                     self._parser.add_argument(f"--{name}", type=Any, help="passed on as it is")
                     self._known.add(name)
 
@@ -195,7 +197,7 @@ class Parser:
 
     def _text(self) -> str:
         try:
-            return str(yaml.safe_dump(self._document.content, sort_keys=False))
+            return dump_yaml(self._document.content)
         except yaml.representer.RepresenterError as error:
             raise ExperimentError(f"overrides: {error.args[1]!r} cannot be written into a file.") from error
 
@@ -223,7 +225,8 @@ class Parser:
 
     def dump(self, found: Any) -> str:
         """Return checked contents in YAML, as a file of its own."""
-        return str(self._parser.dump(found, skip_unset=False))
+        self._library.set_dumper("experiment", dump_yaml)
+        return str(self._parser.dump(found, "experiment", skip_unset=False))
 
     def commented(self) -> str:
         """Return the contents in YAML with comments; what is required and missing is ``null``."""

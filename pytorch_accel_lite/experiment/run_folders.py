@@ -242,10 +242,14 @@ def settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dic
     return {key: value for key, value in settings.items() if not _BESIDE_THE_POINT.fullmatch(key)}
 
 
+class ClassPath(str):
+    """A setting that is the path of a class or a function, unlike the name of a file, which may look the same."""
+
+
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested settings by key; a class is the value of the key above its arguments."""
     if isinstance(value, Mapping) and "class_path" in value:
-        yield key, value["class_path"]
+        yield key, ClassPath(value["class_path"])
         value = value.get("init_args") or {}
     elif isinstance(value, Mapping) and "init_args" in value:
         value = value["init_args"] or {}

@@ -141,11 +141,13 @@ def predictions_of(
     source = json.dumps(source_of(weights, **settings))
     about = directory / "weights.json"
 
-    def replace() -> bool:
-        is_other = not about.is_file() or about.read_text() != source
+    def replace() -> None:
+        if about.is_file() and about.read_text() == source:
+            return
         directory.mkdir(parents=True, exist_ok=True)
-        about.write_text(source)
-        return is_other
+        for old in (*directory.glob("shard-*.pt"), directory / "predictions.json"):
+            old.unlink(missing_ok=True)
+        about.write_text(source)  # last, so that nothing is resumed as of these weights if it is interrupted before
 
-    overwrite = trainer.ranks.broadcast_object(replace)
-    return PredictionWriterCallback(directory, shard_size, overwrite, skip_failed)
+    trainer.ranks.run_together(replace, only_first=True)
+    return PredictionWriterCallback(directory, shard_size, skip_failed=skip_failed)
