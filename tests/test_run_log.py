@@ -73,6 +73,12 @@ def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
     assert page.index("Curves") < page.index("<h2>Epochs") < page.index("<h2>What was run") < page.index("<h2>Command")
 
 
+def test_a_bar_in_the_name_of_a_metric_does_not_divide_its_column(tmp_path):
+    named = listener(on_training_run_epoch_end=lambda trainer: trainer.run_history.update_metric("a|b", 1.0))
+    train(make_trainer([named, RunLogCallback(tmp_path / "log")]), epochs=1)
+    assert re.search(r"^\| epoch \| .*a\\\|b \|.*\n\|[- :|]+\n\| ", (tmp_path / "log" / "summary.md").read_text(), re.M)
+
+
 def test_the_numbers_of_a_column_have_equally_many_decimals(tmp_path):
     values = iter([(2.5, 1e-9, 31234.5, 7), (0.1234567, 0.002, 4.0, 1200), (math.nan, 0.0, 5.5, 3)])
     names = ("falling", "small", "large", "whole")
