@@ -164,7 +164,7 @@ def load_yaml(text: str) -> Any:
     return import_extra("jsonargparse", "cli", "An experiment file").get_loader("yaml")(text)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes text that ``load_yaml`` would read as a number."""
 
 

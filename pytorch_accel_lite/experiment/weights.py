@@ -135,7 +135,13 @@ def source_of(weights: Path, **settings: Any) -> dict[str, Any]:
 
 
 def predictions_of(
-    trainer: Trainer, weights: Path, directory: Path, shard_size: int = 1024, skip_failed: bool = False, **settings: Any
+    trainer: Trainer,
+    weights: Path,
+    directory: Path,
+    /,  # settings may have these names, too
+    shard_size: int = 1024,
+    skip_failed: bool = False,
+    **settings: Any,
 ) -> PredictionWriterCallback:
     """Return a callback that writes predictions to a directory, and resumes them if they are of the same weights."""
     source = json.dumps(source_of(weights, **settings))
