@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,11 @@ class Results(list[Any]):
         self.output = output
 
 
+def _launch(world_size: int, address: str) -> None:
+    faulthandler.register(signal.SIGUSR2, sys.stderr)  # to see where a job hangs that does not start
+    run_elastic(world_size, rank_script.main, address)
+
+
 class RankPool:
     """A job of torch's elastic launcher, whose ranks wait for functions to run (see tests/scripts/rank.py).
 
@@ -41,14 +49,21 @@ class RankPool:
         folder = Path(self._folder.name)
         self._log = folder / "output"
         self._log.touch()
-        with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener:
-            self._job = Fork(lambda: run_elastic(world_size, rank_script.main, listener.address), self._log)
-            self._ranks = self._welcome(listener)
+        try:
+            with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener:
+                self._job = Fork(partial(_launch, world_size, listener.address), self._log)
+                self._pids = [self._job.pid]
+                self._ranks = self._welcome(listener)
+        except TimeoutError:
+            self._kill()
+            printed = self._printed(0)
+            self._folder.cleanup()
+            raise AssertionError(f"a job of {world_size} processes did not start:\n{printed}") from None
+        self._pids.remove(self._job.pid)
 
     def _welcome(self, listener: Listener) -> list[Connection]:
         listener._listener._socket.settimeout(120)  # type: ignore[attr-defined]
         by_rank: dict[int, Connection] = {}
-        self._pids = []
         for _ in range(self.world_size):
             connection = listener.accept()
             rank, world_size, pid = pickle.loads(connection.recv_bytes())
