@@ -722,7 +722,7 @@ def test_a_run_that_a_starting_event_stops_can_still_be_resumed_to_the_same_bits
     assert stopped["progress"]["update"] == kept.ema.num_updates == update
     assert hashes(tmp_path) == before
     said = capsys.readouterr().out
-    assert "the run was stopped before it went on from where it resumed" in said
+    assert "the run was stopped before it had taken a step of its own" in said
     assert "No best model was saved" not in said
     assert_same(run(tmp_path, extra=(kept,)), uninterrupted)
     assert equal(kept.ema.module.state_dict(), whole.ema.module.state_dict())

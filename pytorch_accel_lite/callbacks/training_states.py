@@ -213,7 +213,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if is_evaluation or (not self.save_at_end and trainer.current_run.interruption is None):
             return
         if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
-            trainer.print("No training state was saved: the run was stopped before it went on from where it resumed.")
+            trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
             return
         if not trainer.current_run.window.is_between_updates:
             trainer.print(
