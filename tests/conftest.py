@@ -14,11 +14,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from tests.launching import EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
 
 COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
-
-RANKS = ["job", "ranks", "two_ranks"]  # fixtures that start copies of this process
 
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
@@ -45,23 +44,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(name))
         if "job" in used:
             item.add_marker(pytest.mark.processes)
-            item.fixturenames.sort(key=lambda name: name not in RANKS)  # before others patch what would be copied
         elif "fresh" in used or "uninterrupted" in used:
             item.add_marker(pytest.mark.programs)
 
 
 def pytest_collection_finish() -> None:
-    """Start autograd before a test does, and leave what is imported to itself: no collection looks at it again.
+    """Start autograd before a test does, leave what is imported to itself, and make the copy that forks jobs of ranks.
 
     If fake tensors, as ``torch.compile`` makes them, come before the first backward, torch takes them for a device and
     starts threads for it. Copies of this process could not train then.
     """
     torch.zeros((), requires_grad=True).backward()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # no collection looks at it again
+    EarlyFork.copy = EarlyCopy()
 
 
 def pytest_sessionfinish() -> None:
+    if hasattr(EarlyFork, "copy"):
+        EarlyFork.copy.close()
     gc.unfreeze()  # modules that count what is left at the end complain otherwise
 
 

@@ -15,6 +15,10 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -210,9 +214,12 @@ class Fork:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            self.returncode = self._reap()
         return self.returncode
+
+    def _reap(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
 
     def kill(self) -> None:
         if self.poll() is None:
@@ -227,16 +234,69 @@ class Fork:
         return self.returncode
 
 
-def run_forked(action: Callable[[], Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+class EarlyCopy:
+    """A copy of this process as it is now, out of which programs are forked later.
+
+    What tests leave in this process until then, such as patches, threads and the locks that these hold, is not in them.
+    """
+
+    def __init__(self) -> None:
+        self._here, there = Pipe()
+        self._process = Fork(partial(self._serve, there), Path(os.devnull))
+        there.close()
+
+    def _serve(self, requests: Connection) -> None:
+        """Fork actions and tell their processes' numbers, or what has become of one, until nobody can ask any more."""
+        self._here.close()
+        forks: dict[int, Fork] = {}
+        with suppress(EOFError):
+            while True:
+                request = requests.recv()
+                if isinstance(request, int):
+                    requests.send(forks[request].poll())
+                else:
+                    fork = Fork(*request)
+                    forks[fork.pid] = fork
+                    requests.send(fork.pid)
+
+    def ask(self, request: int | tuple[Callable[[], Any], Path]) -> Any:
+        self._here.send(request)
+        assert self._here.poll(PATIENCE), "the copy of this process that forks others gives no answer"
+        return self._here.recv()
+
+    def close(self) -> None:
+        self._here.close()
+        self._process.wait()
+
+
+class EarlyFork(Fork):
+    """A fork of the early copy instead of this process.
+
+    :param action: a function that can be pickled
+    """
+
+    copy: EarlyCopy  # conftest.py makes it before the first test
+
+    def __init__(self, action: Callable[[], Any], output: Path) -> None:
+        self.output = output
+        self.returncode = None
+        self.pid = self.copy.ask((action, output))
+
+    def _reap(self) -> int | None:
+        code: int | None = self.copy.ask(self.pid)
+        return code
+
+
+def _with_arguments(action: Callable[[], Any], arguments: tuple[str, ...]) -> None:
+    sys.argv[1:] = arguments
+    os.chdir(ROOT)
+    action()
+
+
+def run_forked(action: Callable[[], Any], *arguments: str, kind: type[Fork] = Fork) -> subprocess.CompletedProcess[str]:
     """Run something in a copy of this process, with the arguments of a command line, and return what it printed."""
-
-    def with_arguments() -> None:
-        sys.argv[1:] = arguments
-        os.chdir(ROOT)
-        action()
-
     with tempfile.TemporaryDirectory() as folder:
-        process = Fork(with_arguments, Path(folder, "output"))
+        process = kind(partial(_with_arguments, action, arguments), Path(folder, "output"))
         code = process.wait(280)
         return subprocess.CompletedProcess([*arguments], code, process.output.read_text())
 
@@ -311,8 +371,6 @@ def run_elastic_script(
     processes: int, path: str, *arguments: str, max_restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as ``torchrun path arguments`` does, in forks."""
-
-    def run() -> None:
-        run_elastic(processes, runpy.run_path, str(ROOT / path), None, "__main__", max_restarts=max_restarts)
-
-    return run_forked(run, *arguments)
+    script = str(ROOT / path), None, "__main__"
+    run = partial(run_elastic, processes, runpy.run_path, *script, max_restarts=max_restarts)
+    return run_forked(run, *arguments, kind=EarlyFork)

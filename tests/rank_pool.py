@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from tests.launching import PATIENCE, Fork, run_elastic
+from tests.launching import PATIENCE, EarlyFork, run_elastic
 from tests.scripts import rank as rank_script
 
 
@@ -51,7 +51,7 @@ class RankPool:
         self._log.touch()
         try:
             with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener:
-                self._job = Fork(partial(_launch, world_size, listener.address), self._log)
+                self._job = EarlyFork(partial(_launch, world_size, listener.address), self._log)
                 self._pids = [self._job.pid]
                 self._ranks = self._welcome(listener)
         except TimeoutError:
