@@ -15,6 +15,7 @@ from torch import nn
 from pytorch_accel_lite import attributes
 from pytorch_accel_lite.optimizers import optimized_parameters
 from pytorch_accel_lite.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.utils import distinct_elements
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -128,19 +129,16 @@ class StepSnapshot(Snapshot):
 
 
 def _copy(tensor: torch.Tensor, on_host: bool = False) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone()
+    own = distinct_elements(tensor.detach())
+    return own.to("cpu", copy=True) if on_host else own.clone()
 
 
 def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
     """Restore what a tensor held."""
     if tensor.is_inference():  # torch refuses to change it
         return
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    for dim, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[dim] > 1:  # expanded: torch refuses to write to one place several times
-            tensor, before = tensor.narrow(dim, 0, 1), before.narrow(dim, 0, 1)
     with torch.no_grad():
-        tensor.copy_(before)
+        distinct_elements(tensor).copy_(before)
 
 
 @contextmanager

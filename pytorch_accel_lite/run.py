@@ -361,7 +361,7 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
         for speak in run.last_words:
             speak()
     except BaseException as error:
-        from pytorch_accel_lite.checks.failed_runs import close_failed
+        from pytorch_accel_lite.failed_runs import close_failed
 
         close_failed(trainer, run, error, ended)
         raise

@@ -19,6 +19,8 @@ from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytorch_accel_lite.lazy import loaded_when_named
 
 if TYPE_CHECKING:
@@ -81,6 +83,14 @@ def find_length(thing: Any) -> int | None:
         return len(thing)
     except TypeError:
         return None
+
+
+def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the elements that have memory of their own, as torch writes only to these; see ``expand``."""
+    for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def check_number(name: str, value: Any, kind: type = numbers.Real, called: str = "a number") -> Any:

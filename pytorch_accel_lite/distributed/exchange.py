@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pytorch_accel_lite.distributed.messages import Message, read_message
+from pytorch_accel_lite.utils import distinct_elements
 
 _LENGTH = 8  # bytes in which a row begins with the length of its object
 _SHORT = 1024 - _LENGTH
@@ -26,9 +27,7 @@ def copy_from(giver: int, tensor: torch.Tensor, group: Any) -> None:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         dist.broadcast(tensor, giver, group)
         return
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0:  # elements of an expanded tensor share memory
-            tensor = tensor.narrow(dimension, 0, 1)
+    tensor = distinct_elements(tensor)
     is_dense = tensor.is_contiguous() and 0 not in tensor.stride()
     dense = tensor if is_dense else tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(dense.reshape(-1).view(torch.uint8), giver, group)

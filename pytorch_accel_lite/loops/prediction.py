@@ -13,10 +13,10 @@ from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.attributes import evaluating_optimizers
 from pytorch_accel_lite.batches import find_batch_size
-from pytorch_accel_lite.checks.failed_runs import close_failed
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.distributed.gathering import gather_outputs
 from pytorch_accel_lite.distributed.prepared import evaluation_mode, mixed_precision, sync_ddp_buffers
+from pytorch_accel_lite.failed_runs import close_failed
 from pytorch_accel_lite.loops.evaluation import is_skipped, unwrapped_model
 from pytorch_accel_lite.loops.inference import inference_run, preserving_randomness
 from pytorch_accel_lite.pieces import Concatenation, ListOfSamples, concatenate, to_cpu
