@@ -287,16 +287,19 @@ class EarlyFork(Fork):
         return code
 
 
-def _with_arguments(action: Callable[[], Any], arguments: tuple[str, ...]) -> None:
+def _as_program(action: Callable[[], Any], arguments: tuple[str, ...], env: dict[str, str]) -> None:
     sys.argv[1:] = arguments
+    os.environ.clear()
+    os.environ.update(env)
     os.chdir(ROOT)
     action()
 
 
 def run_forked(action: Callable[[], Any], *arguments: str, kind: type[Fork] = Fork) -> subprocess.CompletedProcess[str]:
     """Run something in a copy of this process, with the arguments of a command line, and return what it printed."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        process = kind(partial(_with_arguments, action, arguments), Path(folder, "output"))
+        process = kind(partial(_as_program, action, arguments, env), Path(folder, "output"))
         code = process.wait(280)
         return subprocess.CompletedProcess([*arguments], code, process.output.read_text())
 
