@@ -711,6 +711,15 @@ def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, arg
     assert not steps
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_metrics_in_the_file_of_updates_of_others_are_refused(reverse, here):
+    callbacks = [MetricsFileCallback("m.jsonl", every_n_updates=2), MetricsFileCallback(here / "m_updates.jsonl")]
+    both = r"\(path='.*m_updates.jsonl'\) would write .* of MetricsFileCallback\(path='m.jsonl', every_n_updates=2\)"
+    with pytest.raises(ValueError, match=both):
+        train(make_trainer(callbacks[:: -1 if reverse else 1]))
+    assert not list(here.iterdir())
+
+
 def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):
     low = SaveBestModelCallback(tmp_path / "low.pt", "score", load_saved_checkpoint=False)
     high = SaveBestModelCallback(tmp_path / "high.pt", "score", greater_is_better=True)

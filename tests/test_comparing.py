@@ -189,6 +189,20 @@ def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):
     assert re.search(r"^large +load_large +large\.csv$", shown, re.MULTILINE)
 
 
+def test_files_in_one_folder_are_a_run_each_unless_their_numbers_are_the_same(tmp_path):
+    losses = {}
+    for name, seed in (("a", 1), ("b", 2)):
+        files = [MetricsFileCallback(tmp_path / f"{name}{suffix}", every_n_updates=1) for suffix in (".jsonl", ".csv")]
+        history = train(tmp_path, seed, *files).run_history
+        losses[f"{tmp_path.name}/{name}.jsonl"] = history.get_latest_metric("eval_loss_epoch")
+    (tmp_path / "data.jsonl").write_text("[1, 2]\n")
+    for paths in (tmp_path, tmp_path / "*.jsonl", [tmp_path / "a.csv", tmp_path / "b.jsonl"]):
+        found = compare_runs(paths)
+        assert {run.name: run.metrics["eval_loss_epoch"][1][-1] for run in found.runs} == losses
+    (tmp_path / "a.csv").write_text("epoch,further\n2,0.5\n")
+    assert compare_runs(tmp_path / "a.jsonl").runs[0].metrics["further"] == ([2], [0.5])
+
+
 @pytest.mark.parametrize(
     ("write", "error", "message"),
     [

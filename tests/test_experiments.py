@@ -228,6 +228,13 @@ def test_everything_that_a_run_writes_is_in_its_output_dir(file, tmp_path):
     assert read(file).output_dir == Path("runs/small")
 
 
+def test_the_files_that_a_callback_reads_stay_where_they_are(file):
+    reads = ["--callbacks+", "WSDCheckpointCallback", "--callbacks.initial_checkpoint", "runs/first/model.pt"]
+    callback = read(file, *reads, "--output_dir", "here").trainer.callbacks[-3]
+    assert callback.initial_checkpoint == Path("runs/first/model.pt")
+    assert callback.save_dir == Path("here/checkpoints")
+
+
 def test_the_resolved_file_is_the_same_experiment(file):
     file.write_text(FILE + SCHEDULE)
     experiment = read(file, "--callbacks+", "EarlyStoppingCallback", "--callbacks.early_stopping_patience", "4")

@@ -162,6 +162,17 @@ def test_averages_of_the_best_and_the_last(trained):
         run_tests(trained, parts.load_data(6), ["average_last_4"])
 
 
+def test_averages_of_the_best_are_of_the_newest_run_in_the_folder(trained):
+    data = parts.load_data()
+    Path("best_model-epoch0002-mine.pt").touch()
+    assert len(list(Path().glob("best_model-epoch*.pt"))) == 3
+    second = make_trainer()
+    second.train(data, 1, data, per_device_batch_size=8)
+    assert sorted(map(str, Path().glob("best_model-*"))) == ["best_model-epoch0001.pt", "best_model-epoch0002-mine.pt"]
+    with pytest.raises(FileNotFoundError, match="There are 1 of the 2 best weights"):
+        run_tests(second, data, ["average_best_2"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -41,8 +42,8 @@ class SaveBestModelCallback(TrainerCallback):
     :param load_saved_checkpoint: load the best model at the end of the run
     :param keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
         ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best. A second run with
-        ``reset_on_train`` removes the files of the previous one; without it, the better of two epochs with the same
-        number is kept.
+        ``reset_on_train`` removes the files of the previous one, also if that was in another program; without it, the
+        better of two epochs with the same number is kept.
     :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters,
         which must stay frozen during the run; see :meth:`Trainer.save_model`
     """
@@ -74,7 +75,6 @@ class SaveBestModelCallback(TrainerCallback):
         self.best_metric: float | None = None
         self.best_metric_epoch: int | None = None
         self._kept: list[tuple[float, int]] = []  # metric and epoch, best first
-        self._written: set[int] = set()  # epochs that have files, including those of an earlier run
         self._watched = WatchedMetric(self, "watch_metric", watch_metric, greater_is_better)
 
     @property
@@ -135,16 +135,13 @@ class SaveBestModelCallback(TrainerCallback):
             best_of_epoch.setdefault(number, value)
         self._kept = [(value, number) for number, value in best_of_epoch.items()][: self.keep]
         if (metric, epoch) in self._kept:
-            self._save(trainer, self._path_of(epoch), metric, epoch)
+            path = Path(self.save_path)
+            self._save(trainer, path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}"), metric, epoch)
         kept = {number for _, number in self._kept}
         if trainer.accelerator.is_local_main_process:
-            for old in self._written - kept:
-                self._path_of(old).unlink(missing_ok=True)
-        self._written = kept
-
-    def _path_of(self, epoch: int) -> Path:
-        path = Path(self.save_path)
-        return path.with_name(f"{path.stem}-epoch{epoch:04d}{path.suffix}")
+            for number, file in find_kept_models(self.save_path).items():
+                if number not in kept:
+                    file.unlink(missing_ok=True)
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.best_metric is None and trainer.progress.epochs_completed:
@@ -179,7 +176,6 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric = state["best_metric"]
             self.best_metric_epoch = state["best_metric_epoch"]
             self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
-            self._written |= {epoch for _, epoch in self._kept}
             if self.best_metric is not None and not os.path.exists(self.save_path):
                 warnings.warn(
                     f"SaveBestModelCallback: save_path={str(self.save_path)!r} does not exist, but the resumed run has "
@@ -187,3 +183,10 @@ class SaveBestModelCallback(TrainerCallback):
                     "only an epoch that is even better will be saved and loaded.",
                     stacklevel=2,
                 )
+
+
+def find_kept_models(save_path: str | os.PathLike[str]) -> dict[int, Path]:
+    """Return the files of the best models next to that of the best one, by epoch."""
+    path = Path(save_path)
+    name = re.compile(rf"{re.escape(path.stem)}-epoch(\d{{4,}}){re.escape(path.suffix)}")
+    return {int(match[1]): file for file in path.parent.glob("*") if (match := name.fullmatch(file.name))}

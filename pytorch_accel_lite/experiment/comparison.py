@@ -174,7 +174,8 @@ def compare_runs(
 
     A run is found by its metrics: the file of a ``MetricsFileCallback``, which runs from files have by default, or the
     ``run.json`` of a ``RunLogCallback``. Its settings are those in ``experiment.yaml``, in ``run.json``, or else in its
-    newest training state.
+    newest training state. Several files of metrics in a folder are a run each, unless their numbers are the same in
+    every epoch that they share.
 
     :param paths: folders of runs, folders that contain some, files with metrics, or patterns such as ``"runs/*"``
     :param directions: whether greater values are better, by metric name, where the runs do not tell; losses are better

@@ -31,6 +31,8 @@ from pytorch_accel_lite.experiment.recording import ExperimentRecord
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import is_ours as is_of_package
 
+#: How arguments begin that name a file to read, such as ``initial_checkpoint``.
+_READ = ("initial_", "input_", "load_", "pretrained_", "resume_")
 #: The schedulers that replace the optimizer's learning rate, and the argument with theirs.
 _OWN_RATES = {"OneCycleLR": "max_lr", "CyclicLR": "base_lr"}
 
@@ -284,13 +286,16 @@ def _check_precision() -> None:
 
 
 def _place_files(kind: Any, item: Any, folder: Path) -> None:
-    """Let a callback write into a folder: its relative paths, given or by default, are meant relative to it."""
+    """Let a callback write into a folder: its relative paths, given or by default, are meant relative to it.
+
+    Those of files that it reads, by their names, stay as they are.
+    """
     arguments = item.get("init_args") or {}
     for parameter in inspect.signature(kind).parameters.values():
         value = arguments.get(parameter.name)
         is_path = re.search(r"\bPath(Like)?\b", str(parameter.annotation))
         path = place(value) if isinstance(value, (str, os.PathLike)) else None
-        if is_path and isinstance(path, Path):  # no URL
+        if is_path and isinstance(path, Path) and not parameter.name.startswith(_READ):  # no URL
             arguments[parameter.name] = os.fspath(folder / path)
 
 

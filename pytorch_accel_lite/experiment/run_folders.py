@@ -17,6 +17,8 @@ import yaml
 
 from pytorch_accel_lite.experiment.files import short
 
+Row = dict[str, Any]
+
 _SUFFIXES = (".jsonl", ".csv")
 #: Settings that say where a run wrote or what it resumed from, or that follow from others.
 _BESIDE_THE_POINT = re.compile(
@@ -40,16 +42,18 @@ class RecordedRun:
     :param directions: whether greater values are better, as far as known, by metric name
     :param outcome: how it ended, if it kept a record of that
     :param seconds: how long it took, if it kept a record of that
+    :param file: name of the file with its metrics, if its folder has those of several runs
     """
 
     folder: Path
     name: str
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     settings: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     directions: dict[str, bool | None] = field(default_factory=dict)
     outcome: str = ""
     seconds: float | None = None
+    file: str = ""
 
     @property
     def metrics(self) -> dict[str, tuple[list[int], list[float]]]:
@@ -76,7 +80,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun
     given = [os.fspath(path) for path in paths]
     for path in _expanded(given):
         found = _runs_at(path)
-        runs |= {run.folder.resolve(): run for run in found}
+        runs |= {run.folder.resolve() / run.file: run for run in found}
         if not found and path.is_dir():
             left_out.append(os.fspath(path))
     if not runs:
@@ -107,33 +111,45 @@ def natural_order(text: object) -> list[Any]:
 
 
 def _runs_at(path: Path) -> list[RecordedRun]:
-    """Return the run in a folder, or else those in its subfolders; or that of a file with metrics."""
+    """Return the runs in a folder, or else those in its subfolders; or that of a file with metrics."""
     if path.is_file():
-        run = _read_run(path.parent, path) if path.suffix in _SUFFIXES else None
-        return [] if run is None else [run]
-    own = _read_run(path)
-    if own is not None:
-        return [own]
+        return _runs_in(path.parent, path) if path.suffix in _SUFFIXES else []
+    own = _runs_in(path)
+    if own:
+        return own
     inner = sorted((child for child in path.iterdir() if child.is_dir()), key=natural_order)
-    return [run for child in inner if not child.name.startswith(".") and (run := _read_run(child)) is not None]
+    return [run for child in inner if not child.name.startswith(".") for run in _runs_in(child)]
 
 
 def _name(runs: Sequence[RecordedRun]) -> None:
     folders = [run.folder.resolve() for run in runs]
     above = Path(os.path.commonpath([folder.parent for folder in folders]))
     for run, folder in zip(runs, folders, strict=True):
-        run.name = os.fspath(folder.relative_to(above))
+        run.name = os.fspath((folder / run.file).relative_to(above))
 
 
 # ------------------------------------------------------------------------------------------------------ one run
 
 
-def _read_run(folder: Path, file: Path | None = None) -> RecordedRun | None:
-    """Return the run in a folder, or ``None`` if it has recorded no metrics."""
+def _runs_in(folder: Path, file: Path | None = None) -> list[RecordedRun]:
+    """Return the runs that have recorded metrics in a folder, usually one; or the one that has written a file."""
     record = _read_record(folder)
-    rows = _read_metrics(folder, file) or [_as_numbers(row) for row in record.get("metrics", [])]
-    if not rows:
-        return None
+    found = _read_metrics(folder)
+    several = len(found) > 1
+    if file is not None:
+        found = [(files, rows) for files, rows in found if file.name in files]
+    elif not found and record.get("metrics"):
+        found = [([""], [_as_numbers(row) for row in record["metrics"]])]
+    runs = []
+    for files, rows in found:
+        run = _read_run(folder, rows, record)
+        run.file = files[0] if several else ""
+        runs.append(run)
+    return runs
+
+
+def _read_run(folder: Path, rows: list[Row], record: Mapping[str, Any]) -> RecordedRun:
+    """Return the run in a folder that has these metrics, and this ``run.json``."""
     experiment = _read_experiment(folder)
     run = RecordedRun(folder, folder.name, rows)
     run.directions = directions_in(experiment) | record.get("directions", {})
@@ -147,19 +163,58 @@ def _read_run(folder: Path, file: Path | None = None) -> RecordedRun | None:
     return run
 
 
-def _read_metrics(folder: Path, file: Path | None) -> list[dict[str, Any]]:
-    """Return the rows of a file with metrics: the one given, the usual one, or any other with epochs."""
+def _read_metrics(folder: Path) -> list[tuple[list[str], list[Row]]]:
+    """Return the metrics of each run in a folder: the names of its files, the usual one first, and the rows.
+
+    Files whose values do not contradict each other are of one run.
+    """
     usual = [folder / f"metrics{suffix}" for suffix in _SUFFIXES]
-    others = sorted(path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
-    for path in [*usual, *others] if file is None else [file]:
-        rows = _read_rows(path) if path.is_file() else []
-        of_epochs = all("epoch" in row and "update" not in row for row in rows)
-        if rows and of_epochs:
-            return rows
-    return []
+    others = [path for suffix in _SUFFIXES for path in sorted(folder.glob(f"*{suffix}"))]
+    found: list[tuple[list[str], list[Row]]] = []
+    for path in dict.fromkeys([*usual, *others]):
+        rows = _read_rows(path) if path.is_file() and (path in usual or _is_of_epochs(path)) else []
+        if not rows or not all(isinstance(row.get("epoch"), float) and "update" not in row for row in rows):
+            continue
+        for files, known in found:
+            if _agree(known, rows):
+                files.append(path.name)
+                known[:] = _joined(known, rows)
+                break
+        else:
+            found.append(([path.name], rows))
+    return found
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _is_of_epochs(path: Path) -> bool:
+    """Whether the first row of a file is that of an epoch; the file may be of any other kind."""
+    with path.open(errors="replace") as file:
+        first = file.readline()
+    try:
+        names = next(csv.reader([first]), []) if path.suffix == ".csv" else json.loads(first)
+        return "epoch" in names and "update" not in names
+    except (ValueError, TypeError, csv.Error):
+        return False
+
+
+def _agree(first: list[Row], second: list[Row]) -> bool:
+    """Whether no number in one file is another in the other."""
+    known = {(row["epoch"], name): value for row in first for name, value in row.items() if isinstance(value, float)}
+    pairs = [(known.get((row["epoch"], name)), value) for row in second for name, value in row.items()]
+    return all(
+        one == other or (math.isnan(one) and math.isnan(other))
+        for one, other in pairs
+        if one is not None and isinstance(other, float)
+    )
+
+
+def _joined(first: list[Row], second: list[Row]) -> list[Row]:
+    """Return the rows of two files, joined by epoch."""
+    rows = {row["epoch"]: row for row in second}
+    rows |= {row["epoch"]: row | rows.get(row["epoch"], {}) for row in first}
+    return [rows[epoch] for epoch in sorted(rows)]
+
+
+def _read_rows(path: Path) -> list[Row]:
     lines = path.read_text().splitlines()
     if path.suffix == ".csv":
         return [_as_numbers(row) for row in csv.DictReader(lines)]

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks.best_model import find_kept_models
 from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state
 from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, write_tensors
 from pytorch_accel_lite.checkpoint.sharded import put_back_whole
@@ -54,7 +55,7 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
     found: list[Path] = []
     for callback in trainer.callbacks:
         if isinstance(callback, SaveBestModelCallback) and kind == "best":
-            found += _best(Path(callback.save_path), callback.watch_metric, count)
+            found += _best(callback, count)
         if isinstance(callback, SaveTrainingStateCallback) and kind == "last":
             if isinstance(callback.save_dir, str):
                 raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
@@ -70,11 +71,12 @@ def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
     )
 
 
-def _best(path: Path, metric: str, count: int) -> list[Path]:
-    if not path.exists() or count == 1:
+def _best(callback: SaveBestModelCallback, count: int) -> list[Path]:
+    path, metric = Path(callback.save_path), callback.watch_metric
+    if not path.exists() or callback.keep == 1 or count == 1:
         return [path] if path.exists() else []
     best = float(read_checkpoint(path)[metric])
-    kept = path.parent.glob(f"{path.stem}-epoch*{path.suffix}")
+    kept = find_kept_models(path).values()
     return sorted(kept, key=lambda other: (abs(float(read_checkpoint(other)[metric]) - best), other.name))
 
 
