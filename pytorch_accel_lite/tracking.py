@@ -151,6 +151,14 @@ def count_values(history: RunHistory) -> dict[str, int]:
     return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
 
 
+def check_metric_name(name: str) -> None:
+    """Check that a metric does not have the name of the column of epochs."""
+    if name == "epoch":
+        raise ValueError(
+            "The metric 'epoch' has the name of the column of epochs in tables and files. Record it under another name."
+        )
+
+
 class InMemoryRunHistory(RunHistory):
     """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
 
@@ -183,6 +191,7 @@ class InMemoryRunHistory(RunHistory):
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
         name = f"{self.metric_name_prefix}{metric_name}"
+        check_metric_name(name)
         self._metrics.setdefault(name, []).append(metric_value)
         self._epochs.setdefault(name, []).append(self.current_epoch)
 
@@ -222,10 +231,7 @@ class InMemoryRunHistory(RunHistory):
 
         :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
             recorded in the order of their epochs.
-        :raises ValueError: if a metric was recorded as ``epoch``
         """
-        if "epoch" in self._metrics:
-            raise ValueError("A metric was recorded as 'epoch', the name of the epoch column. Use another name.")
         table: dict[int, dict[str, Any]] = {}
         for name, values in self._metrics.items():
             epochs = self._epochs[name]

@@ -19,8 +19,15 @@ import torch
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics import MeanSquaredError
 
-from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
+from pytorch_accel_lite.callbacks import (
+    MetricsCallback,
+    MetricsFileCallback,
+    RunLogCallback,
+    SaveTrainingStateCallback,
+    TrackerCallback,
+)
 from tests.launching import SOAK, Fork
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
@@ -226,11 +233,17 @@ def test_a_step_metric_that_is_no_number_is_named(tmp_path, value):
         with_step_metrics(tmp_path, mine=value)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_a_metric_that_is_called_epoch_is_refused(tmp_path, suffix):
-    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("epoch", 0.5))
-    with pytest.raises(ValueError, match="A metric was recorded as 'epoch'"):
-        train(make_trainer([record, MetricsFileCallback(tmp_path / f"m.{suffix}")]))
+def test_a_metric_that_is_called_epoch_is_refused_as_early_as_it_is_known():
+    steps = []
+    count = listener(on_train_step_end=lambda trainer, **_: steps.append(trainer.progress.update))
+    metrics = MetricsCallback({"epoch": MeanSquaredError()})
+    with pytest.raises(ValueError, match=r"The metric 'epoch' has the name .* under another name"):
+        train(make_trainer([metrics, count]), eval_dataset=True)
+    assert not steps
+    record = listener(on_train_step_end=lambda trainer, **_: trainer.run_history.update_metric("epoch", 0.5))
+    with pytest.raises(ValueError, match=r"The metric 'epoch' has the name .* under another name"):
+        train(make_trainer([record, count]))
+    assert not steps
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

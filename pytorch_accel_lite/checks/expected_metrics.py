@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.tracking import check_metric_name
 from pytorch_accel_lite.utils import did_you_mean, is_ours, is_overridden
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class ExpectedMetrics:
     def settle(self, trainer: Trainer) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
 
-        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction
+        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction, or if a
+            metric is named ``epoch``
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
         known: dict[tuple[str, ...], bool | None] = {("train_loss_epoch",): False, **self._known}
@@ -111,6 +113,8 @@ class ExpectedMetrics:
         in_epochs = {f"{prefix}{parts[0]}" for parts in known if len(parts) == 1}
         self.directions = {name: possible[name] for name in possible if datasets or name in in_epochs}
         self.evaluated = {name: better for name, better in self.directions.items() if name not in in_epochs}
+        for name in self.directions:
+            check_metric_name(name)
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
                 _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)

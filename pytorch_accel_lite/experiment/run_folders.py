@@ -153,7 +153,7 @@ def _read_metrics(folder: Path, file: Path | None) -> list[dict[str, Any]]:
     others = sorted(path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
     for path in [*usual, *others] if file is None else [file]:
         rows = _read_rows(path) if path.is_file() else []
-        of_epochs = all("epoch" in row and "update" not in row for row in rows)
+        of_epochs = all("epoch" in row and next(iter(row)) != "update" for row in rows)
         if rows and of_epochs:
             return rows
     return []
