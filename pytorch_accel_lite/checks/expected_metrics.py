@@ -45,6 +45,7 @@ class ExpectedMetrics:
     may_lack_loss: bool = False
     # By the parts of a name: metrics of evaluations have two, with the name of the dataset in between.
     _known: dict[tuple[str, ...], bool | None] = field(default_factory=dict)
+    _recorders: dict[tuple[str, ...], object] = field(default_factory=dict)
     _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
     _said_all: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
     _others: list[str] = field(default_factory=list)  # classes that may record some
@@ -65,9 +66,19 @@ class ExpectedMetrics:
         :param in_evaluation: whether they are recorded in every evaluation: once for each dataset, and within epochs
             with the prefix ``intermediate_``
         :param and_others: whether the callback may record further metrics
+        :raises ValueError: if another callback records one of them, as each epoch would have two values of it
         """
         better = metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)
-        self._known |= {("", name) if in_evaluation else (name,): known for name, known in better.items()}
+        for name, known in better.items():
+            parts = ("", name) if in_evaluation else (name,)
+            self._known[parts] = known
+            other = self._recorders.setdefault(parts, owner)
+            if other is not owner:
+                raise ValueError(
+                    f"Both {type(other).__name__} and {type(owner).__name__} record the metric {name!r}, so each "
+                    "epoch would have two values of it. Record one of them under another name, or leave one "
+                    "callback out."
+                )
         if in_evaluation:
             self.evaluators.append(owner)
         if and_others:
