@@ -227,6 +227,23 @@ def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
             with_step_metrics(tmp_path, **{name: 1.0})
 
 
+@pytest.mark.parametrize("every", [2, 4, 7])
+def test_a_row_has_the_mean_of_all_updates_since_the_last_one_also_across_epochs(tmp_path, every):
+    def rows(name: str, **kwargs: Any) -> list[dict[str, Any]]:
+        files = [MetricsFileCallback(tmp_path / f"{name}{n}.jsonl", every_n_updates=n) for n in (1, every)]
+        saving = SaveTrainingStateCallback(tmp_path / f"{name} states", save_every_n_steps=1)
+        train(make_trainer([*files, saving], seed=0), epochs=3, size=10, **kwargs)
+        return json_rows(tmp_path / f"{name}{every}_updates.jsonl")
+
+    found = rows("")
+    losses = [row["loss"] for row in json_rows(tmp_path / "1_updates.jsonl")]
+    assert len(losses) == 15
+    means = [sum(losses[end - every : end]) / every for end in range(every, 16, every)]
+    assert [row["loss"] for row in found] == pytest.approx(means)
+    for update in (5, 6):
+        assert rows("", resume_from=tmp_path / " states" / f"update-{update:09d}") == found
+
+
 @pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
 def test_a_step_metric_that_is_no_number_is_named(tmp_path, value):
     with pytest.raises(TypeError, match=r"step_metrics\['mine'\]=.* must be a number"):
