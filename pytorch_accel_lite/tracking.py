@@ -14,7 +14,7 @@ import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.lazy import LazyMethod
-from pytorch_accel_lite.utils import did_you_mean, import_extra
+from pytorch_accel_lite.utils import check_metric_name, did_you_mean, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,6 +122,12 @@ class RunHistory(ABC):
     def _set_epoch(self, epoch: int) -> None:  # noqa: B027
         """Set the epoch for an evaluation after a run. Histories may ignore it."""
 
+    def _shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
+        """Keep only the first values of some metrics. Histories may ignore it.
+
+        :param counts: the number of values to keep, by name
+        """
+
     @abstractmethod
     def reset(self) -> None:
         """Delete all metrics and return to epoch 1."""
@@ -149,14 +155,6 @@ class RunHistory(ABC):
 def count_values(history: RunHistory) -> dict[str, int]:
     """Return the number of values of each metric in a history, by name."""
     return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
-
-
-def check_metric_name(name: str) -> None:
-    """Check that a metric does not have the name of the column of epochs."""
-    if name == "epoch":
-        raise ValueError(
-            "The metric 'epoch' has the name of the column of epochs in tables and files. Record it under another name."
-        )
 
 
 class InMemoryRunHistory(RunHistory):
@@ -198,6 +196,12 @@ class InMemoryRunHistory(RunHistory):
     def delete_metric(self, metric_name: str) -> None:
         self.get_latest_metric(metric_name)
         del self._metrics[metric_name], self._epochs[metric_name]
+
+    def _shorten(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            del self._metrics[name][count:], self._epochs[name][count:]
+            if not count:
+                del self._metrics[name], self._epochs[name]
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
         self.metric_name_prefix = prefix

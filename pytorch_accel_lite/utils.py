@@ -191,6 +191,14 @@ def install_command(extra: str, package: str) -> str:
     return f"pip install {shlex.join(brought or [package])}"
 
 
+def check_metric_name(name: str) -> None:
+    """Check that a metric does not have the name of the column of epochs."""
+    if name == "epoch":
+        raise ValueError(
+            "The metric 'epoch' has the name of the column of epochs in tables and files. Record it under another name."
+        )
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest of the known words, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.tracking import check_metric_name
-from pytorch_accel_lite.utils import did_you_mean, is_ours, is_overridden
+from pytorch_accel_lite.utils import check_metric_name, did_you_mean, is_ours, is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
