@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from pytorch_accel_lite.events import NonFiniteLossError
+from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run
@@ -33,6 +33,18 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
         except Exception as failure:
             problems.append(failure)
         problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
+    _report(trainer, error, problems)
+
+
+def raise_first(trainer: Trainer, errors: list[Exception]) -> NoReturn:
+    """Raise the first of the errors of an ending event, or else the first request to stop, and print the others."""
+    failures = [error for error in errors if not isinstance(error, StopTrainingError)]
+    first = (failures or errors)[0]
+    _report(trainer, first, failures[1:])
+    raise first
+
+
+def _report(trainer: Trainer, error: BaseException, problems: list[Exception]) -> None:
     for problem in problems:
         text = "".join(traceback.format_exception(problem))
         with suppress(OSError):  # a closed output must not hide the error itself

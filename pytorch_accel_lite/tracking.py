@@ -14,7 +14,7 @@ import torch
 
 from pytorch_accel_lite.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.lazy import LazyMethod
-from pytorch_accel_lite.utils import did_you_mean, import_extra
+from pytorch_accel_lite.utils import did_you_mean, import_extra, warn_of_metric_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,6 +122,12 @@ class RunHistory(ABC):
     def _set_epoch(self, epoch: int) -> None:  # noqa: B027
         """Set the epoch for an evaluation after a run. Histories may ignore it."""
 
+    def _shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
+        """Keep only the first values of some metrics. Histories may ignore it.
+
+        :param counts: the number of values to keep, by name
+        """
+
     @abstractmethod
     def reset(self) -> None:
         """Delete all metrics and return to epoch 1."""
@@ -183,12 +189,19 @@ class InMemoryRunHistory(RunHistory):
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
         name = f"{self.metric_name_prefix}{metric_name}"
+        warn_of_metric_name(name)
         self._metrics.setdefault(name, []).append(metric_value)
         self._epochs.setdefault(name, []).append(self.current_epoch)
 
     def delete_metric(self, metric_name: str) -> None:
         self.get_latest_metric(metric_name)
         del self._metrics[metric_name], self._epochs[metric_name]
+
+    def _shorten(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            del self._metrics[name][count:], self._epochs[name][count:]
+            if not count:
+                del self._metrics[name], self._epochs[name]
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
         self.metric_name_prefix = prefix
@@ -222,10 +235,7 @@ class InMemoryRunHistory(RunHistory):
 
         :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
             recorded in the order of their epochs.
-        :raises ValueError: if a metric was recorded as ``epoch``
         """
-        if "epoch" in self._metrics:
-            raise ValueError("A metric was recorded as 'epoch', the name of the epoch column. Use another name.")
         table: dict[int, dict[str, Any]] = {}
         for name, values in self._metrics.items():
             epochs = self._epochs[name]
@@ -235,12 +245,12 @@ class InMemoryRunHistory(RunHistory):
                 first = len(epochs) - sum(1 for _ in later)
             for epoch, value in zip(epochs[first:], values[first:], strict=True):
                 table.setdefault(epoch, {"epoch": epoch})[name] = value
-        return [table[epoch] for epoch in sorted(table)]
+        return [table[epoch] | {"epoch": epoch} for epoch in sorted(table)]
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
         pandas = import_extra("pandas", "dataframe", "to_dataframe()")
-        return pandas.DataFrame(self.rows(), columns=["epoch", *self._metrics]).set_index("epoch")
+        return pandas.DataFrame(self.rows(), columns=dict.fromkeys(["epoch", *self._metrics])).set_index("epoch")
 
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
         """Plot every metric over the epochs, with the training and evaluation curves of a metric in one panel.

@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -199,6 +200,16 @@ def install_command(extra: str, package: str) -> str:
     of_extra = re.compile(rf"""\bextra\s*==\s*["']{re.escape(extra)}["']""")
     brought = [line.partition(";")[0].strip() for line in required if of_extra.search(line)]
     return f"pip install {shlex.join(brought or [package])}"
+
+
+def warn_of_metric_name(name: str) -> None:
+    """Warn of a metric with the name of the column of epochs; code for the ancestor may record one."""
+    if name == "epoch":
+        warnings.warn(
+            "The metric 'epoch' is left out of tables and files, whose column of epochs has this name. Record it under "
+            "another name.",
+            stacklevel=3,
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -26,6 +26,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.experiment import Experiment, RunComparison
 from pytorch_accel_lite.experiment.command_line import main
 from tests import experiment_parts as parts
+from tests.tasks import listener
 from tests.test_experiments import FILE
 
 METRICS = """
@@ -175,6 +176,14 @@ def test_values_that_are_not_finite_and_many_runs(tmp_path):
     page = found.save(tmp_path / "page.html").read_text()
     assert page.count('stroke-dasharray="6 3"') == 7
     assert page.count('opacity="0.25"') == 6
+
+
+def test_a_run_with_a_metric_that_is_called_update_is_found(tmp_path):
+    folder = tmp_path / "run"
+    record = listener(on_train_epoch_end=lambda trainer, **_: trainer.run_history.update_metric("update", 7.0))
+    train(folder, 0, record, MetricsFileCallback(folder / "metrics.jsonl", every_n_updates=1))
+    [row] = compare_runs([folder]).rows()
+    assert row["update"] == 7.0
 
 
 def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
 from tests.tasks import EVENTS, Broken, equal, listener, make_data, make_model, make_trainer, train, weights
 
 BEFORE_RUNS = ("on_init", "on_dataloaders", "on_evaluation", "on_predict")
@@ -606,6 +606,22 @@ def test_an_error_while_ending_does_not_keep_other_callbacks_from_being_told(eve
     with pytest.raises(CustomError, match="first"):
         train(make_trainer([*failing, recorder]))
     assert [name for name, _ in recorder.calls][-2:] == ["on_exception", "on_training_run_end"]
+
+
+def test_the_best_model_is_loaded_even_if_an_earlier_callback_fails_at_the_end(tmp_path, capsys):
+    def spoil(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.epoch == 2:
+            trainer.model[0].weight.data.add_(9.0)
+
+    failing = [raising("on_training_run_end", CustomError(text)) for text in ("first", "second")]
+    best = SaveBestModelCallback(tmp_path / "best.pt")
+    trainer = make_trainer([listener(on_train_epoch_end=spoil), *failing, best])
+    with pytest.raises(CustomError, match="first"):
+        train(trainer, epochs=2, eval_dataset=True)
+    assert best.best_metric_epoch == 1
+    assert trainer.model[0].weight.abs().max() < 5
+    assert "another error occurred" in (said := capsys.readouterr().out)
+    assert "second" in said
 
 
 def test_an_error_in_on_stop_training_error_reaches_the_caller():

@@ -19,8 +19,15 @@ import torch
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics import MeanSquaredError
 
-from pytorch_accel_lite.callbacks import MetricsFileCallback, RunLogCallback, SaveTrainingStateCallback, TrackerCallback
+from pytorch_accel_lite.callbacks import (
+    MetricsCallback,
+    MetricsFileCallback,
+    RunLogCallback,
+    SaveTrainingStateCallback,
+    TrackerCallback,
+)
 from tests.launching import SOAK, Fork
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
@@ -220,17 +227,44 @@ def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
             with_step_metrics(tmp_path, **{name: 1.0})
 
 
+@pytest.mark.parametrize("every", [2, 4, 7])
+def test_a_row_has_the_mean_of_all_updates_since_the_last_one_also_across_epochs(tmp_path, every):
+    def rows(name: str, **kwargs: Any) -> list[dict[str, Any]]:
+        files = [MetricsFileCallback(tmp_path / f"{name}{n}.jsonl", every_n_updates=n) for n in (1, every)]
+        saving = SaveTrainingStateCallback(tmp_path / f"{name} states", save_every_n_steps=1)
+        train(make_trainer([*files, saving], seed=0), epochs=3, size=10, **kwargs)
+        return json_rows(tmp_path / f"{name}{every}_updates.jsonl")
+
+    found = rows("")
+    losses = [row["loss"] for row in json_rows(tmp_path / "1_updates.jsonl")]
+    assert len(losses) == 15
+    means = [sum(losses[end - every : end]) / every for end in range(every, 16, every)]
+    assert [row["loss"] for row in found] == pytest.approx(means)
+    for update in (5, 6):
+        assert rows("", resume_from=tmp_path / " states" / f"update-{update:09d}") == found
+
+
 @pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
 def test_a_step_metric_that_is_no_number_is_named(tmp_path, value):
     with pytest.raises(TypeError, match=r"step_metrics\['mine'\]=.* must be a number"):
         with_step_metrics(tmp_path, mine=value)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_a_metric_that_is_called_epoch_is_refused(tmp_path, suffix):
-    record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("epoch", 0.5))
-    with pytest.raises(ValueError, match="A metric was recorded as 'epoch'"):
-        train(make_trainer([record, MetricsFileCallback(tmp_path / f"m.{suffix}")]))
+def test_a_metric_that_is_called_epoch_is_refused_or_left_out_of_tables_and_files(tmp_path):
+    steps = []
+    count = listener(on_train_step_end=lambda trainer, **_: steps.append(trainer.progress.update))
+    metrics = MetricsCallback({"epoch": MeanSquaredError()})
+    with pytest.raises(ValueError, match=r"a metric called 'epoch'.* another name"):
+        train(make_trainer([metrics, count]), eval_dataset=True)
+    assert not steps
+    record = listener(on_train_epoch_end=lambda trainer, **_: trainer.run_history.update_metric("epoch", 0.5))
+    trainer = make_trainer([record, MetricsFileCallback(tmp_path / "m.jsonl")])
+    with pytest.warns(UserWarning, match="The metric 'epoch' is left out"):
+        train(trainer, 2)
+    assert trainer.run_history.get_metric_values("epoch") == [0.5, 0.5]
+    assert [json.loads(line)["epoch"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2]
+    assert [row["epoch"] for row in trainer.run_history.rows()] == [1, 2]
+    assert list(trainer.run_history.to_dataframe().index) == [1, 2]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

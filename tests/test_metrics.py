@@ -29,7 +29,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests import cases
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import listener, make_trainer, quiet_trainer, regression_data, small_model, train
 
 
 def classification(size: int = 25) -> TensorDataset:
@@ -312,3 +312,18 @@ def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
 def test_bad_metrics_are_named(metrics, error, message):
     with pytest.raises(error, match=message):
         MetricsCallback(metrics)
+
+
+def test_a_metric_that_two_callbacks_record_is_refused_before_the_first_batch():
+    data = classification()
+    first, second = (MetricsCallback({"accuracy": MulticlassAccuracy(3, top_k=k)}) for k in (1, 2))
+    trainer = class_trainer(first, second)
+    with pytest.raises(ValueError, match="Both MetricsCallback and MetricsCallback record the metric 'accuracy'"):
+        trainer.train(data, 1, data)
+    assert trainer.progress.step == 0
+
+
+def test_a_metric_may_be_recorded_in_each_step():
+    logs = listener(on_train_step_end=lambda trainer, step, **_: trainer.run_history.update_metric("step_loss", step))
+    trainer = train(make_trainer([logs]))
+    assert trainer.run_history["step_loss"] == [0, 1, 2]

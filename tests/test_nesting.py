@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import CallbackHandler, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import MetricsCallback, ProgressBarCallback, SaveTrainingStateCallback
 from tests.cases import evaluation, sharded
 from tests.launching import CAN_SHARD
 from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
@@ -308,3 +309,18 @@ def test_a_callback_that_is_added_after_others_were_removed_is_heard():
 def test_predicting_within_a_run_with_unequal_shares_does_not_hang(ranks):
     for shapes in ranks(evaluation.predict_one_sample_within_a_run):
         assert shapes == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("event", ["on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end"])
+def test_the_history_keeps_only_the_runs_own_values_of_a_metric_that_its_evaluations_record(event):
+    def metrics_of(*extra):
+        trainer = make_trainer([MetricsCallback({"mae": MeanAbsoluteError()}), *extra], seed=0)
+        trainer.train(make_data(), 2, make_data())
+        return trainer.run_history.to_dict()
+
+    found = []
+    nested = Nested(event, lambda trainer: found.append(trainer.evaluate(make_data(12))))
+    history, expected = metrics_of(nested), metrics_of()
+    assert history.pop("evaluation_loss") == [values["evaluation_loss"] for values in found]
+    assert history == expected
+    assert all(values["mae"] not in expected["mae"] for values in found)

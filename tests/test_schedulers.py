@@ -123,6 +123,19 @@ def ancestors() -> dict[str, Any]:
     return json.loads(run_code(ANCESTOR, json.dumps([WSD_CASES, COSINE_CASES])).splitlines()[-1])
 
 
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_base_rate_below_the_smallest_rate_is_not_raised(warmup):
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [parameter], "lr": 1e-8}, {"params": [nn.Parameter(torch.zeros(1))]}], 0.1)
+    for scheduler in (
+        CosineLrScheduler(optimizer, 4, 5, num_warmup_epochs=warmup),
+        WSDLrScheduler(optimizer, total_steps=20, num_warmup_steps=5 * warmup),
+    ):
+        small, large = zip(*rates(scheduler), strict=True)
+        assert max(small) <= 1e-8
+        assert max(large) == 0.1
+
+
 @pytest.mark.parametrize("case", range(len(WSD_CASES)))
 def test_wsd_has_the_periods_and_rates_of_the_ancestor(ancestors, case):
     theirs = ancestors["wsd"][case]

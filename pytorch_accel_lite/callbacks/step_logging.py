@@ -111,7 +111,8 @@ class StepLogger(TrainerCallback, ABC):
         self._ranks: Ranks | None = None
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
-        #: The epoch's sums of losses and weights at the last row, from which the next row's mean follows.
+        #: An epoch and its sums of losses and weights at the last row, from which the next row's mean follows. They are
+        #: negative if the last row was in an epoch before: the part of that epoch after the row is then still to add.
         self._sums = (0, 0.0, 0.0)
         self._last_row: dict[str, Any] = {}
 
@@ -164,23 +165,29 @@ class StepLogger(TrainerCallback, ABC):
     def _average(self, keep: int) -> None:
         """Average and write pending rows, except the latest ``keep``."""
         while len(self._pending) > keep:
-            assert self._ranks is not None
             row = self._pending.popleft()
-            # Unless all rows are flushed, the copy has long since arrived.
-            copied = iter([] if row.copied is None else row.copied.read().tolist())
-            mine = [next(copied) if number is None else number for number in row.numbers]
-            if row.logical is None:
-                total, count, *summed = self._ranks.sum(mine)
-                means = {name: value / self._ranks.world_size for name, value in zip(row.names, summed, strict=True)}
-            else:
-                total, count, means = row.logical.mean_row(self._ranks, row.names, mine)
-            self._finish_row(row, total, count, means)
+            self._finish_row(row, *self._averaged(row))
+
+    def _averaged(self, row: _Row) -> tuple[float, float, dict[str, float]]:
+        """Return the sums of losses and weights over all processes, and the means of the step metrics."""
+        assert self._ranks is not None
+        # Unless all rows are flushed, the copy has long since arrived.
+        copied = iter([] if row.copied is None else row.copied.read().tolist())
+        mine = [next(copied) if number is None else number for number in row.numbers]
+        if row.logical is not None:
+            return row.logical.mean_row(self._ranks, row.names, mine)
+        total, count, *summed = self._ranks.sum(mine)
+        means = {name: value / self._ranks.world_size for name, value in zip(row.names, summed, strict=True)}
+        return total, count, means
+
+    def _sums_before(self, epoch: int) -> tuple[float, float]:
+        """Return the sums from which the mean of the next row in an epoch starts."""
+        of_epoch, total, count = self._sums
+        return (total, count) if of_epoch == epoch else (0.0, 0.0)
 
     def _finish_row(self, row: _Row, total: float, count: float, values: dict[str, float]) -> None:
         assert self._ranks is not None
-        epoch, total_before, count_before = self._sums
-        if epoch != row.epoch:
-            total_before = count_before = 0.0
+        total_before, count_before = self._sums_before(row.epoch)
         self._sums = row.epoch, total, count
         if count > count_before:
             values = {"loss": (total - total_before) / (count - count_before), **values}
@@ -190,6 +197,11 @@ class StepLogger(TrainerCallback, ABC):
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._average(keep=0)
+        if self.every_n_updates is not None:
+            row = self._begin(trainer)
+            total_before, count_before = self._sums_before(row.epoch)
+            total, count, _ = self._averaged(row)
+            self._sums = row.epoch + 1, total_before - total, count_before - count
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._average(keep=0)

@@ -179,7 +179,7 @@ class _View:
         """Find the best value of the epochs before a resumed run."""
         history: Any = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
-        with suppress(AttributeError, ValueError):  # a history without rows, or with a metric named "epoch"
+        with suppress(AttributeError):  # a history without rows
             for row in history.rows():
                 if row["epoch"] > offset and self._key in row:
                     self._note(row[self._key], f"epoch {row['epoch'] - offset}")

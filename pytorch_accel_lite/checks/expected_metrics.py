@@ -44,6 +44,7 @@ class ExpectedMetrics:
     may_lack_loss: bool = False
     # By the parts of a name: metrics of evaluations have two, with the name of the dataset in between.
     _known: dict[tuple[str, ...], bool | None] = field(default_factory=dict)
+    _recorders: dict[tuple[str, ...], object] = field(default_factory=dict)
     _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
     _said_all: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
     _others: list[str] = field(default_factory=list)  # classes that may record some
@@ -64,9 +65,19 @@ class ExpectedMetrics:
         :param in_evaluation: whether they are recorded in every evaluation: once for each dataset, and within epochs
             with the prefix ``intermediate_``
         :param and_others: whether the callback may record further metrics
+        :raises ValueError: if another callback records one of them, as each epoch would have two values of it
         """
         better = metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)
-        self._known |= {("", name) if in_evaluation else (name,): known for name, known in better.items()}
+        for name, known in better.items():
+            parts = ("", name) if in_evaluation else (name,)
+            self._known[parts] = known
+            other = self._recorders.setdefault(parts, owner)
+            if other is not owner:
+                raise ValueError(
+                    f"Both {type(other).__name__} and {type(owner).__name__} record the metric {name!r}, so each "
+                    "epoch would have two values of it. Record one of them under another name, or leave one "
+                    "callback out."
+                )
         if in_evaluation:
             self.evaluators.append(owner)
         if and_others:
@@ -94,7 +105,8 @@ class ExpectedMetrics:
     def settle(self, trainer: Trainer) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
 
-        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction
+        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction, or if a
+            metric is named ``epoch``
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
         known: dict[tuple[str, ...], bool | None] = {("train_loss_epoch",): False, **self._known}
@@ -111,6 +123,11 @@ class ExpectedMetrics:
         in_epochs = {f"{prefix}{parts[0]}" for parts in known if len(parts) == 1}
         self.directions = {name: possible[name] for name in possible if datasets or name in in_epochs}
         self.evaluated = {name: better for name, better in self.directions.items() if name not in in_epochs}
+        if "epoch" in self.directions:
+            raise ValueError(
+                "A callback records a metric called 'epoch', like the column of epochs in tables and files. Give the "
+                "metric another name."
+            )
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
                 _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)

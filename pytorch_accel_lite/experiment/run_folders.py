@@ -173,7 +173,7 @@ def _read_metrics(folder: Path) -> list[tuple[list[str], list[Row]]]:
     found: list[tuple[list[str], list[Row]]] = []
     for path in dict.fromkeys([*usual, *others]):
         rows = _read_rows(path) if path.is_file() and (path in usual or _is_of_epochs(path)) else []
-        if not rows or not all(isinstance(row.get("epoch"), float) and "update" not in row for row in rows):
+        if not rows or not all(isinstance(row.get("epoch"), float) and next(iter(row)) != "update" for row in rows):
             continue
         for files, known in found:
             if _agree(known, rows):
@@ -191,7 +191,7 @@ def _is_of_epochs(path: Path) -> bool:
         first = file.readline()
     try:
         names = next(csv.reader([first]), []) if path.suffix == ".csv" else json.loads(first)
-        return "epoch" in names and "update" not in names
+        return "epoch" in names and next(iter(names)) != "update"
     except (ValueError, TypeError, csv.Error):
         return False
 

@@ -41,7 +41,7 @@ def evaluate(
     :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
         out the samples of a smaller last batch
     :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
-        to the run history. Within a run, they do not count for what watches the metrics of the run's own evaluations.
+        to the run history, except, within a run, those of metrics that the run's own evaluations record.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
@@ -59,9 +59,15 @@ def evaluate(
         self.call_event("on_dataloaders_created")
         self.evaluation_run_start()
         self.call_event("on_evaluation_run_start")
-        evaluate_all(self, run, is_training=False)
-    counted = count_values(history).items()
-    return {name: history.get_latest_metric(name) for name, count in counted if count > known.get(name, 0)}
+        try:
+            evaluate_all(self, run, is_training=False)
+        finally:
+            counted = count_values(history).items()
+            found = {name: history.get_latest_metric(name) for name, count in counted if count > known.get(name, 0)}
+            if run.outer is not None:
+                own = found.keys() & run.request.metrics.evaluated
+                history._shorten({name: known.get(name, 0) for name in own})
+    return found
 
 
 def run_evaluation(

@@ -62,7 +62,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         warm-up that would reach into the first decay is shortened, with a warning. A continuation has no warm-up.
     :param decay_phase_ratio: fraction of each period that is decay, from 0 (no decay) to 1
     :param lr_min: rate at the end of a decay, as a fraction of the base rate
-    :param warmup_starting_lr: rate of the first update if there is a warm-up
+    :param warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
     :param use_inverse_sqrt_decay: if ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
     :param num_checkpoints: number of periods; :func:`estimate_checkpoint_steps` determines where they end
     :param is_continuation_from_checkpoint: whether the weights are already trained: there is no warm-up, and
@@ -143,9 +143,9 @@ class WSDLrScheduler(PlannedLrScheduler):
     def get_updated_values(self, num_updates: int) -> list[float]:
         """Return the learning rate of each group after a number of updates."""
         if num_updates < self.num_warmup_steps:
-            start = self.warmup_starting_lr
+            starts = [min(self.warmup_starting_lr, base) for base in self.base_lr_values]
             done = num_updates / self.num_warmup_steps
-            return [start + (base - start) * done for base in self.base_lr_values]
+            return [start + (base - start) * done for start, base in zip(starts, self.base_lr_values, strict=True)]
         period = self._period_at(num_updates)
         done = num_updates - period["pre_decay_step"]
         decays = done > 0 and period["decay_steps"]
