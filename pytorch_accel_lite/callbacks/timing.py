@@ -61,10 +61,10 @@ class TimingCallback(TrainerCallback):
         self._callbacks_before = 0.0
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        _refuse_second(trainer, self, "One measures all callbacks")
         request.metrics.record(self, [f"time_{name}" for name in (*_PHASES, "data_max", "callbacks", "epoch")])
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        _refuse_second(trainer, self, "One measures all callbacks")
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
         self._names = {}

@@ -45,11 +45,9 @@ def evaluate(
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-    history = self.run_history
-    known = count_values(history)
     request = RunRequest("evaluation", num_epochs=1)
     with (
-        _setting_apart(self, known),
+        _finding_values(self) as found,
         _in_last_epoch(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(self, run),
@@ -59,14 +57,7 @@ def evaluate(
         self.call_event("on_dataloaders_created")
         self.evaluation_run_start()
         self.call_event("on_evaluation_run_start")
-        try:
-            evaluate_all(self, run, is_training=False)
-        finally:
-            counted = count_values(history).items()
-            found = {name: history.get_latest_metric(name) for name, count in counted if count > known.get(name, 0)}
-            if run.outer is not None:
-                own = found.keys() & run.request.metrics.evaluated
-                history._shorten({name: known.get(name, 0) for name in own})
+        evaluate_all(self, run, is_training=False)
     return found
 
 
@@ -148,19 +139,26 @@ def preserving_randomness(trainer: Trainer, run: Run) -> AbstractContextManager[
 
 
 @contextmanager
-def _setting_apart(trainer: Trainer, known: dict[str, int]) -> Iterator[None]:
-    """Within a run, note which values a block records, so that they are not taken for those of the run.
+def _finding_values(trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
 
-    :param known: number of values of each metric before the block
+    Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
+    are not taken for those of the run.
     """
-    outer = trainer.current_run if trainer.is_running else None
+    history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
+    known = count_values(history)
+    found: dict[str, Any] = {}
     try:
-        yield
+        yield found
     finally:
-        counted = {} if outer is None else count_values(trainer.run_history)
-        for name, count in counted.items():
-            if outer is not None and count > known.get(name, 0):
-                outer.set_apart.setdefault(name, set()).update(range(known.get(name, 0), count))
+        counts = count_values(history)
+        before = {name: known.get(name, 0) for name in counts if counts[name] > known.get(name, 0)}
+        found.update((name, history.get_latest_metric(name)) for name in before)
+        if outer is not None:
+            history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
+            for name, count in count_values(history).items():
+                if name in before:
+                    outer.set_apart.setdefault(name, set()).update(range(before[name], count))
 
 
 @contextmanager
