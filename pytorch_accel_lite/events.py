@@ -286,6 +286,7 @@ class CallbackHandler:
         #: Called with the callback about to be called, or the phase ``"saving"``; returns a context that times it.
         self.timer: Callable[[object], AbstractContextManager[None]] | None = None
         self._muted: set[tuple[int, str]] = set()
+        self._failed: Listener | None = None  # the last one that raised an error
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> None:
@@ -365,19 +366,21 @@ class CallbackHandler:
                         listener(*args, **kwargs)
             except (StopTrainingError, NonFiniteLossError) as error:
                 ask(error)
-            except TypeError:
-                _check_call(listener, event, args, kwargs)
+            except Exception as error:
+                self._failed = listener
+                if isinstance(error, TypeError):
+                    _check_call(listener, event, args, kwargs)
                 raise
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
         """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
-        errors = []
-        for listener in self.listeners[event]:
-            try:
-                listener(*args, **kwargs)
-            except Exception as error:
-                errors.append(error)
-        return errors
+        return _errors_of(self.listeners[event], *args, **kwargs)
+
+    def notify_rest(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+        """Do the same after an error in this event, for the callbacks after the one that raised it."""
+        listeners, failed, self._failed = self.listeners[event], self._failed, None
+        first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
+        return _errors_of(listeners[first:], *args, **kwargs)
 
     tell_all = notify_all
 
@@ -401,6 +404,17 @@ class CallbackHandler:
             if names:
                 lines.append(f"{event}: {', '.join(names)}")
         return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+def _errors_of(listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list[Exception]:
+    """Call all of them, even if some raise, and return their errors."""
+    errors = []
+    for listener in listeners:
+        try:
+            listener(*args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+    return errors
 
 
 def _check_call(listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.events import NonFiniteLossError
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run
@@ -19,7 +19,7 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
     Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
     events, as they may communicate with ranks that have not failed.
 
-    :param ended: whether the ending events have already fired
+    :param ended: whether the ending events have already begun; one of their listeners may have failed
     """
     if run.outer is not None:
         return
@@ -33,18 +33,8 @@ def close_failed(trainer: Trainer, run: Run, error: BaseException, ended: bool) 
         except Exception as failure:
             problems.append(failure)
         problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
-    _report(trainer, error, problems)
-
-
-def raise_first(trainer: Trainer, errors: list[Exception]) -> NoReturn:
-    """Raise the first of the errors of an ending event, or else the first request to stop, and print the others."""
-    failures = [error for error in errors if not isinstance(error, StopTrainingError)]
-    first = (failures or errors)[0]
-    _report(trainer, first, failures[1:])
-    raise first
-
-
-def _report(trainer: Trainer, error: BaseException, problems: list[Exception]) -> None:
+    elif together:
+        problems += trainer.callback_handler.notify_rest("on_training_run_end", trainer)
     for problem in problems:
         text = "".join(traceback.format_exception(problem))
         with suppress(OSError):  # a closed output must not hide the error itself

@@ -370,19 +370,11 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
 
 
 def _call_ending_event(trainer: Trainer, run: Run, event: str) -> None:
-    """Fire an event while the run is ending, ignoring requests to stop it.
-
-    On a single process, all callbacks receive it even if some raise, so that they can load the best model, for example.
-    On several, the others may already be elsewhere.
-    """
+    """Fire an event while the run is ending, ignoring requests to stop it."""
     try:
+        trainer.call_event(event)
         if trainer.ranks.world_size > 1:
-            trainer.call_event(event)
             run.control.sync(now=True)
-        elif errors := trainer.callback_handler.notify_all(event, trainer):
-            from pytorch_accel_lite.failed_runs import raise_first
-
-            raise_first(trainer, errors)
     except StopTrainingError as stop:
         run.stop_reason = run.stop_reason or str(stop)
 
