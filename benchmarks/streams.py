@@ -171,14 +171,16 @@ def of_streams(steps: int, rank: int, world_size: int) -> Ways:
     shards = partial(train_by_hand, DataLoader(own, BATCH), images=True)
     every = partial(train_by_hand, EveryNth(DataLoader(whole, BATCH), rank, world_size), images=True)
     ours = partial(train_with_trainer, images=True)
-    by_hand, read_by_all, dealt = (f"by hand, {how}" for how in ("own shards", "read by all", "`scatter`"))
+    by_hand, joined = "by hand, own shards", "by hand, own shards, `Join`"
+    read_by_all, dealt = "by hand, read by all", "by hand, `scatter`"
     ways: Ways = {by_hand: (shards, by_hand), "by hand, own shards, again (control)": (shards, by_hand)}
     if world_size > 1:
+        ways[joined] = partial(shards, joined=True), joined
         ways[read_by_all] = every, read_by_all
         ways[dealt] = lambda: train_by_hand(scattered(whole, steps), images=True), dealt
     return ways | {
-        "ours, own shards (`OwnShard`)": (partial(ours, OwnShard(DataLoader(own, BATCH))), by_hand),
-        "ours, divided (`shard`)": (partial(ours, DataLoader(Divisible(0, samples), BATCH)), by_hand),
+        "ours, own shards (`OwnShard`)": (partial(ours, OwnShard(DataLoader(own, BATCH))), joined),
+        "ours, divided (`shard`)": (partial(ours, DataLoader(Divisible(0, samples), BATCH)), joined),
         "ours, `ReadByAll`": (partial(ours, DataLoader(ReadByAll(whole), BATCH)), read_by_all),
         "ours, read and dealt out by rank 0": (partial(ours, DataLoader(whole, BATCH)), dealt),
     }

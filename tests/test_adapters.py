@@ -219,6 +219,7 @@ def test_adapters_are_not_mistaken_for_all_that_is_trained(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):
     """Even if adapters and head are created with other random numbers."""

@@ -44,6 +44,7 @@ WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.na
 CODE = [pytest.param(page, marks=CAN_SHARD if page.name == "sharding.md" else (), id=page.name) for page in WITH_CODE]
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("page", CODE)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -115,6 +116,7 @@ def numbers(code: str) -> set[float]:
     return {float(value) for value in constants if type(value) in (int, float)} - {0.0}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("page", SIDE_BY_SIDE)
 def test_both_sides_of_a_page_are_the_same_training(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

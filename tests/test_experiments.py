@@ -493,6 +493,7 @@ def test_two_runs_cannot_write_into_one_folder(file):
 # ---------------------------------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differs(file, capsys):
     whole = read(file, *STATES, "--output_dir=whole").train()
     crash = ["--callbacks+", "tests.experiment_parts.CrashAt", "--callbacks.update"]
@@ -517,6 +518,7 @@ def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differ
     assert_equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_the_whole_one(file):
     epochs = 16 if SOAK else 2
     options = [*STATES, "--callbacks.max_checkpoints=2", "--trainer.seed=1", f"--train.num_epochs={epochs}"]
@@ -569,6 +571,7 @@ def test_weights_of_another_model_are_refused(file, capsys):
     assert "best_model.pt" in errors
 
 
+@pytest.mark.slow
 def test_tools_take_the_arguments_of_train_and_their_own(file, capsys):
     _, printed, _ = run("find_lr", file, "--find_lr.num_steps", "10", capsys=capsys)
     assert "Tried 10 learning rates" in printed or "learning rates from" in printed

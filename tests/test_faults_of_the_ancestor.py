@@ -159,6 +159,7 @@ def test_a_users_accelerator_can_only_be_given_by_overriding_a_private_method():
     assert Own(model, nn.MSELoss(), None)._accelerator is accelerator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])
 def test_three_host_device_synchronisations_per_batch_by_default(callbacks):
     model = small_model()

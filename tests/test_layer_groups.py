@@ -92,6 +92,7 @@ def in_groups(model: nn.Module) -> list[set[str]]:
     return [{names[p] for p in group["params"]} for group in layer_group_parameters(model, lr=1.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", GROUPS, ids=lambda make: make.__name__)
 def test_the_groups_are_embeddings_blocks_and_head(make):
     model = make()
@@ -228,6 +229,7 @@ def test_a_transformer_is_unfrozen_block_by_block(capsys):
     assert "unfreezes 2 of 4 layer groups in 2 epochs, and the others stay frozen" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unfreezing_by_depth_is_resumed_to_the_same_bits_with_an_average_of_the_weights(tmp_path):
     whole = unfreezing(tmp_path / "whole")
     assert whole[2] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])

@@ -348,6 +348,7 @@ def test_pictures_are_logged_at_the_update(tmp_path):
     assert [(e.step, e.width, e.height) for e in events.Images("sample")] == [(3, 5, 4), (6, 5, 4)]
 
 
+@pytest.mark.slow
 def test_pictures_are_logged_by_mlflow_and_by_a_tracker_of_ones_own(tmp_path, monkeypatch):
     import numpy as np
 

@@ -163,6 +163,7 @@ class OfOwnBatches(Trainer):
         return {"loss": self.loss_func(self.model(x), y)}
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_dataclasses_is_found_and_that_of_other_objects_unknown():
     model = small_model()
     trainer = OfOwnBatches(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])

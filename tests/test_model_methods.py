@@ -92,6 +92,7 @@ def test_sharded_weights_are_gathered_for_them(two_ranks):
         assert found == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_metrics_and_averages_use_them():
     metrics = MetricsCallback({"mse": MeanSquaredError()}, lambda batch, out: (out.get("logits"), batch["y"]))
     found = MetricsCallback({"found": MeanSquaredError()}, train=True)
@@ -114,6 +115,7 @@ def test_metrics_and_averages_use_them():
     assert {"found", "train_found"} <= set(other.run_history)
 
 
+@pytest.mark.slow
 def test_they_go_with_splitting_compiling_and_mixed_precision():
     compiled = []
 

@@ -45,6 +45,7 @@ class OwnModel(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_in_place_trains_as_the_plain_one_without_new_names():
     plain = OwnModel()
     model, compiled, data = copy.deepcopy(plain), [], regression_data(16)
