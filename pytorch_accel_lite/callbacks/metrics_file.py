@@ -34,7 +34,7 @@ class MetricsFileCallback(StepLogger):
     :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
         ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
         ``step_metrics`` of other callbacks
-    :raises ValueError: for any other suffix; at the start of a run, if another one has the path of the second file
+    :raises ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
     :raises OSError: at the start of a run, if the file cannot be written
     """
 
@@ -52,16 +52,7 @@ class MetricsFileCallback(StepLogger):
         if request.kind == "training":
             request.claim_path(self, "path", self.path, "metrics")
             if self.every_n_updates is not None:
-                self._check_updates_path(trainer)
-
-    def _check_updates_path(self, trainer: Trainer) -> None:
-        for other in trainer.callback_handler:
-            if isinstance(other, MetricsFileCallback) and other.path.resolve() == self.updates_path.resolve():
-                raise ValueError(
-                    f"MetricsFileCallback(path={str(other.path)!r}) would write to the file of updates of "
-                    f"MetricsFileCallback(path={str(self.path)!r}, every_n_updates={self.every_n_updates}). Give one "
-                    "of them another path."
-                )
+                request.claim_path(self, "updates_path", self.updates_path, "metrics of updates")
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
