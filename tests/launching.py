@@ -19,8 +19,9 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import pytest
 import torch
@@ -64,6 +65,20 @@ def run_python(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+def _await_all_ranks(begun: Any) -> None:
+    """In a rank that was forked by torch's launcher, wait until all of them have been.
+
+    The launcher has a thread that answers the ranks, and asks the system for their names, which takes a lock of the C
+    library. A rank forked in the meantime would find that lock taken for ever, and could not connect to anything.
+
+    :param begun: the last attempt that each rank has begun, in memory that the ranks share
+    """
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+    begun[int(os.environ["LOCAL_RANK"])] = attempt
+    while min(begun) < attempt:
+        time.sleep(0.001)
+
+
 class WarmPython(subprocess.Popen[str]):
     """Python with its arguments, started as a copy of this process: what is imported here is not imported again.
 
@@ -71,19 +86,26 @@ class WarmPython(subprocess.Popen[str]):
     environment, pipes, signals, children and an end of its own.
 
     :cvar children: how it starts programs itself
+    :cvar begun: for each job of which this process is the launcher or a rank, see :func:`_await_all_ranks`
     """
 
     children: type[subprocess.Popen[str]]
+    begun: ClassVar[dict[str, Any]] = {}
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):  # type: ignore
         if args[0] != sys.executable:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore
             return
         pipes, starts_session = others[3:9], others[14]
+        job = (env or {}).get("TORCHELASTIC_RUN_ID")
+        if job is not None and job not in self.begun:
+            self.begun[job] = RawArray("i", int(env["LOCAL_WORLD_SIZE"]))
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 self._prepare(cwd, env, pipes, starts_session)
+                if job is not None:
+                    _await_all_ranks(self.begun[job])
                 self._run(list(args[1:]))
             finally:
                 os._exit(1)
@@ -360,13 +382,14 @@ def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, m
         start_method="fork",
     )
     with keeping_handlers():
-        elastic_launch(config, _run_as_rank)(function, *arguments)
+        elastic_launch(config, _run_as_rank)(RawArray("i", processes), function, *arguments)
 
 
-def _run_as_rank(function: Callable[..., Any], *arguments: Any) -> None:
+def _run_as_rank(begun: Any, function: Callable[..., Any], *arguments: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the launcher's own handlers were copied too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _await_all_ranks(begun)
     function(*arguments)
 
 

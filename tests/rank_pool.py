@@ -36,6 +36,13 @@ def _launch(world_size: int, address: str) -> None:
     run_elastic(world_size, rank_script.main, address)
 
 
+def _children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # another system, or it has ended
+        return []
+
+
 class RankPool:
     """A job of torch's elastic launcher, whose ranks wait for functions to run (see tests/scripts/rank.py).
 
@@ -115,6 +122,7 @@ class RankPool:
             return log.read().decode(errors="replace")
 
     def _kill(self) -> None:
+        self._pids = [*{*self._pids, *_children_of(self._job.pid)}]  # also the ranks that have not been heard of
         self._signal(signal.SIGUSR2)  # they print where their threads are
         time.sleep(1)
         self._job.kill()
