@@ -61,6 +61,7 @@ def test_updates_that_are_nearly_all_clipped(capsys):
     assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_could_be_fused(capsys):
     def said(**kwargs: Any) -> list[str]:
         model = make_model()

@@ -75,6 +75,7 @@ def test_the_callbacks_that_the_contract_is_about_are_found():
     assert set(DEFAULT_CALLBACKS) <= set(SHIPPED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_serves_two_runs_and_evaluate_and_predict(callback_class, here):
     data = make_data(6)
@@ -106,6 +107,7 @@ def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):
     assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, here):
     arguments = {"eval_dataset": True, **RUN.get(callback_class.__name__, {})}
@@ -178,6 +180,7 @@ def test_a_shipped_callback_changes_no_bit_of_the_training_itself(callback_class
     assert all(map(equal, with_callback, seen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(callback_class, here):
     def run(folder: str, **kwargs: Any) -> tuple[Trainer, TrainerCallback]:
@@ -197,6 +200,7 @@ def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(
         assert alike(again.state_dict(), callback.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_reads_no_number_from_the_device_in_a_step(callback_class, here):
     reads = []

@@ -229,6 +229,7 @@ def test_a_compiled_model_is_saved_as_if_it_were_not(tmp_path, wrap):
     assert equal(saved, weights(make_model(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [compiled, partly_compiled])
 def test_a_compiled_model_loads_what_a_plain_one_saved_and_the_other_way_round(tmp_path, wrap):
     plain, wrapped = make_trainer(model=make_model(0)), make_trainer(model=wrap(make_model(1)))

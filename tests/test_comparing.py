@@ -90,6 +90,7 @@ def test_each_run_is_found_with_its_best_metrics(runs, compared):
     assert table.loc["adam-10", "optimizer.lr"] == 0.1
 
 
+@pytest.mark.slow
 def test_what_differs_is_listed_without_what_follows_from_it(runs):
     from_files = compare_runs(list(runs)[:3])
     assert from_files.differences == [
@@ -121,6 +122,7 @@ def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
     assert "<td>adam-10</td>" in found._repr_html_()
 
 
+@pytest.mark.slow
 def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_path):
     page = compared.save(tmp_path / "pages" / "comparison.html").read_text()
     curves = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
@@ -133,6 +135,7 @@ def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_pat
     assert "<summary>Settings that do not differ</summary>" in page
 
 
+@pytest.mark.slow
 def test_runs_are_sorted_by_a_metric_or_a_setting(runs):
     by_metric = [row["r2"] for row in compare_runs(runs, sort_by="r2").rows()]
     assert by_metric == sorted(by_metric, reverse=True)

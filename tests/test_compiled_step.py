@@ -97,6 +97,7 @@ class Doubled(Trainer):
         return output | {"loss": {"twice": 2 * output["loss"], "size": output["model_outputs"].square().mean()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer_class", [Trainer, Weighted, Doubled])
 def test_the_step_is_one_graph_that_is_compiled_once(trainer_class):
     backend = Counts()
@@ -124,6 +125,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_works_with(name):
     settings = dict(SETTINGS[name])
@@ -210,6 +212,7 @@ def test_sizes_that_vary_are_compiled_once_more_for_all_of_them():
     assert same_run(limited, run(False))
 
 
+@pytest.mark.slow
 def test_compiled_code_is_freed_with_its_trainer():
     backend = Counts()
     with torch._dynamo.config.patch(cache_size_limit=2):  # of one function
@@ -253,6 +256,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "reason"), REASONS.values(), ids=REASONS)
 def test_a_step_that_cannot_be_compiled_as_one_says_why_once(settings, reason):
     settings = {"compile_step": AS_PLAIN} | settings

@@ -61,6 +61,7 @@ def test_each_fold_is_trained_on_the_others_and_tested_on_its_samples(result):
     assert torch.equal(trainer.predict(test, 2), fold.predictions)
 
 
+@pytest.mark.slow
 def test_predictions_are_in_the_order_of_the_dataset(result, tmp_path):
     assert torch.equal(result.predictions, torch.cat([fold.predictions for fold in result.folds]))
     errors = (result.predictions - DATA.tensors[1]).abs().flatten()
@@ -132,6 +133,7 @@ def test_splitters_that_do_not_have_their_predictions_by_fold(splitter, tmp_path
     assert [len(fold.predictions) for fold in found.folds] == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, capsys):
     # A run has 8 updates in its 2 epochs; the 3rd kill comes before any state of its fold has been saved.
     for step, fold in ((5, "fold-1"), (3, "fold-2"), (1, "fold-3")):
@@ -159,6 +161,7 @@ class PauseAt(TrainerCallback):
             raise RunPausedError("The time is up.")
 
 
+@pytest.mark.slow
 def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
     def pauses(folder: Path) -> Trainer:
         return saving(folder, *([PauseAt(3)] if folder.name == "fold-2" else []))

@@ -643,6 +643,7 @@ class EndlessOrder(Sampler):
             yield int(own + torch.randint(9, ()) + np.random.randint(9) + random.randrange(9)) % self.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -800,6 +801,7 @@ def tagged(size: int, offset: int) -> TensorDataset:
     return TensorDataset(column[:, None].expand(-1, 5).contiguous(), regression_data(size).tensors[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("kind", ["memory", "subset", "map", "batch sampler"])
 def test_the_indices_of_a_batch_are_those_of_its_samples(kind, seed):
@@ -1261,6 +1263,7 @@ def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples
     assert run_code(WORKERS_THAT_DO_NOT_BEGIN, str(tmp_path), kind).split() == [str(samples), "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "stream", "own"])
 @pytest.mark.parametrize("seed", [None, 0])
 def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, kind, seed):

@@ -154,6 +154,7 @@ def test_tied_frozen_and_compiled_models_are_averaged():
     assert not torch.equal(average.first.weight, inner.first.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["compile_model", "channels_last"])
 def test_the_average_of_a_model_that_is_prepared_otherwise_is_the_same(option, tmp_path):
     def average(**options: Any) -> tuple[nn.Module, list[float]]:

@@ -46,6 +46,7 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(dataset, dtype):
     assert trainer.run_history.get_metric_values("train_loss_epoch") == losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_manual_seed_gives_the_order_and_the_dropout_of_a_hand_written_loop(workers):
     def model() -> nn.Module:

@@ -246,6 +246,7 @@ def test_the_resolved_file_is_the_same_experiment(file):
     assert again.config["scheduler"]["init_args"]["total_steps"] == "NUM_EPOCHS * NUM_UPDATE_STEPS_PER_EPOCH"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["1e-3", "1E3", "1.5e3", ".5e3", "1_0e2", "007", "1:30", "null"])
 def test_text_that_looks_like_a_number_stays_text_in_the_resolved_file(file, text):
     file.write_text(f"{FILE}output_dir: '{text}'\n")
@@ -289,6 +290,7 @@ def test_arguments_that_another_class_does_not_take_go_with_the_class(file):
         read(file, "--optimizer", "torch.optim.SGD", "--optimizer.betas", "[0.1,0.2]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "0.001", '"1e-3"'])
 def test_a_number_is_a_number_however_it_is_written(file, number):
     file.write_text(FILE.replace("1e-2", number))

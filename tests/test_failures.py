@@ -308,6 +308,7 @@ def test_a_stream_goes_on_when_the_model_refuses_a_batch():
     assert (trainer.progress.update, trainer.progress.samples) == (2, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [[], [OutOfMemoryCallback]])
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_a_batch_that_does_not_fit_is_split_and_has_the_gradient_of_the_whole(callbacks, error, capsys):

@@ -90,6 +90,7 @@ def test_the_program_ends_at_once_when_asked(tmp_path):
     assert output.read_text().endswith("The job ends with exit code 75.\n")
 
 
+@pytest.mark.slow
 def test_before_the_first_update_a_hang_is_only_reported(capsys):
     slow = listener(on_train_step_start=lambda t, **_: time.sleep(0.6 if not t.progress.update else 0))
     trainer = quiet_trainer(small_model(), callbacks=[slow, HangWatchCallback(0.2, end=True)])

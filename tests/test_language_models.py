@@ -35,6 +35,7 @@ def test_it_is_on_several_processes_too_where_all_record_the_mean_over_all_label
         assert result["losses"] == pytest.approx([mean, mean], abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_split_because_it_did_not_fit_is_weighed_so_too():
     model = causal_model()
     forward = model.forward
@@ -60,6 +61,7 @@ def test_a_batch_that_is_split_because_it_did_not_fit_is_weighed_so_too():
     assert largest_difference(gradients, whole()) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_batches_without_any_label_count_for_nothing():
     rows = token_rows()
     for row in rows[:6]:

@@ -212,6 +212,7 @@ def test_adapters_have_rates_by_depth_and_base_weights_stay_frozen():
             attempt()
 
 
+@pytest.mark.slow
 def test_a_transformer_is_unfrozen_block_by_block(capsys):
     model = bert()
     log: list[set[str]] = []

@@ -100,6 +100,7 @@ def batches(steps: int) -> list[Any]:
 QUIET = get_default_callbacks(progress_bar=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer_class", "data", "callbacks", "kwargs", "budget"),
     [
@@ -138,6 +139,7 @@ def test_a_sample_that_draws_no_numbers_costs_no_seeding_of_its_own():
     assert total - found["__getitem__"] - found["mix"] <= 33, found.most_common()
 
 
+@pytest.mark.slow
 def test_what_steps_do_besides_calls_no_more_functions_than_this():
     callbacks = [ModelEmaCallback(evaluate_during_training=False, save_path=None)]
     callbacks += [MetricsCallback(MeanSquaredError(), train=True)]

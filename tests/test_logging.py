@@ -227,6 +227,7 @@ def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
             with_step_metrics(tmp_path, **{name: 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 4, 7])
 def test_a_row_has_the_mean_of_all_updates_since_the_last_one_also_across_epochs(tmp_path, every):
     def rows(name: str, **kwargs: Any) -> list[dict[str, Any]]:

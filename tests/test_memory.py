@@ -127,6 +127,7 @@ def test_advice_is_computed():
         assert html.escape(text).replace("&#x27;", "&#39;") in shown
 
 
+@pytest.mark.slow
 def test_the_largest_batch_where_the_update_takes_most():
     """The peak does not depend on the size of small batches then."""
     model = nn.Linear(64, 64)

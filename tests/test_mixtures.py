@@ -80,6 +80,7 @@ def test_a_mixed_epoch_goes_on_from_any_position_with_other_sizes(batch, world, 
     assert done + indices(epoch_of(whole, batch2, world2, len(done))[0]) == indices(epoch_of(whole, 1)[0])
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
 def test_batches_of_one_dataset_each_go_on_with_other_sizes_and_every_sample(batch, world, batch2, world2, data):
@@ -108,6 +109,7 @@ def test_all_processes_together_read_the_same_batches_as_one():
         assert [sorted(indices([step])) for step in epoch_of(whole, 12 // world, world)[0]] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MIXED, SEPARATE], ids=["mixed", "separate"])
 def test_an_interrupted_mixture_ends_with_the_same_bits(tmp_path, kind):
     whole = train_mixture(kind, tmp_path)

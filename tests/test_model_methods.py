@@ -32,6 +32,7 @@ def by_loss_function(**kwargs: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_the_names_of_the_batch_are_those_of_the_parameters():
     trainer = train(make_trainer())
     expected = by_loss_function()
@@ -43,6 +44,7 @@ def test_the_names_of_the_batch_are_those_of_the_parameters():
     assert torch.equal(trainer.predict(Named()), 2 * trainer.model(Named().x).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "data"), [("train_step", pairs), ("whole", pairs), ("whole", Named), ("few", Named)]
 )
@@ -163,11 +165,13 @@ def test_a_loss_function_that_would_not_be_called_is_refused():
         Trainer(Net(), nn.MSELoss(), None, model_methods=METHODS)
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_would_be_left_out_is_refused():
     with pytest.raises(TypeError, match="train_step would be called without the wrapper of the model, OptimizedModule"):
         Trainer(torch.compile(Net()), None, None, model_methods=METHODS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "method", "message"),
     [

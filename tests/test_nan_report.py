@@ -135,6 +135,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         fit(make_trainer([report], model), regression_data(30))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_looked_into(tmp_path):
     report = NaNReportCallback(tmp_path)
     trainer = make_trainer([report], compile_model={"backend": "eager"})

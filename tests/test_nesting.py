@@ -96,6 +96,7 @@ def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested
     return trainer, witness, nested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("action", [evaluate, predict, predict_a_part])
 @pytest.mark.parametrize("event", EVENTS)

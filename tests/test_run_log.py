@@ -130,6 +130,7 @@ def test_the_record_of_a_run_is_json_whatever_was_recorded_and_configured(tmp_pa
     assert found["config"]["nested"] == {"3": 4.0, "path": str(tmp_path)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "", "{}"])
 def test_a_record_that_is_lost_or_damaged_begins_again_with_a_resumed_run(tmp_path, content):
     def run(**kwargs: Any) -> list[Any]:

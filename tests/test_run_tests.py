@@ -343,6 +343,7 @@ def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
     assert "absolute_error" in json.loads((folder / "a" / "eval" / "worst.json").read_text())[0]
 
 
+@pytest.mark.slow
 def test_the_command_tests_again_with_another_loss_or_callback(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(FILE + "callbacks: [SaveBestModelCallback]\ntest: {worst: 0, predictions: false}\n")

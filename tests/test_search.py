@@ -144,6 +144,7 @@ def test_a_trial_ends_in_the_same_bits_whatever_trials_came_before_it():
     assert not equal(ended[0], ended[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["bf16", "no"])
 def test_a_trial_does_not_silently_take_over_the_precision_of_another(first, tmp_path):
     pytest.importorskip("jsonargparse")

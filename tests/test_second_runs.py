@@ -57,6 +57,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", SCHEDULES, ids=lambda factory: factory.func.__name__)
 @pytest.mark.parametrize("first", SCHEDULES, ids=lambda factory: factory.func.__name__)
 def test_a_second_schedule_begins_as_with_a_new_optimizer(first, second):

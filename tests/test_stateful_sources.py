@@ -82,6 +82,7 @@ def test_a_stream_without_a_state_is_read_again_with_the_same_noise(tmp_path):
     assert len(resumed["read"]) == 2 * 26
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shelf", "forgetful", "hugging face"])
 def test_a_stream_shuffled_in_blocks_reads_no_more_than_a_block_again(tmp_path, kind):
     require("shelf" if kind == "forgetful" else kind)

@@ -56,6 +56,7 @@ class SlowTrainer(Trainer):
         return super().calculate_eval_batch_loss(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["data", "forward", "backward", "optimizer", "evaluation", "saving", "Sleepy"])
 def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
     model, timing = small_model(), TimingCallback()
@@ -89,6 +90,7 @@ def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
     assert lines[-1].startswith("the whole run")
 
 
+@pytest.mark.slow
 def test_what_a_callback_makes_the_trainer_do_is_counted_once():
     model, timing = small_model(), TimingCallback(show=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -377,6 +377,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "rank00000.pt", "manifest.json"])
 def test_damage_is_found_and_the_state_before_is_used(tmp_path, name, damage, capsys):
@@ -701,6 +702,7 @@ def test_a_run_interrupted_within_a_step_is_not_saved_only_between_them(tmp_path
         assert equal(again.model.state_dict(), whole.model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("update", [4, 6])
 def test_a_run_that_a_starting_event_stops_can_still_be_resumed_to_the_same_bits(tmp_path, capsys, event, update):

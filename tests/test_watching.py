@@ -112,6 +112,7 @@ def test_the_states_and_averages_that_are_kept_are_the_best_by_what_the_metric_s
 NESTED = ["on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", NESTED)
 @pytest.mark.parametrize("every", [1, 2])
 def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watched(here, event, every):
