@@ -11,7 +11,7 @@ OLDEST := .venv-oldest/bin
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
 	@echo "make test    run all tests, in a random order; ARGS=\"-k resume\" for a part"
-	@echo "make quick   run the tests of one process, in less than a minute: for working"
+	@echo "make quick   run what is quick of one process, in less than a minute: for working"
 	@echo "make soak    run the tests that kill and launch again and again, for long"
 	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"
 	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.10 (OLDEST_PYTHON=...)"
