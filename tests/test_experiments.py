@@ -273,6 +273,28 @@ def test_the_command_line_overrides_variables_which_override_the_file(file):
     assert (found["optimizer"]["init_args"]["momentum"], found["optimizer"]["init_args"]["lr"]) == (0.5, 0.01)
 
 
+def test_a_dict_of_python_overrides_variables_too(file):
+    variables = {
+        "TRAIN__NUM_EPOCHS": "5",
+        "TRAIN__PER_DEVICE_BATCH_SIZE": "4",
+        "OPTIMIZER": "torch.optim.Adagrad",
+        "OPTIMIZER__LR": "0.5",
+        "MODEL": "torch.nn.Flatten",
+    }
+    found = Experiment.from_file(
+        file,
+        {
+            "train": {"num_epochs": 7},
+            "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}},
+            "model": "torch.nn.Identity",
+        },
+        environment={f"PYTORCH_ACCEL_LITE_{name}": value for name, value in variables.items()},
+    ).config
+    assert (found["train"]["num_epochs"], found["train"]["per_device_batch_size"]) == (7, 4)
+    assert (found["optimizer"]["class_path"], found["optimizer"]["init_args"]["lr"]) == ("torch.optim.SGD", 0.1)
+    assert found["model"]["class_path"] == "torch.nn.Identity"
+
+
 def test_python_overrides_by_a_dict(file):
     changes = {"optimizer.lr": 3e-4, "train.num_epochs": 1, "trainer.seed": None, "model": "torch.nn.Identity"}
     found = Experiment.from_file(file, changes, environment={}).config

@@ -25,7 +25,7 @@ from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.experiment.expressions import replace_expressions
 from pytorch_accel_lite.experiment.files import Document, ExperimentError, is_ours, read
 from pytorch_accel_lite.experiment.importing import full_name, import_path
-from pytorch_accel_lite.experiment.overriding import nested, spelt_out
+from pytorch_accel_lite.experiment.overriding import nested, spelt_out, without_given
 from pytorch_accel_lite.experiment.parsing import Parser
 from pytorch_accel_lite.experiment.recording import ExperimentRecord
 from pytorch_accel_lite.trainer import Trainer
@@ -69,8 +69,8 @@ class Experiment:
         :param path: the file; ``None`` if everything is in ``overrides``
         :param overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such
             as ``["--optimizer.lr", "3e-4"]``
-        :param environment: variables that override the file, such as ``PYTORCH_ACCEL_LITE_OPTIMIZER__LR``; by default
-            those of this process
+        :param environment: variables that override the file, but not ``overrides``, such as
+            ``PYTORCH_ACCEL_LITE_OPTIMIZER__LR``; by default those of this process
         :param tool: ``"find_lr"``, ``"find_batch_size"``, ``"diagnose"``, ``"estimate_memory"`` or ``"test"`` if its
             arguments are needed too
         :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
@@ -256,6 +256,7 @@ def create_parser(
 ) -> Parser:
     """Read a file and what overrides it, and return a parser for what it names."""
     document = Document() if path is None else read(Path(path))
+    environment = os.environ if environment is None else environment
     if path is not None:
         folder = str(Path(path).resolve().parent)
         if folder not in sys.path:
@@ -265,8 +266,9 @@ def create_parser(
         for key, value in overrides.items():
             full = spelt_out(key)
             document.update(nested(full, value), {full: "overrides"})
+            environment = without_given(environment, full, value)
         overrides = ()
-    return Parser(document, os.environ if environment is None else environment, overrides, tool)
+    return Parser(document, environment, overrides, tool)
 
 
 def _arguments_in(namespace: Any) -> dict[str, Any]:

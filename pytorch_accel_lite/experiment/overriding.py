@@ -54,6 +54,14 @@ def from_environment(document: Document, environment: Mapping[str, str], known: 
     return [f"--{key}={environment[variable]}" for key, variable in given.items()]
 
 
+def without_given(environment: Mapping[str, str], key: str, value: Any) -> Mapping[str, str]:
+    """Return the variables without those for a value that is given otherwise, or for the values in a dict."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            environment = without_given(environment, f"{key}.{name}", part)
+    return {variable: text for variable, text in environment.items() if variable != _variable(key)}
+
+
 def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield variables that look as if they overrode something but do not, with the full keys that they stand for."""
     taken = {_variable(key) for key in (*known, *PARTS)}
