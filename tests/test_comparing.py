@@ -189,6 +189,21 @@ def test_a_run_with_a_metric_that_is_called_update_is_found(tmp_path):
     assert row["update"] == 7.0
 
 
+def test_a_metric_that_is_called_like_another_column_takes_none_away(tmp_path):
+    for number in (1, 2):
+        run = tmp_path / f"{number}"
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"epoch": 1, "epochs": 40.0, "share": 0.5}\n')
+        (run / "run.json").write_text(json.dumps({"config": {"share": number}}))
+    assert compare_runs(tmp_path).rows()[1] == {
+        "run": "2",
+        "epochs": 1,
+        "share": 2,
+        "epochs (last)": 40,
+        "share (last)": 0.5,
+    }
+
+
 def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):
     for name in ("small", "large"):
         run = tmp_path / name

@@ -67,12 +67,17 @@ class RunComparison:
     left_out: list[str] = field(default_factory=list)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a dict for each run: ``run``, ``epochs``, the settings that differ, and its best metrics."""
+        """Return a dict for each run: ``run``, ``epochs``, the settings that differ, and its best metrics.
+
+        A metric that is called like one of the others is given as in the tables, such as ``"epochs (max)"``.
+        """
         rows = []
         for run in self.runs:
             row = {"run": run.name, "epochs": int(run.rows[-1]["epoch"])}
             row |= {key: run.settings.get(key) for key in self.differences}
-            rows.append(row | {metric.name: metric.value_in(run) for metric in self.metrics})
+            names = [str(metric) if metric.name in row else metric.name for metric in self.metrics]
+            values = [metric.value_in(run) for metric in self.metrics]
+            rows.append(row | dict(zip(names, values, strict=True)))
         return rows
 
     def to_dataframe(self) -> pd.DataFrame:
