@@ -178,6 +178,14 @@ def test_predictions_come_in_the_order_of_the_dataset(size, make):
     assert model.training  # as it was before
 
 
+@pytest.mark.parametrize("sampler", [{"sampler": [3, 1, 1]}, {"batch_sampler": [[3, 1], [1]]}])
+def test_predictions_with_a_sampler_come_in_its_order(sampler):
+    trainer = quiet_trainer(small_model())
+    expected = trainer.predict(regression_data(4), per_device_batch_size=1)[[3, 1, 1]]
+    found = trainer.predict(regression_data(4), per_device_batch_size=2, dataloader_kwargs=sampler)
+    assert torch.allclose(found, expected, atol=1e-12, rtol=0)
+
+
 def test_prediction_needs_no_targets():
     x = regression_data(6).tensors[0]
     trainer = quiet_trainer(small_model())

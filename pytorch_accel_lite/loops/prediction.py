@@ -45,7 +45,8 @@ def predict(
 ) -> Any:
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
-    Takes the same arguments as :meth:`evaluate`, and can be called in the same places.
+    Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has a
+    ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
 
     :param dataset: a dataset with or without targets, which are ignored
     :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
