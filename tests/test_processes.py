@@ -158,7 +158,7 @@ def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
         assert len(saving) == 2
         for said in saving:
             assert said.startswith("FileExistsError: " if rank == 0 else "OSError: Rank 0 failed: FileExistsError: ")
-        assert "Can't pickle" in pickling
+        assert re.search("Can't (pickle|get) local object", pickling)  # as Python 3.13 has it
         assert pickling.startswith("RuntimeError: Rank 0 failed: ") == (rank > 0)
         assert gathering == "TypeError: gather() takes tensors, or nested lists, tuples and dicts of them, not 'text'."
 
