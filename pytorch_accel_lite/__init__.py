@@ -11,9 +11,10 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
     get_default_callbacks,
 )
+from pytorch_accel_lite.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.lazy import loaded_when_named
 from pytorch_accel_lite.run_config import TrainerRunConfig
-from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, Progress, RunHistory
+from pytorch_accel_lite.tracking import LossTracker, Progress
 from pytorch_accel_lite.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
     from pytorch_accel_lite.experiment.comparison import RunComparison
     from pytorch_accel_lite.experiment.cross_validation import CrossValidation
+    from pytorch_accel_lite.history import InMemoryRunHistory
     from pytorch_accel_lite.run_config import TrainerRunConfig
     from pytorch_accel_lite.tools.diagnosis import Diagnosis
     from pytorch_accel_lite.tools.memory import MemoryEstimate
-    from pytorch_accel_lite.tracking import InMemoryRunHistory
     from pytorch_accel_lite.trainer import Trainer
 
 _MOST_EPOCHS = 50

@@ -21,8 +21,9 @@ from pytorch_accel_lite.optimizers import is_made
 from pytorch_accel_lite.utils import format_metric
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.history import RunHistory
     from pytorch_accel_lite.run_config import TrainerRunConfig
-    from pytorch_accel_lite.tracking import LossTracker, RunHistory
+    from pytorch_accel_lite.tracking import LossTracker
     from pytorch_accel_lite.trainer import Trainer
 
 _WIDTH = 80

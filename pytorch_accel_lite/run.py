@@ -20,9 +20,10 @@ from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.history import RunHistory
 from pytorch_accel_lite.rates import Options, learning_rates, note_initial_options
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.tracking import LossTrackers, Progress, RunHistory
+from pytorch_accel_lite.tracking import LossTrackers, Progress
 from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:

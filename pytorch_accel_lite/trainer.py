@@ -31,13 +31,14 @@ from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader
 from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.distributed import Ranks, launch, prepared, shutdown
 from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
+from pytorch_accel_lite.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.lazy import LazyMethod, loaded_when_named
 from pytorch_accel_lite.loops import evaluation, scheduling, setup, training
 from pytorch_accel_lite.run import Run, entering
 from pytorch_accel_lite.run_attributes import Offered, of_the_run, offered, settable
 from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
 from pytorch_accel_lite.signals import ending_in_order, exit_for
-from pytorch_accel_lite.tracking import InMemoryRunHistory, LossTracker, LossTrackers, Progress, RunHistory
+from pytorch_accel_lite.tracking import LossTracker, LossTrackers, Progress
 from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, is_overridden
 
 if TYPE_CHECKING:
@@ -573,8 +574,7 @@ class Trainer:
         """
         if shutdown.unregister(self):
             run = self.current_run
-            run.train_loader = run.eval_loader = run.batch = None
-            run.eval_loaders = {}
+            run.train_loader, run.eval_loader, run.eval_loaders, run.batch = None, None, {}, None
             self.accelerator.free_memory()
 
     def __enter__(self) -> Self:

@@ -9,9 +9,12 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, TrainerRunConfig
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
+from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, MetricsCallback
 from tests.launching import run_code
 from tests.tasks import make_data, make_trainer, train
 
@@ -547,3 +550,36 @@ def test_each_run_has_its_own_config():
 
 def test_there_is_no_run_config_before_the_first_run():
     assert make_trainer().run_config is None
+
+
+@pytest.mark.parametrize("is_reloaded", [False, True])
+def test_what_is_evaluated_after_a_run_is_none_of_its_values(is_reloaded):
+    x = torch.arange(12.0).view(-1, 1)
+    easy, hard = TensorDataset(x, x), TensorDataset(x, x + 9)
+    model = nn.Linear(1, 1)
+    error = MetricsCallback({"error": MeanAbsoluteError()})
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), [error])
+    trainer.train(easy, 2, eval_dataset=easy)
+    [first, last] = trainer.run_history["error"]
+    found = [trainer.evaluate(hard), trainer.evaluate(hard)]
+    history = trainer.run_history
+    if is_reloaded:
+        state = history.state_dict()
+        history = InMemoryRunHistory()
+        history.load_state_dict(state)
+    assert found[0] == found[1]
+    assert history["error"] == [first, last, found[0]["error"], found[1]["error"]]  # the ancestor's users read the last
+    assert history.curves()["error"] == ([1, 2], [first, last])
+    assert "evaluation_loss" not in history.curves()
+    assert history.curves(["evaluation_loss"]) == {"evaluation_loss": ([2, 2], [found[0]["evaluation_loss"]] * 2)}
+    assert [row["error"] for row in history.rows()] == [first, last]
+    assert history.rows(2)[0]["evaluation_loss"] == found[0]["evaluation_loss"]
+    assert history.current_epoch == 3
+
+
+def test_a_history_of_evaluations_alone_has_curves_and_rows():
+    trainer = Trainer(nn.Linear(1, 1), nn.MSELoss(), None, callbacks=[])
+    x = torch.ones(4, 1)
+    found = trainer.evaluate(TensorDataset(x, x))
+    assert trainer.run_history.curves() == {"evaluation_loss": ([1], [found["evaluation_loss"]])}
+    assert trainer.run_history.rows() == [{"epoch": 1, **found}]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.tracking import InMemoryRunHistory, count_values
+from pytorch_accel_lite.history import InMemoryRunHistory, count_values
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest

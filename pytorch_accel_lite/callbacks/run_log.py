@@ -24,10 +24,10 @@ from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.callbacks.run_page import pages
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.history import InMemoryRunHistory
 from pytorch_accel_lite.optimizers import parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
-from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import TimeBudget, format_metric, in_notebook
 
 if TYPE_CHECKING:

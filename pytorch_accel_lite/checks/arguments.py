@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.history import RunHistory
 from pytorch_accel_lite.optimizers import is_made, parts_of
-from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
 
 if TYPE_CHECKING:

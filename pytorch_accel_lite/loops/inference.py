@@ -12,12 +12,12 @@ from torch import nn
 from pytorch_accel_lite.distributed.prepared import preserving_modes
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import CallbackHandler
+from pytorch_accel_lite.history import count_values
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders, evaluate_all, prefixed
 from pytorch_accel_lite.randomness import preserving_generators
 from pytorch_accel_lite.restoring import replaced
 from pytorch_accel_lite.run import Run, create_config, ending, entering, prepare_model
 from pytorch_accel_lite.run_config import RunRequest
-from pytorch_accel_lite.tracking import count_values
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -41,14 +41,15 @@ def evaluate(
     :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
         out the samples of a smaller last batch
     :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
-        to the run history, except, within a run, those of metrics that the run's own evaluations record.
+        to the run history, except, within a run, those of metrics that the run's own evaluations record. After a run,
+        its curves and rows do not contain them.
     """
     dataset = self._latest_eval_dataset if dataset is None else dataset
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("evaluation", num_epochs=1)
     with (
         _finding_values(self) as found,
-        _in_last_epoch(self),
+        _apart_from_run(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(self, run),
         preserving_modes(self.model.modules()) if run.outer is not None else nullcontext(),
@@ -161,15 +162,10 @@ def _finding_values(trainer: Trainer) -> Iterator[dict[str, Any]]:
                     outer.set_apart.setdefault(name, set()).update(range(before[name], count))
 
 
-@contextmanager
-def _in_last_epoch(trainer: Trainer) -> Iterator[None]:
-    """After a run, record metrics under its last epoch, rather than one that has not been trained."""
-    history = trainer.run_history
-    progress = trainer.progress
-    epoch = history.current_epoch
-    if not trainer.is_running and progress.epochs_completed and not progress.is_mid_epoch:
-        history._set_epoch(epoch - 1)
-    try:
-        yield
-    finally:
-        history._set_epoch(epoch)
+def _apart_from_run(trainer: Trainer) -> AbstractContextManager[None]:
+    """Outside a run, record metrics apart from its own: under its last epoch, rather than one that is not trained."""
+    if trainer.is_running:
+        return nullcontext()
+    history, progress = trainer.run_history, trainer.progress
+    is_between = progress.epochs_completed and not progress.is_mid_epoch
+    return history._recording_apart(progress.epochs_completed if is_between else history.current_epoch)

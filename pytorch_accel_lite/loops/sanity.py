@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.events import CallbackHandler
+from pytorch_accel_lite.history import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.loops.inference import run_evaluation
 from pytorch_accel_lite.restoring import preserving_attributes, replaced
 from pytorch_accel_lite.run import Run
-from pytorch_accel_lite.tracking import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.utils import is_ours
 
 if TYPE_CHECKING:

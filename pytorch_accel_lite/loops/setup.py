@@ -17,11 +17,11 @@ from pytorch_accel_lite.checks.arguments import (
     warn_of_what_is_not_trained,
 )
 from pytorch_accel_lite.gradients import GradientWindow
+from pytorch_accel_lite.history import InMemoryRunHistory
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.optimizers import clear_gradients, is_made, needs_closure, optimized_parameters
 from pytorch_accel_lite.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.run import Run, apply_model_options, create_config, create_loader, prepare_model
-from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:
