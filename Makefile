@@ -28,6 +28,7 @@ $(BIN)/python:
 
 # A stamp for each set of extras, renewed when pyproject.toml changes.
 $(EXTRAS)-%: pyproject.toml | $(BIN)/python
+	@echo "Installing into .venv; PyTorch alone takes some minutes ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]"
 	@touch $@
 

@@ -193,9 +193,10 @@ class BatchAdapter:
             self._warn_of_ignored(left_out)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
+            lacks = "a tensor, not a loss" if torch.is_tensor(outputs) else f"no loss in its {type(outputs).__name__}"
             raise ValueError(
-                f"loss_func is None and {self._name} returned no loss in its {type(outputs).__name__}. "
-                "Pass a loss_func, or feed the model labels so that it returns a loss."
+                f"loss_func is None and {self._name} returned {lacks}. Pass a loss_func, such as "
+                "torch.nn.CrossEntropyLoss(), or feed the model labels if it returns a loss then."
             )
         return loss
 

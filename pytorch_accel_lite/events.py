@@ -298,14 +298,14 @@ class CallbackHandler:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Append a callback, given as an instance or as a class."""
-        instance = callback() if isinstance(callback, type) else callback
+        from pytorch_accel_lite.checks.callback_methods import check_callback, instance_of
+
+        instance = instance_of(callback)
         if not isinstance(instance, TrainerCallback):
             raise TypeError(
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
-        from pytorch_accel_lite.checks.callback_methods import check_callback
-
         check_callback(instance, TrainerCallback, EVENTS)
         self.callbacks.append(instance)
         self.listeners.clear()

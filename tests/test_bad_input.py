@@ -198,6 +198,11 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "collate_fn=3 must be callable|collate_fn=3 must be a function",
     ),
+    "the evaluation dataset in place of the number of epochs": (
+        {"num_epochs": make_data()},
+        TypeError,
+        r"num_epochs is a TensorDataset\. .*train\(train_dataset, num_epochs, eval_dataset\)",
+    ),
     "a batch without targets": (
         {"train_dataset": TensorDataset(make_data().tensors[0])},
         ValueError,
@@ -349,7 +354,9 @@ def test_training_a_frozen_model_is_refused():
 
 
 def test_a_model_that_returns_no_loss_needs_a_loss_func():
-    with pytest.raises(ValueError, match=r"loss_func is None and Sequential returned no loss.*Pass a loss_func"):
+    with pytest.raises(
+        ValueError, match=r"loss_func is None and Sequential returned a tensor, not a loss\. Pass a loss_"
+    ):
         train(make_trainer(loss_func=None))
 
 

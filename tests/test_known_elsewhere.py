@@ -14,10 +14,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
+    MetricsCallback,
     ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
@@ -211,8 +213,14 @@ DATA: dict[str, tuple[Any, str]] = {
     "a class": (Samples, "must be an instance, not a class: Samples(...)."),
     "a tensor": (INPUTS, "a Tensor without targets for loss_func. Pass torch.utils.data.TensorDataset(inputs,"),
     "an array": (np.ones((6, 4)), "a ndarray without targets for loss_func."),
-    "a tuple of tensors": ((INPUTS, TARGETS), "a tuple without targets for loss_func."),
-    "a list of tensors": ([INPUTS, INPUTS], "a list without targets for loss_func."),
+    "a tuple of tensors": (
+        (INPUTS, TARGETS),
+        "a tuple of tensors, each taken for a sample without targets for loss_func.",
+    ),
+    "a list of tensors": (
+        [INPUTS, INPUTS],
+        "a list of tensors, each taken for a sample without targets for loss_func.",
+    ),
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
     "a file's name": ("train.csv", "='train.csv' is not a dataset: read its content"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
@@ -301,3 +309,16 @@ def test_a_create_scheduler_of_ones_own_may_give_the_class_what_it_needs():
     trainer = make_trainer(trainer_class=Own)
     train(trainer, create_scheduler_fn=StepLR)
     assert trainer.scheduler.step_size == 2
+
+
+def test_a_class_in_place_of_a_callback_that_needs_arguments():
+    assert message(TypeError, lambda: make_trainer(callbacks=[MetricsCallback])) == (
+        "callbacks: MetricsCallback is a class, which needs arguments. Pass an instance: MetricsCallback(metrics)."
+    )
+
+
+def test_of_targets_that_are_missing_only_that_is_said():
+    only_inputs = TensorDataset(INPUTS)
+    text = message(ValueError, lambda: make_trainer(callbacks=[]).train(only_inputs, 1))
+    assert "holds no targets for loss_func" in text
+    assert "What to do" not in text

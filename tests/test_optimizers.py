@@ -252,9 +252,9 @@ def test_the_bar_the_table_and_the_report_show_the_rate_of_each(capsys, tmp_path
 
 
 def test_rates_are_left_out_of_a_bar_before_losses():
-    numbers = {"loss": "1.2", "lr_matrix": "0.05", "lr_rest": "0.02", "left": "00:10"}
-    assert list(_fitting(numbers, 24)) == ["loss", "left"]
-    assert list(_fitting(numbers, 40)) == ["loss", "lr_matrix", "left"]
+    numbers = {"loss": "1.2", "lr_matrix": "0.05", "lr_rest": "0.02", "run left": "00:10"}
+    assert list(_fitting(numbers, 28)) == ["loss", "run left"]
+    assert list(_fitting(numbers, 44)) == ["loss", "lr_matrix", "run left"]
 
 
 # ------------------------------------------------------------------------------------------- schedulers

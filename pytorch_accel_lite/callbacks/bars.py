@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.notebook import Page
 
 #: The order in which numbers are fitted into a narrow terminal.
-_PRIORITY = ("loss", "left", "samples/s", "eval_loss")  # and then learning rates
+_PRIORITY = ("loss", "run left", "samples/s", "eval_loss")  # and then learning rates
 _LEAST_CELLS = 6
 _MARGIN = 3  # columns for the ^C that a terminal echoes
 

@@ -153,7 +153,7 @@ class ProgressBarCallback(TrainerCallback):
         if config is not None and config.max_num_train_steps is not None and made:
             # Includes the evaluations and saving done so far.
             left = (now - self._run_start) / made * (config.max_num_train_steps - progress.update)
-            parts["left"] = tqdm.format_interval(left)
+            parts["run left"] = tqdm.format_interval(left)
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
         if evaluated:
             parts["eval_loss"] = f"{float(evaluated[-1]):.4g}"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.history import RunHistory
 from pytorch_accel_lite.optimizers import is_made, parts_of
@@ -42,7 +42,7 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
         check_positive_int("sanity_eval_batches", request.sanity_eval_batches)
     for name in ("num_epochs", "max_num_train_steps"):
         if getattr(request, name) is not None:
-            check_positive_int(name, getattr(request, name))
+            _check_length(name, getattr(request, name))
     for name in ("gradient_clip_value", "gradient_clip_norm"):
         if getattr(request, name) is not None:
             check_positive_number(name, getattr(request, name))
@@ -54,6 +54,13 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
             f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
             "Leave it at 1 there and pass gradient_accumulation_steps to train() instead."
         )
+
+
+def _check_length(name: str, value: Any) -> None:
+    if isinstance(value, (Dataset, torch.Tensor)):
+        order = "The order of the arguments is train(train_dataset, num_epochs, eval_dataset)."
+        raise TypeError(f"{name} is a {type(value).__name__}. {order}")
+    check_positive_int(name, value)
 
 
 def by_name(name: str, given: Any) -> list[tuple[str, Any]]:
@@ -204,8 +211,9 @@ def _check_dataset(name: str, dataset: Any, builds_loader: bool, needs_targets: 
     if not builds_loader:
         _refuse_class(name, dataset, "...")
         if needs_targets and _has_only_inputs(dataset):
+            each = " of tensors, each taken for a sample" if isinstance(dataset, (list, tuple)) else ""
             raise TypeError(
-                f"{name} is a {type(dataset).__name__} without targets for loss_func. Pass "
+                f"{name} is a {type(dataset).__name__}{each} without targets for loss_func. Pass "
                 "torch.utils.data.TensorDataset(inputs, targets), or override calculate_train_batch_loss and "
                 "calculate_eval_batch_loss for data without targets."
             )

@@ -6,9 +6,30 @@ import dis
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pytorch_accel_lite.utils import did_you_mean, is_ours
+
+
+def instance_of(callback: Any) -> Any:
+    """Return a callback that was given as an instance or as a class.
+
+    :raises TypeError: if it is a class that cannot be called without arguments
+    """
+    if not isinstance(callback, type):
+        return callback
+    with suppress(ValueError):  # not written in Python
+        parameters = inspect.signature(callback).parameters.values()
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if needed:
+            raise TypeError(
+                f"callbacks: {callback.__name__} is a class, which needs arguments. Pass an instance: "
+                f"{callback.__name__}({', '.join(needed)})."
+            )
+    return callback()
 
 
 def check_callback(callback: Any, base: type, events: Iterable[str]) -> None:

@@ -243,7 +243,7 @@ def _of_what_the_loss_takes(case: Case) -> str | None:
             f"function takes a tensor. Drop {', '.join(map(repr, others))} from the dataset, or "
             "override calculate_train_batch_loss and calculate_eval_batch_loss."
         )
-    if not isinstance(case.targets, torch.Tensor):
+    if case.targets is not None and not isinstance(case.targets, torch.Tensor):  # None: the error itself says so
         return (
             f"the targets are a {type(case.targets).__name__}, but the loss function takes a tensor. Let the dataset "
             "return numbers or tensors as targets, or pass a collate_fn that turns them into a tensor."
