@@ -83,16 +83,21 @@ def on_processes(rounds: int, quick: bool) -> dict[str, list[float]]:
     samples, width = (500, 10) if quick else (20_000, 1000)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, width)).eval()
     data = TensorDataset(torch.randn(samples, 64), torch.randint(width, (samples,)))
+    few = TensorDataset(*data[:64])
     loss_func = nn.CrossEntropyLoss()
     trainer = Trainer(model, loss_func, None, callbacks=())
     ranks = trainer.ranks
     share = [tensor[ranks.rank :: ranks.world_size] for tensor in data.tensors]
     batches = list(zip(*(tensor.split(32) for tensor in share), strict=True))
+    own_rows = torch.arange(samples)[ranks.rank :: ranks.world_size]
 
-    def evaluate() -> None:
+    def evaluate(batches: Iterable[Any] = batches) -> None:
         with torch.no_grad():
             total = sum(loss_func(model(x), y).item() * len(y) for x, y in batches)
         ranks.sum([total, len(share[0])])
+
+    def evaluate_rows() -> None:
+        evaluate([tensor[rows] for tensor in data.tensors] for rows in own_rows.split(32))
 
     def predict() -> Any:
         with torch.no_grad():
@@ -106,7 +111,9 @@ def on_processes(rounds: int, quick: bool) -> dict[str, list[float]]:
     ways: dict[str, Callable[[], Any]] = {
         "evaluating by hand": evaluate,
         "evaluating by hand again (control)": evaluate,
+        "evaluating by hand, picking rows": evaluate_rows,
         "evaluating": lambda: trainer.evaluate(data, 32),
+        "evaluating only 64 samples": lambda: trainer.evaluate(few, 32),
         "predicting by hand": predict,
         "predicting": lambda: trainer.predict(data, 32),
         "predicting, `only_first=True`": lambda: trainer.predict(data, 32, only_first=True),
@@ -162,7 +169,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, alone in one.items():
         cells = [
-            f"{1e3 * before:.0f} ms | {1e3 * after:.0f} ms | {after / before:.2f}"
+            f"{1e3 * before:.3g} ms | {1e3 * after:.3g} ms | {after / before:.2f}"
             for before, after in zip(alone, two[name], strict=True)
         ]
         print(f"| {name} | {' | '.join(cells)} |")
