@@ -149,7 +149,7 @@ class InMemoryRunHistory(RunHistory):
         name = f"{self.metric_name_prefix}{metric_name}"
         warn_of_metric_name(name)
         if self._is_apart:
-            self._apart.setdefault(name, set()).add(len(self.get_metric_values(name)))
+            self._apart.setdefault(name, set()).add(len(self._metrics.get(name, ())))
         self._metrics.setdefault(name, []).append(metric_value)
         self._epochs.setdefault(name, []).append(self.current_epoch)
 

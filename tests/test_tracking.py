@@ -16,7 +16,7 @@ from torchmetrics import MeanAbsoluteError
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, MetricsCallback
 from tests.launching import run_code
-from tests.tasks import make_data, make_trainer, train
+from tests.tasks import listener, make_data, make_trainer, train
 
 
 def filled() -> InMemoryRunHistory:
@@ -575,6 +575,27 @@ def test_what_is_evaluated_after_a_run_is_none_of_its_values(is_reloaded):
     assert [row["error"] for row in history.rows()] == [first, last]
     assert history.rows(2)[0]["evaluation_loss"] == found[0]["evaluation_loss"]
     assert history.current_epoch == 3
+
+
+def test_an_evaluation_within_one_after_a_run_is_recorded_under_its_last_epoch_too():
+    x = torch.ones(4, 1)
+    data = TensorDataset(x, x)
+    inner = []
+
+    def evaluate_again(trainer, **_):
+        if not inner:
+            inner.append(None)
+            trainer.evaluate(data)
+
+    model = nn.Linear(1, 1)
+    again = listener(on_evaluation_run_end=evaluate_again)
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), [again])
+    trainer.train(data, 3)
+    trainer.evaluate(data)
+    epochs, losses = trainer.run_history.curves(["evaluation_loss"])["evaluation_loss"]
+    assert epochs == [3, 3]
+    assert losses[0] == losses[1]
+    assert trainer.run_history.current_epoch == 4
 
 
 def test_a_history_of_evaluations_alone_has_curves_and_rows():
