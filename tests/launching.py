@@ -73,9 +73,11 @@ def _await_all_ranks(begun: Any) -> None:
 
     :param begun: the last attempt that each rank has begun, in memory that the ranks share
     """
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+    attempt, launcher = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1, os.getppid()
     begun[int(os.environ["LOCAL_RANK"])] = attempt
     while min(begun) < attempt:
+        if os.getppid() != launcher:  # it was killed meanwhile
+            os._exit(1)
         time.sleep(0.001)
 
 
