@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import weakref
 from functools import partial
@@ -264,6 +265,23 @@ def test_a_step_that_cannot_be_compiled_as_one_says_why_once(settings, reason):
         found = train(**settings)
     assert len(ours(said)) == 1
     assert same_run(found, train(**settings | {"compile_step": False}))
+
+
+@pytest.mark.slow
+def test_code_compiled_in_parts_is_forgotten_with_its_trainer():
+    backend = Counts()
+    models, compiled = [], []
+    with torch._dynamo.config.patch(cache_size_limit=2):  # of one function, and the function is shared
+        for width in range(3, 8):
+            model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
+            models.append(weakref.ref(model))
+            with pytest.warns(UserWarning, match="compiled in parts"):
+                train({"backend": backend}, Reads, model)
+            compiled.append(len(backend.graphs))
+    del model
+    gc.collect()
+    assert [model() for model in models] == [None] * 5
+    assert len({after - before for before, after in itertools.pairwise(compiled)}) == 1  # none met the limit
 
 
 @pytest.mark.slow

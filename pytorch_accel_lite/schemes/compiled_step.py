@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._dynamo import exc
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,6 +89,7 @@ class CompiledStep:
         self._options = options
         self._usual = trainer.calculate_train_batch_loss
         self._compiled: Callable[[Any], BatchOutput] | None = None
+        self._parts: _Parts | None = None
         self._run: Run | None = None  # whose steps have begun
         self._runs_compiled = True
         self._has_warned = False
@@ -122,7 +125,11 @@ class CompiledStep:
     def _call(self, batch: Any) -> BatchOutput:
         assert self._compiled is not None
         self._logged.clear()
-        output = self._compiled(batch)
+        if self._parts is None:
+            output = self._compiled(batch)
+        else:
+            with self._parts:
+                output = self._compiled(batch)
         for name, value, weight in self._logged:
             self._log(name, _copied(value) if self._replays else value, weight)
         return output
@@ -163,7 +170,9 @@ class CompiledStep:
         scope = {"__builtins__": builtins}
         own = FunctionType(compute.__code__.replace(), scope, "compute", None, compute.__closure__)
         weakref.finalize(own, reset_code, own.__code__).atexit = False
-        self._compiled = torch.compile(own, **({"fullgraph": fullgraph} | self._options))
+        options = {"fullgraph": fullgraph} | self._options
+        self._compiled = torch.compile(own, **options)
+        self._parts = None if options["fullgraph"] else _Parts(own)
 
     def _compute_otherwise(self, batch: Any, error: Exception) -> BatchOutput:
         """Compute a batch for which compilation failed: in several graphs if it cannot be one, or else as usual.
@@ -210,6 +219,41 @@ class CompiledStep:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+class _Parts:
+    """Notes which code torch compiles within blocks, and lets go of what it compiled, when a function is freed.
+
+    What is compiled in parts is the user's own code, which stays, and with it the models that it was compiled for; and
+    torch counts their versions for all trainers together.
+
+    :param function: what calls the code
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self._is_open = is_open = [False]
+        codes: set[CodeType] = set()
+
+        gc.collect()  # trainers are cycles; those that are gone still count, with all that was compiled for them
+
+        def note(code: CodeType, compiled: CodeType) -> None:
+            if is_open[0]:
+                codes.add(code)
+
+        handle = register_bytecode_hook(note)
+
+        def free() -> None:
+            handle.remove()
+            for code in codes:
+                reset_code(code)
+
+        weakref.finalize(function, free).atexit = False
+
+    def __enter__(self) -> None:
+        self._is_open[0] = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open[0] = False
 
 
 class _Adapter:
