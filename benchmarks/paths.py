@@ -1,9 +1,9 @@
 """The overhead of a step for common set-ups: python -m benchmarks.paths [--rounds 15] [--only seed].
 
-The trainer and a hand-written loop that does the same take turns every 20 steps, in one process. Results are the lower
-quartiles of the CPU times of these blocks, in microseconds per step: other programs on the machine can only slow a
-block down, so the quicker ones show best what the code costs. The control compares the hand-written loop with itself,
-and shows how reliable the other figures are.
+The trainer and a hand-written loop that does the same take turns every 20 steps, in one process. Each turn of the trainer
+is compared with that of the loop before it, as the speed of a machine varies. Results are the medians of these
+differences of the CPU times, in microseconds per step, with what a repetition may differ by (the notches of box plots,
+McGill et al. 1978). The control compares the hand-written loop with itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class SetUp:
     """What the trainer and the hand-written loop do, besides training.
 
     :param reads: ``"list"`` of batches, ``"getitem"`` or ``"getitems"`` for the method of a dataset, or ``"tensors"``
-    :param states: save training states, every this many updates; 0 to save them only between epochs, ``None`` for never
+    :param states: save training states, every this many updates; 0 to save them only between epochs, which is not
+        measured, ``None`` for never
     :param column: the callbacks of the trainer, and with ``"everything on"`` also of the hand-written loop
     """
 
@@ -57,6 +58,11 @@ class SetUp:
     has_metrics: bool = False
     column: str = COLUMNS[0]
     steps_in_turn: int = 20
+
+    @property
+    def clock(self) -> Clock:
+        """Tells the CPU time: that of all threads where some of them hash and write states."""
+        return time.process_time if self.states else time.thread_time
 
     def in_column(self, column: str) -> SetUp:
         if column != COLUMNS[-1]:
@@ -77,28 +83,40 @@ class SetUp:
         return found
 
 
-PATHS = {
-    "list of batches": SetUp("list"),
-    "DataLoader, `__getitem__`": SetUp("getitem"),
-    "DataLoader, `__getitem__`, seed": SetUp("getitem", seed=1),
-    "DataLoader, `__getitem__`, 2 workers": SetUp("getitem", workers=2),
-    "DataLoader, `__getitem__`, 2 workers, seed": SetUp("getitem", workers=2, seed=1),
-    "DataLoader, `__getitems__`": SetUp("getitems"),
-    "DataLoader, `__getitems__`, seed": SetUp("getitems", seed=1),
-    "DataLoader, `__getitems__`, seed and states": SetUp("getitems", seed=1, states=0),
-    "TensorDataset": SetUp("tensors"),
-    "TensorDataset, seed": SetUp("tensors", seed=1),
-    "TensorDataset, seed and states": SetUp("tensors", seed=1, states=0),
-}
+def _on_every_path() -> Iterator[tuple[str, SetUp]]:
+    yield "list of batches", SetUp("list")
+    yield "list of batches, seed", SetUp("list", seed=1)
+    for name, reads in (
+        ("DataLoader, `__getitem__`", "getitem"),
+        ("DataLoader, `__getitems__`", "getitems"),
+        ("TensorDataset", "tensors"),
+    ):
+        setup = SetUp(reads)
+        seeded = replace(setup, seed=1)
+        yield name, setup
+        yield f"{name}, seed", seeded
+        yield f"{name}, seed and states", replace(seeded, states=0)
+        yield f"{name}, seed, states every 100 updates", replace(seeded, states=100, steps_in_turn=100)
+        yield f"{name}, 2 workers", replace(setup, workers=2)
+        yield f"{name}, 2 workers, seed", replace(seeded, workers=2)
+
+
+def _doing_more() -> Iterator[tuple[str, SetUp]]:
+    for name, setup in (
+        ("list, accumulation of 4", SetUp("list", accumulation=4)),
+        ("list, clipping", SetUp("list", clips=True)),
+        ("list, schedule", SetUp("list", follows_schedule=True)),
+        ("list, EMA", SetUp("list", averages=True)),
+        ("list, metrics", SetUp("list", has_metrics=True)),
+        ("list, states every 100 updates", SetUp("list", states=100, steps_in_turn=100)),
+    ):
+        yield name, setup
+        yield f"{name}, seed", replace(setup, seed=1)
+
+
+PATHS = dict(_on_every_path())
 #: What does more in a step, where a column with everything on would repeat that of the list.
-DOING_MORE = {
-    "list, accumulation of 4": SetUp("list", accumulation=4),
-    "list, clipping": SetUp("list", clips=True),
-    "list, schedule": SetUp("list", follows_schedule=True),
-    "list, EMA": SetUp("list", averages=True),
-    "list, metrics": SetUp("list", has_metrics=True),
-    "list, states every 100 updates": SetUp("list", states=100, steps_in_turn=100),
-}
+DOING_MORE = dict(_doing_more())
 
 
 class Reads(Dataset[Any]):
@@ -254,8 +272,8 @@ def compare(task: Task, setup: SetUp, folder: Path, more: Iterable[Any] = ()) ->
     model = task.make_model()
     found = [*setup.callbacks(folder), *more]
     trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), found, seed=setup.seed)
-    trainer.is_list = setup.reads == "list"
-    trainer.take_turns(by_hand(task, setup, folder), setup.steps_in_turn)
+    trainer.is_list, trainer.clock = setup.reads == "list", setup.clock
+    trainer.take_turns(by_hand(task, setup, folder, clock=setup.clock), setup.steps_in_turn)
     how: dict[str, Any] = {"gradient_accumulation_steps": setup.accumulation}
     if setup.clips:
         how["gradient_clip_norm"] = 10.0
@@ -287,21 +305,23 @@ def set_ups(task: Task, folder: Path, quick: bool) -> dict[tuple[str, str], Call
     return found
 
 
+def summarise(blocks: Blocks, steps: int) -> tuple[float, float, float]:
+    """Return microseconds per step: of the loop, the median of what the other adds to it, and how sure that is."""
+    by_hand, own = ([1e6 * seconds / steps for seconds in times] for times in blocks)
+    first, median, third = statistics.quantiles((b - a for a, b in zip(by_hand, own, strict=True)), n=4)
+    return statistics.median(by_hand), median, 1.57 * (third - first) / len(own) ** 0.5
+
+
 def rows(found: dict[tuple[str, str], Blocks]) -> Iterator[str]:
     """Yield the rows of the table: the time of the hand-written loop, and what others add to it in each column."""
     steps = {name: setup.steps_in_turn for name, setup in (PATHS | DOING_MORE).items()}
     for name in dict.fromkeys(name for name, _ in found):
-        cells = []
-        by_hand = None
-        for column in COLUMNS:
-            if (name, column) not in found:
-                cells.append("")
-                continue
-            in_turn = steps.get(name, SetUp("list").steps_in_turn)
-            hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / in_turn for times in found[name, column])
-            by_hand = hand if by_hand is None else by_hand
-            cells.append(f"{own - hand:+.1f} ({own / hand:.2f})")
-        yield f"| {name} | {by_hand:.0f} | {' | '.join(cells)} |"
+        in_turn = steps.get(name, SetUp("list").steps_in_turn)
+        cells = {column: summarise(found[name, column], in_turn) for column in COLUMNS if (name, column) in found}
+        texts = [
+            f"{added:+.0f} ± {unsure:.0f} ({1 + added / hand:.2f})" for hand, added, unsure in cells.values()
+        ] + [""] * (len(COLUMNS) - len(cells))
+        yield f"| {name} | {next(iter(cells.values()))[0]:.0f} | {' | '.join(texts)} |"
 
 
 def main() -> None:
