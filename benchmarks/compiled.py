@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 
+from benchmarks.report import footnote
 from benchmarks.tasks import Task, make_task, text_task
 from pytorch_accel_lite import Trainer, get_default_callbacks
 from pytorch_accel_lite.data import OwnShard
@@ -171,7 +172,7 @@ def main() -> None:
                 measurement = Measurement(task, 1 if arguments.quick else STEPS[workload], arguments.seconds)
                 run(task, measurement)
                 print(measurement.row(name), flush=True)
-        print()
+        print(footnote(f"{arguments.seconds:g} seconds for each row, one thread") + "\n")
 
 
 if __name__ == "__main__":

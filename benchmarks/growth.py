@@ -32,6 +32,7 @@ from torch.utils.data import Dataset, TensorDataset
 from benchmarks.order import LARGEST_BY_HAND, by_hand, by_trainer, first_after, measured
 from benchmarks.paths import SetUp, TakesTurns, compare
 from benchmarks.paths import by_hand as steps_by_hand
+from benchmarks.report import footnote, in_rounds
 from benchmarks.tasks import Task, make_task
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
 
@@ -87,12 +88,13 @@ def in_temporary_folder() -> Iterator[None]:
             os.chdir(before)
 
 
-def print_table(columns: Iterable[str], rows: Iterable[Row]) -> None:
+def print_table(columns: Iterable[str], rows: Iterable[Row], *details: str) -> None:
+    """Print a table, and below it how it was measured, and on what machine."""
     columns = list(columns)
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |", flush=True)
-    print()
+    print(footnote(*details) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------- callbacks
@@ -117,7 +119,11 @@ def of_callbacks(asked: argparse.Namespace) -> None:
         for count in (0, *powers(1, 64, 4)):
             yield count, f"{added(Listening, count):+.1f}", f"{added(Deaf, count):+.1f}"
 
-    print_table(["callbacks", "that listen to two events of a step, microseconds", "that listen to none"], rows())
+    print_table(
+        ["callbacks", "that listen to two events of a step, microseconds", "that listen to none"],
+        rows(),
+        in_rounds(asked.rounds),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- steps

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.report import machine
+from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 
@@ -146,13 +146,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print(f"{torch.get_num_threads()} threads, {machine()['cpu']}, torch {torch.__version__}")
     for parent in arguments.folders:
-        print(f"\n| in `{parent}` | by hand | ours | ratio | of CPU time | control | memory by hand | ours |")
+        print(f"| in `{parent}` | by hand | ours | ratio | of CPU time | control | memory by hand | ours |")
         print("|---|---|---|---|---|---|---|---|")
         with tempfile.TemporaryDirectory(dir=parent) as folder:
             for row in compare(Saver(arguments.millions, Path(folder)), arguments.rounds):
                 print(row, flush=True)
+        size = f"{arguments.millions:g} million parameters and their momentum"
+        print(footnote(in_rounds(arguments.rounds), size, f"Threads: {torch.get_num_threads()}") + "\n")
 
 
 if __name__ == "__main__":
