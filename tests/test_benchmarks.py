@@ -174,6 +174,8 @@ def test_compiled_steps_are_measured_against_the_loop_by_hand():
     ((name, *figures),) = printed_rows(done.stdout)
     assert name == "by hand again (control)"
     assert all(float(figure.replace(",", "")) > 0 for figure in figures[:3])
+    assert figures[-1] == "3"  # turns, the fewest of which there are quartiles
+    assert done.stdout.startswith("### The MLP, SGD\n")
 
 
 def test_a_contender_takes_turns_with_the_loop_by_hand():
