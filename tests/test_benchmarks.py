@@ -128,12 +128,16 @@ def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
 
 
 def test_cost_is_measured_as_it_grows():
-    options = ["--only", "steps", "epochs", "samples", "--steps", "100", "--epochs", "100", "--samples", "1000"]
-    done = run_module("benchmarks.growth", *options)
+    tables = ["--only", "steps", "epochs", "samples", "processes", "--rounds", "1"]
+    sizes = ["--steps", "100", "--epochs", "100", "--samples", "1000", "--processes", "1"]
+    done = run_module("benchmarks.growth", *tables, *sizes)
     assert done.returncode == 0, done.stdout
-    rows = {name: cells for name, *cells in printed_rows(done.stdout)}
-    assert rows.keys() >= {"100", "no callbacks", "all of these", "1,000"}
-    assert float(rows["all of these"][0]) > 0
+    *others, control, trainer = printed_rows(done.stdout)
+    rows = {name: cells for name, *cells in others}
+    assert rows.keys() >= {"1", "100", "no callbacks", "all of these", "`SaveTrainingStateCallback`", "1,000"}
+    assert len(rows["all of these"]) == 3  # after 1, 10 and 100 epochs
+    assert all(float(figure) > 0 for figure in rows["all of these"])
+    assert [control[:2], trainer[:2]] == [["1", "by hand again (control)"], ["1", "trainer"]]
 
 
 def test_workers_are_measured_against_the_standard_loader():
