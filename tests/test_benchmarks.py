@@ -122,7 +122,7 @@ def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
     done = run_module("benchmarks.saving", "--rounds", "1", "--millions", "1", "--folders", str(tmp_path))
     assert done.returncode == 0, done.stdout
     rows = printed_rows(done.stdout)
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert all(float(own.split()[0]) >= 0 and float(ratio) > 0 for _, _, own, ratio, *_ in rows)
     assert not list(tmp_path.iterdir())
 
