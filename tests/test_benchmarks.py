@@ -16,7 +16,7 @@ from benchmarks import comparison, scale, startup, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
-from tests.launching import CAN_SHARD, WarmPython, forget, launch, run_forked, run_module
+from tests.launching import CAN_SHARD, TORCHRUN, WarmPython, forget, launch, run_forked, run_module
 
 pytestmark = pytest.mark.programs
 
@@ -105,6 +105,15 @@ def test_every_way_to_feed_processes_is_measured_against_the_loop_by_hand():
     rows = printed_rows(done.stdout)
     assert len(rows) == 10
     assert all(float(ratio) > 0 for _, _, *ratios in rows for ratio in ratios)
+
+
+def test_every_way_to_agree_is_measured_against_the_loop_that_exchanges_nothing():
+    done = launch([*TORCHRUN, "2", "-m", "benchmarks.collectives", "--quick"], warm=True)
+    assert done.returncode == 0, done.stderr
+    rows = {name: cells for name, *cells in printed_rows(done.stdout)}
+    assert len(rows) == 10
+    assert rows["none"][1:] == ["1.00", "1.00"]
+    assert all(float(figure) > 0 for figures in rows.values() for figure in figures)
 
 
 def test_every_path_is_measured_against_the_loop_on_the_same_data():
