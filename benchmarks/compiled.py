@@ -1,8 +1,9 @@
 """What compiling the step brings: python -m benchmarks.compiled [--workloads loop convnet] [--seconds 20].
 
 Each way of training takes turns with the hand-written, uncompiled loop over the same batches, in one process with one
-thread. The figures are the lower quartiles of the CPU times of blocks of steps, as in ``benchmarks.paths``. The time to
-start is the wall time of the first two steps over that of the hand-written loop: compilation, without torch's caches.
+thread. The figures are the lower quartiles of the CPU times of its turns, in microseconds per step, as in
+``benchmarks.paths``; the last column tells how many turns there were. The time to start is the wall time of the first
+two steps over that of the hand-written loop: compilation, without torch's caches.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 
+from benchmarks.report import footnote
 from benchmarks.tasks import Task, make_task, text_task
 from pytorch_accel_lite import Trainer, get_default_callbacks
 from pytorch_accel_lite.data import OwnShard
 
 STEPS = {"loop": 50, "convnet": 10, "transformer": 1, "blocks": 1}  # in a turn
-TITLES = {
+TITLES = {  # not those of benchmarks.__main__: the transformer is a smaller one, which is compiled sooner
     "loop": "The MLP, SGD",
     "convnet": "The convolutional network, SGD",
     "transformer": "A transformer of one block, AdamW",
@@ -74,7 +76,7 @@ class Measurement:
 
     def row(self, name: str) -> str:
         hand, own = (1e6 * statistics.quantiles(times, n=4)[0] / self._steps for times in (self.by_hand, self.own))
-        return f"| {name} | {hand:,.0f} | {own:,.0f} | {own / hand:.2f} | {self.start:.1f} |"
+        return f"| {name} | {hand:,.0f} | {own:,.0f} | {own / hand:.2f} | {self.start:.1f} | {len(self.own)} |"
 
 
 def make(task: Task, fused: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -143,6 +145,7 @@ def ways() -> dict[str, Callable[[Task, Measurement], None]]:
         "by hand, fused optimizer": by_hand(fused=True),
         "by hand, forward pass and loss compiled": by_hand(compiled=True),
         "the same, and the optimizer's step": by_hand(compiled=True, compiled_update=True),
+        "by hand, compiled, fused optimizer": by_hand(compiled=True, fused=True),
         "trainer": ours(),
         "trainer, `compile_step=True`": ours(compile_step=True),
         "trainer, `compile_step=True`, fused optimizer": ours(compile_step=True, fused=True),
@@ -163,15 +166,17 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="torch")
     for workload in arguments.workloads:
         task = text_task(8, steps=4, depth=12) if workload == "blocks" else make_task(workload, quick=True)
+        steps = 1 if arguments.quick else STEPS[workload]
         print(f"### {TITLES[workload]}\n")
-        print("| | by hand, µs | this, µs | ratio | to start, s |\n|---|---|---|---|---|", flush=True)
+        print("| | by hand, µs | this, µs | ratio | to start, s | turns |\n|---|---|---|---|---|---|", flush=True)
         for name, run in ways().items():
             if arguments.only in name:
                 torch.compiler.reset()
-                measurement = Measurement(task, 1 if arguments.quick else STEPS[workload], arguments.seconds)
+                measurement = Measurement(task, steps, arguments.seconds)
                 run(task, measurement)
                 print(measurement.row(name), flush=True)
-        print()
+        turn = f"turns of {steps} step{'s' * (steps > 1)}"
+        print(footnote(f"{arguments.seconds:g} seconds for each row in {turn}, one thread") + "\n")
 
 
 if __name__ == "__main__":

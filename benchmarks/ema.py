@@ -11,7 +11,7 @@ import torch
 from timm import create_model
 from timm.utils import ModelEmaV2, ModelEmaV3
 
-from benchmarks.report import interleave, table
+from benchmarks.report import footnote, in_rounds, interleave, table
 from pytorch_accel_lite.ema import ModelEma
 
 
@@ -39,7 +39,9 @@ def main() -> None:
     }
     averages = {name: kind(model, decay=0.99) for name, kind in kinds.items()}
     measures = {name: partial(measure, partial(average.update, model)) for name, average in averages.items()}
-    print(table(interleave(measures, parser.parse_args().rounds), "ours"))
+    rounds = parser.parse_args().rounds
+    print(table(interleave(measures, rounds), "ours"))
+    print(footnote(in_rounds(rounds)))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.paths import PATHS, Blocks, SetUp, TakesTurns, data_of, taking_turns
+from benchmarks.report import footnote, in_rounds
 from benchmarks.tasks import Task, make_task
 from pytorch_accel_lite import Trainer, get_default_callbacks
 
@@ -173,6 +174,7 @@ def main() -> None:
             for before, after in zip(alone, two[name], strict=True)
         ]
         print(f"| {name} | {' | '.join(cells)} |")
+    print(footnote(in_rounds(arguments.rounds)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ part a second time as the control, whose ratio shows how reliable the others are
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data import shard
 from pytorch_accel_lite.distributed import Ranks
@@ -108,13 +108,12 @@ def main() -> None:
             "pytorch_accel_lite": lambda: train_with_trainer(data),
         },
     }
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread, CPU time, {rounds} rounds\n")
     for title, contenders in tables.items():
         print(f"| {title} | ratio | microseconds a sample |\n|---|---|---|")
         count = 6000 if "one by one" in title else SAMPLES
         for name, (seconds, ratio) in measure(contenders, rounds).items():
             print(f"| {name} | {ratio:.2f} | {seconds / count * 1e6:.2f} |")
-        print()
+        print(footnote(in_rounds(rounds), "CPU time, one thread") + "\n")
 
 
 if __name__ == "__main__":

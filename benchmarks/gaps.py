@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import footnote, in_rounds
 from benchmarks.tasks import Task, make_task
 
 PARTS = [
@@ -107,6 +108,7 @@ def main() -> None:
         print(f"| {part} | {hand:.1f} | {own:.1f} |")
     hand, own = map(sum, medians.values())
     print(f"| a step | {hand:.1f} | {own:.1f} ({own / hand:.3f}) |")
+    print(footnote(in_rounds(arguments.rounds), f"One thread, medians of {len(batches) - 10} steps of each round"))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.growth [--only epochs samples] [--steps 100000] [--epochs 1000] [--rounds 1]
 
-What is timed is the CPU time of this process, which other programs disturb least. Steps and epochs are timed in blocks,
-of which the lower quartile counts. Memory is that by which the process grows.
+What is timed is the CPU time of this process, which other programs disturb least; several processes wait for one
+another, so their wall time is. Steps and epochs are timed in blocks, of which the lower quartile counts. Memory is that
+by which the process grows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,13 +32,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.order import LARGEST_BY_HAND, by_hand, by_trainer, first_after, measured
-from benchmarks.paths import SetUp, TakesTurns, compare
+from benchmarks.paths import Blocks, SetUp, TakesTurns, compare, taking_turns
 from benchmarks.paths import by_hand as steps_by_hand
+from benchmarks.report import footnote, in_rounds
 from benchmarks.tasks import Task, make_task
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
 
 STEPS_IN_BLOCK = SetUp.steps_in_turn
+STEPS_OF_RANKS = 400  # in a round; with 8 processes, each takes as long as 100 of one
+PATIENCE = 10**9  # epochs that EarlyStoppingCallback waits: it never stops
 Row = Sequence[object]
+Turns = dict[str, tuple[float, float]]  # by name: microseconds of a step by hand, and of the other
 
 
 class Listening(TrainerCallback):
@@ -66,9 +72,32 @@ class Clock(TrainerCallback):
         self.times.append(time.thread_time())
 
 
+class StepClock(TrainerCallback):
+    """Notes the CPU time after the first steps and after each block of steps, and memory after some steps."""
+
+    def __init__(self, weighed: Iterable[int]) -> None:
+        self.times: dict[int, float] = {}
+        self.memory = dict.fromkeys(weighed, 0.0)
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self.times[0] = time.thread_time()
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        step = trainer.progress.step
+        if step < STEPS_IN_BLOCK or step % STEPS_IN_BLOCK == 0:
+            self.times[step] = time.thread_time()
+        if step in self.memory:
+            self.memory[step] = resident()
+
+    def quartile(self, first: int, last: int) -> float:
+        """Return the lower quartile of the microseconds of a step, from one number of steps to another."""
+        points = [step for step in self.times if first <= step <= last]
+        return quartile([(self.times[b] - self.times[a]) / (b - a) for a, b in itertools.pairwise(points)])
+
+
 def quartile(seconds: Sequence[float]) -> float:
     """Return the lower quartile, in microseconds."""
-    return 1e6 * statistics.quantiles(seconds, n=4)[0]
+    return 1e6 * (statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0])
 
 
 def powers(first: int, last: int, factor: int = 10) -> list[int]:
@@ -87,12 +116,13 @@ def in_temporary_folder() -> Iterator[None]:
             os.chdir(before)
 
 
-def print_table(columns: Iterable[str], rows: Iterable[Row]) -> None:
+def print_table(columns: Iterable[str], rows: Iterable[Row], *details: str) -> None:
+    """Print a table, and below it how it was measured, and on what machine."""
     columns = list(columns)
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |", flush=True)
-    print()
+    print(footnote(*details) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------- callbacks
@@ -104,41 +134,46 @@ def of_callbacks(asked: argparse.Namespace) -> None:
     steps = min(task.steps, asked.steps)
     task = Task(task.make_model, task.make_optimizer, task.dataset, task.batch_size, steps, task.ready)
 
-    def added(kind: type[TrainerCallback], count: int) -> float:
-        times: tuple[list[float], list[float]] = [], []
+    def added(run: Callable[[], Blocks]) -> float:
+        times: Blocks = [], []
         for _ in range(asked.rounds):
-            found = compare(task, SetUp("list"), Path(), [kind() for _ in range(count)])
-            for all_times, new in zip(times, found, strict=True):
+            for all_times, new in zip(times, run(), strict=True):
                 all_times += new
         hand, own = (quartile(blocks) / STEPS_IN_BLOCK for blocks in times)
         return own - hand
 
-    def rows() -> Iterator[Row]:
-        for count in (0, *powers(1, 64, 4)):
-            yield count, f"{added(Listening, count):+.1f}", f"{added(Deaf, count):+.1f}"
+    def with_callbacks(kind: type[TrainerCallback], count: int) -> float:
+        return added(lambda: compare(task, SetUp("list"), Path(), [kind() for _ in range(count)]))
 
-    print_table(["callbacks", "that listen to two events of a step, microseconds", "that listen to none"], rows())
+    def control() -> Blocks:
+        loops = [steps_by_hand(task, SetUp("list"), Path()) for _ in range(2)]
+        return taking_turns(*loops, steps // STEPS_IN_BLOCK)
+
+    counts = [0, *powers(1, 64, 4)]
+    columns = ["callbacks", "that listen to two events of a step, microseconds", "that listen to none"]
+    found = {kind: {count: with_callbacks(kind, count) for count in counts} for kind in (Listening, Deaf)}
+    each = {kind: statistics.linear_regression(list(by_count), list(by_count.values())).slope
+            for kind, by_count in found.items()}  # fmt: skip
+    rows: list[Row] = [("the loop by hand again (control)", *[f"{added(control):+.1f}" for _ in found])]
+    rows += [(count, *(f"{by_count[count]:+.1f}" for by_count in found.values())) for count in counts]
+    rows.append(("each, by least squares", *(f"{slope:+.2f}" for slope in each.values())))
+    print_table(columns, rows, in_rounds(asked.rounds), "What is added to a step of the loop by hand")
 
 
 # -------------------------------------------------------------------------------------------------------- steps
 
 
-class Timed(Dataset[Any]):
-    """Reads batches of one sample, and notes the CPU time of every twentieth."""
+class Repeated(Dataset[Any]):
+    """Reads batches of one sample."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.read = 0
-        self.times: list[float] = []
         self.batch = torch.ones(1, 4), torch.ones(1, 1)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitems__(self, indices: list[int]) -> Any:
-        if self.read % STEPS_IN_BLOCK == 0:
-            self.times.append(time.thread_time())
-        self.read += 1
         return self.batch
 
     def __getitem__(self, index: int) -> Any:
@@ -161,28 +196,24 @@ def identity(batch: Any) -> Any:
 
 def of_steps(asked: argparse.Namespace) -> None:
     """Print what a step costs in the course of an epoch."""
-    data = Timed(asked.steps)
-    memory: dict[int, float] = {}
-
-    class Weighs(TrainerCallback):
-        def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
-            if trainer.progress.step in marks:
-                memory[trainer.progress.step] = resident()
-
-    marks = set(powers(100, asked.steps))
+    marks = powers(1, asked.steps)
+    clock = StepClock(marks)
     with in_temporary_folder():
         files = callbacks.MetricsFileCallback("metrics.jsonl"), callbacks.RunLogCallback("log")
-        trainer = tiny_trainer(*get_default_callbacks(), *files, Weighs, seed=0)
+        trainer = tiny_trainer(*get_default_callbacks(), *files, clock, seed=0)
         kwargs = {"num_workers": 0, "collate_fn": identity}
-        trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=kwargs)
-    blocks = [end - begin for begin, end in itertools.pairwise(data.times)]
+        trainer.train(Repeated(asked.steps), 1, per_device_batch_size=1, train_dataloader_kwargs=kwargs)
 
     def rows() -> Iterator[Row]:
-        for steps in sorted(marks):
-            part = blocks[steps // 2 // STEPS_IN_BLOCK : steps // STEPS_IN_BLOCK]
-            yield f"{steps:,}", f"{quartile(part) / STEPS_IN_BLOCK:.0f}", f"{memory[steps] - memory[100]:+.1f}"
+        for steps in marks:
+            memory = clock.memory[steps] - clock.memory[marks[0]]
+            yield f"{steps:,}", f"{clock.quartile(steps // 2, steps):.0f}", f"{memory:+.1f}"
 
-    print_table(["steps so far", "microseconds per step", "memory, MB"], rows())
+    details = (
+        "Batches of one sample, with the default callbacks, a bar, a metrics file, a log of the run and a seed",
+        "The lower quartile of the second half of the steps so far; the first step includes what a run does once",
+    )
+    print_table(["steps so far", "microseconds per step", "memory, MB"], rows(), *details)
 
 
 # ------------------------------------------------------------------------------------------------------- epochs
@@ -198,28 +229,39 @@ def set_ups() -> dict[str, Callable[[], list[Any]]]:
         "`MetricsFileCallback`, CSV": lambda: [callbacks.MetricsFileCallback("metrics.csv")],
         "`RunLogCallback`": lambda: [callbacks.RunLogCallback("log")],
         "`PlotMetricsCallback`": lambda: [callbacks.PlotMetricsCallback("metrics.png")],
-        "`EarlyStoppingCallback`": lambda: [callbacks.EarlyStoppingCallback(early_stopping_patience=10**9)],
+        "`EarlyStoppingCallback`": lambda: [callbacks.EarlyStoppingCallback(early_stopping_patience=PATIENCE)],
     }
     every = [make for name, make in chosen.items() if "default" not in name and "JSON" not in name]
-    return chosen | {"all of these": lambda: [callback for make in every for callback in make()]}
+    states = partial(callbacks.SaveTrainingStateCallback, "states", save_every_n_epochs=1, max_checkpoints=1)
+    return chosen | {
+        "all of these": lambda: [callback for make in every for callback in make()],
+        "`SaveTrainingStateCallback`": lambda: [states()],
+    }
 
 
 def of_epochs(asked: argparse.Namespace) -> None:
     """Print what an epoch of one step and an evaluation costs, by the number of epochs before it."""
-    marks = powers(100, asked.epochs)
+    marks = powers(1, asked.epochs)
 
     def rows() -> Iterator[Row]:
         for name, make in set_ups().items():
             clock = Clock()
             data = TensorDataset(torch.randn(4, 4), torch.randn(4, 1))
             with in_temporary_folder():
-                tiny_trainer(*make(), clock).train(data, marks[-1], data, per_device_batch_size=4)
+                # One more, at whose start the last one is over.
+                tiny_trainer(*make(), clock).train(data, marks[-1] + 1, data, per_device_batch_size=4)
             epochs = [end - begin for begin, end in itertools.pairwise(clock.times)]
             # Means, as some callbacks write only now and then.
-            parts = [epochs[mark - mark // 4 : mark] for mark in marks]
+            parts = [epochs[mark - max(mark // 4, 1) : mark] for mark in marks]
             yield name, *(f"{1e6 * statistics.fmean(part):.0f}" for part in parts)
 
-    print_table(["microseconds per epoch", *(f"after {mark:,}" for mark in marks)], rows())
+    details = (
+        "An epoch of one step and an evaluation of one batch; the mean of the last quarter of the epochs so far",
+        "One training state is kept, and written after each epoch; early stopping waits forever; a page or a picture "
+        "takes at most a fiftieth of the time; all else is as by default",
+        '"All of these" has one of the two metrics files, and no default callbacks',
+    )
+    print_table(["microseconds per epoch", *(f"after {mark:,}" for mark in marks)], rows(), *details)
 
 
 # ------------------------------------------------------------------------------------------------------ samples
@@ -242,7 +284,8 @@ def of_samples(asked: argparse.Namespace) -> None:
 
     by_trainer(64)  # imports what runs need
     columns = ["samples", "`DataLoader` by hand", "trainer", "trainer with a seed", "resumed in the middle"]
-    print_table(columns, rows())
+    details = "CPU time up to the first batch, and by how much the process grows until then; batches of 32"
+    print_table(columns, rows(), details)
 
 
 # ---------------------------------------------------------------------------------------------------- processes
@@ -251,38 +294,60 @@ def of_samples(asked: argparse.Namespace) -> None:
 def of_processes(asked: argparse.Namespace) -> None:
     """Print what a step costs on several processes of this machine: by hand on ready batches, and with the trainer."""
 
-    def rows() -> Iterator[Row]:
-        for processes in powers(1, 8, 2):
+    steps = min(asked.steps, STEPS_OF_RANKS)
+
+    def turns_of(processes: int) -> Iterator[Turns]:
+        for _ in range(asked.rounds):
             queue = get_context("fork").SimpleQueue()
             with in_temporary_folder():
-                debug_launcher(_steps_in_turns, (asked.steps, queue.put), processes)
-            hand, own = queue.get()
-            yield processes, f"{hand:.0f}", f"{own - hand:+.0f}", f"{own / hand:.2f}"
+                debug_launcher(_steps_in_turns, (steps, queue.put), processes)
+            yield queue.get()
 
-    columns = ["processes", "DDP by hand, microseconds per step", "added by the trainer", "ratio"]
-    print_table(columns, rows())
+    def rows() -> Iterator[Row]:
+        for processes in powers(1, asked.processes, 2):
+            found = list(turns_of(processes))
+            for name in found[0]:
+                pairs = [turns[name] for turns in found]
+                hand, more = (statistics.median(values) for values in zip(*((a, b - a) for a, b in pairs), strict=True))
+                ratios = [own / before for before, own in pairs]
+                spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                yield processes, name, f"{hand:.0f}", f"{more:+.0f}", spread
+
+    columns = ["processes", "", "DDP by hand, microseconds per step", "added", "ratio"]
+    details = (
+        "Medians of the rounds, with the least and the largest ratio",
+        f"The lower quartile of the wall times of turns of {STEPS_IN_BLOCK} steps, {steps} steps in a round, on the "
+        "same list of ready batches without a seed",
+        f"{os.cpu_count()} cores; more processes share them",
+    )
+    print_table(columns, rows(), in_rounds(asked.rounds), *details)
 
 
-def _steps_in_turns(steps: int, report: Callable[[tuple[float, float]], None]) -> None:
-    """Report the quartiles of the wall times of steps by hand and of the trainer's, on the first process."""
+def _steps_in_turns(steps: int, report: Callable[[Turns], None]) -> None:
+    """Report the wall times of steps by hand and of others', on the first process, by the name of the others."""
     torch.set_num_threads(1)
     for state in (AcceleratorState, GradientState, PartialState):  # of the process that was forked
         state._reset_state()
-    task = make_task("loop")
     accelerator = Accelerator(cpu=True)
-    ranks = accelerator.num_processes
-    few = TensorDataset(*task.dataset[: min(steps * ranks, task.steps) * task.batch_size])
-    task = Task(task.make_model, task.make_optimizer, few, task.batch_size, len(few) // task.batch_size, task.ready)
-    wrap = DistributedDataParallel if ranks > 1 else (lambda model: model)
+    task = replace(make_task("loop"), steps=steps)
+    batches = task.batches()
+    wrap = DistributedDataParallel if accelerator.num_processes > 1 else (lambda model: model)
+
+    def by_hand() -> Iterator[float]:
+        return steps_by_hand(task, SetUp("list"), Path(), batches, time.perf_counter, wrap)
+
     model = task.make_model()
-    trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), [], seed=0)
-    trainer.clock = time.perf_counter
-    by_loop = steps_by_hand(task, SetUp("list"), Path(), task.batches(), time.perf_counter, wrap)
-    trainer.take_turns(by_loop, STEPS_IN_BLOCK)
-    trainer.train(few, 2, per_device_batch_size=task.batch_size)
+    trainer = TakesTurns(model, task.loss_func, task.make_optimizer(model), [])
+    trainer.is_list, trainer.clock = True, time.perf_counter
+    trainer.take_turns(by_hand(), STEPS_IN_BLOCK)
+    trainer.train(batches, 1, per_device_batch_size=task.batch_size)
+    found = {
+        "by hand again (control)": taking_turns(by_hand(), by_hand(), steps // STEPS_IN_BLOCK),
+        "trainer": trainer.times,
+    }
     if accelerator.is_main_process:
-        one, other = (quartile(times) / STEPS_IN_BLOCK for times in trainer.times)
-        report((one, other))
+        means = {name: [quartile(times) / STEPS_IN_BLOCK for times in blocks] for name, blocks in found.items()}
+        report({name: (hand, other) for name, (hand, other) in means.items()})
 
 
 TABLES = {
@@ -300,7 +365,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10**6, help="largest number of steps")
     parser.add_argument("--epochs", type=int, default=10**4, help="largest number of epochs")
     parser.add_argument("--samples", type=int, default=10**8, help="largest number of samples")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions where callbacks are compared")
+    parser.add_argument("--processes", type=int, default=8, help="largest number of processes")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions where callbacks or processes are compared")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.only:

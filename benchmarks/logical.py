@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer, TrainerCallback
 
 LOGICAL = 8
@@ -218,6 +219,7 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     measure_memory(accelerator, arguments.quick)
     measure_times(accelerator, arguments.batch, arguments.updates, arguments.rounds, arguments.quick)
+    accelerator.print(footnote(in_rounds(arguments.rounds), f"{arguments.updates} updates in each"))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from benchmarks.report import footnote, in_rounds
 from benchmarks.tasks import Task, make_task
 from pytorch_accel_lite import Trainer, callbacks, get_default_callbacks
 from pytorch_accel_lite.data import OwnShard
@@ -350,6 +351,7 @@ def main() -> None:
     print(f"| path | by hand, microseconds per step | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
     for row in rows(found):
         print(row)
+    print(footnote(in_rounds(arguments.rounds)))
 
 
 if __name__ == "__main__":

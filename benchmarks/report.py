@@ -82,10 +82,15 @@ def machine() -> dict[str, str]:
     return {"python": platform.python_version(), "machine": platform.machine(), "cpu": _cpu_name(), **versions}
 
 
-def _describe(on: Mapping[str, str]) -> str:
-    """Return the machine and the versions as one line."""
+def footnote(*details: str) -> str:
+    """Return what is printed below a table, after an empty line: details, the machine and the versions."""
+    on = machine()
     versions = ", ".join(f"{name} {on[name]}" for name in PACKAGES if name in on)
-    return f"Python {on['python']}, {on['machine']}, {on['cpu']}, {versions}"
+    return "\n" + ". ".join([*details, f"Python {on['python']}, {on['machine']}, {on['cpu']}, {versions}."])
+
+
+def in_rounds(count: int) -> str:
+    return f"{count} round{'s' * (count > 1)}"
 
 
 def _cpu_name() -> str:
@@ -102,9 +107,9 @@ def write(folder: Path, workload: str, title: str, results: Rounds, reference: s
     :param unit: show absolute figures in this unit instead of ratios to the reference
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rounds = max(map(len, results.values()))
+    rounds = in_rounds(max(map(len, results.values())))
     body = plain_table(results, unit) if unit else table(results, reference)
-    text = f"### {title}\n\n{body}\n\n{rounds} round{'s' * (rounds > 1)}. {_describe(machine())}.\n"
+    text = f"### {title}\n\n{body}\n{footnote(rounds)}\n"
     (folder / f"{workload}.md").write_text(text)
     content = {"machine": machine(), "reference": reference, "rounds": results}
     (folder / f"{workload}.json").write_text(json.dumps(content, indent=1))

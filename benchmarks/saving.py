@@ -3,6 +3,9 @@
 Both sides run in turns in one process, first in a folder on a disk and then in one in memory. A state is also checked
 for finite weights, hashed, synced and verified, which ``torch.save`` and ``torch.load`` are not. Times are lower
 quartiles; memory is how far the process grew at most, including files that it mapped.
+
+An asynchronous save pauses training for a copy. The first copy of a run needs new memory, and later ones are written
+into the same memory, which a loop by hand may do, too, or allocate it each time: each has a row.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.report import machine
+from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 
@@ -61,6 +64,7 @@ class Saver:
         self.trainer = Trainer(self.model, nn.MSELoss(), optimizer, callbacks=(), seed=0)
         self.trainer.train(TensorDataset(torch.randn(2, WIDTH), torch.randn(2, WIDTH)), 1, per_device_batch_size=2)
         self.writer = BackgroundWriter(self.trainer.accelerator)
+        self.kept = [torch.empty_like(tensor) for tensor in self.tensors()]
         self.folder = folder
 
     def tensors(self) -> list[torch.Tensor]:
@@ -86,12 +90,21 @@ class Saver:
             copies = [tensor.detach().clone() for tensor in self.tensors()]
         del copies
 
-    def pause(self, costs: list[Cost]) -> None:
+    def copy_into_kept(self, costs: list[Cost]) -> None:
+        with measured(costs), torch.no_grad():
+            for kept, tensor in zip(self.kept, self.tensors(), strict=True):
+                kept.copy_(tensor)
+
+    def pause(self, costs: list[Cost], writer: BackgroundWriter | None = None) -> None:
+        writer = writer or self.writer
         shutil.rmtree(self.folder / "background", ignore_errors=True)
         with measured(costs):
             self.trainer.check_weights()
-            self.trainer.save_training_state(self.folder / "background", writer=self.writer)
-        self.writer.wait()
+            self.trainer.save_training_state(self.folder / "background", writer=writer)
+        writer.wait()
+
+    def first_pause(self, costs: list[Cost]) -> None:
+        self.pause(costs, BackgroundWriter(self.trainer.accelerator))
 
     def load_by_hand(self, costs: list[Cost]) -> None:
         with measured(costs):
@@ -114,7 +127,9 @@ def compare(saver: Saver, rounds: int) -> Iterator[str]:
     """Yield the rows of a table."""
     pairs: dict[str, tuple[Callable[[list[Cost]], None], Callable[[list[Cost]], None]]] = {
         "save: `torch.save`, synced": (saver.save_by_hand, saver.save),
-        "asynchronous save, the pause: a copy": (saver.copy, saver.pause),
+        "asynchronous save, the first pause: a copy": (saver.copy, saver.first_pause),
+        "asynchronous save, later pauses: a copy into new memory": (saver.copy, saver.pause),
+        "asynchronous save, later pauses: a copy into kept memory": (saver.copy_into_kept, saver.pause),
         "resume: `torch.load`": (saver.load_by_hand, saver.load),
         "resume: the same, `load_state_dict`": (saver.load_by_hand_into_model, saver.load),
     }
@@ -146,13 +161,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print(f"{torch.get_num_threads()} threads, {machine()['cpu']}, torch {torch.__version__}")
     for parent in arguments.folders:
-        print(f"\n| in `{parent}` | by hand | ours | ratio | of CPU time | control | memory by hand | ours |")
+        print(f"| in `{parent}` | by hand | ours | ratio | of CPU time | control | memory by hand | ours |")
         print("|---|---|---|---|---|---|---|---|")
         with tempfile.TemporaryDirectory(dir=parent) as folder:
             for row in compare(Saver(arguments.millions, Path(folder)), arguments.rounds):
                 print(row, flush=True)
+        size = f"{arguments.millions:g} million parameters and their momentum"
+        print(footnote(in_rounds(arguments.rounds), size, f"Threads: {torch.get_num_threads()}") + "\n")
 
 
 if __name__ == "__main__":

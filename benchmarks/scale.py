@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError
 
+from benchmarks.report import footnote
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import HangWatchCallback, MetricsCallback, SaveTrainingStateCallback
 
@@ -278,7 +279,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(report({way: {ranks: measure(way, ranks) for ranks in arguments.ranks} for way in arguments.ways}))
+    print(
+        report({way: {ranks: measure(way, ranks) for ranks in arguments.ranks} for way in arguments.ways}) + footnote()
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.report import footnote, in_rounds
+
 KINDS = ["import", "import, without compiled files", "first step, no callbacks", "first step, default callbacks"]
 
 
@@ -110,6 +112,7 @@ def main() -> None:
             values = [1e3 * each[clock] for each in taken]
             cells.append(f"{statistics.median(values):.0f} ({min(values):.0f})")
         print(f"| {kind} | {' | '.join(cells)} |")
+    print(footnote(in_rounds(arguments.rounds)))
 
 
 if __name__ == "__main__":

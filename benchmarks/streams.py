@@ -28,6 +28,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard, ReadByAll
 
@@ -244,7 +245,10 @@ def main() -> None:
             same = quick.get(contenders[name][1], (base, base_cpu))[0]
             ratios = wall / base, cpu / base_cpu, wall / same
             accelerator.print(f"| {name} | {wall * 1e6:.0f} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
-        accelerator.print()
+        # The first block of each round is not counted.
+        blocks = len(next(iter(seconds.values()))) // rounds
+        details = f"gloo, one thread for each process, {blocks} blocks of {IN_BLOCK} steps in each round"
+        accelerator.print(footnote(in_rounds(rounds), details) + "\n")
 
 
 if __name__ == "__main__":

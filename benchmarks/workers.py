@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite.data import shard
 from pytorch_accel_lite.distributed import Ranks
 
@@ -117,6 +118,8 @@ def main() -> None:
     for name, rounds in found.items():
         first, every, own = (statistics.median(column) for column in zip(*rounds, strict=True))
         print(f"| {name} | {1000 * first:.1f} | {1000 * every:.0f} | {own:.0f} |")
+    size = f"{arguments.megabytes} MB in samples of {data.array[0].nbytes >> 10} KB, batches of {BATCH}"
+    print(footnote(in_rounds(arguments.rounds), f"Workers: {arguments.workers}", size))
 
 
 if __name__ == "__main__":

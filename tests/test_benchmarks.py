@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -15,9 +16,18 @@ from benchmarks import comparison, scale, startup, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
-from tests.launching import CAN_SHARD, WarmPython, forget, launch, run_forked, run_module
+from tests.launching import CAN_SHARD, TORCHRUN, WarmPython, forget, launch, run_forked, run_module
 
 pytestmark = pytest.mark.programs
+
+
+def printed_rows(output: str) -> list[list[str]]:
+    """Return the cells of the tables that a program printed, without their heads, below which it named its machine."""
+    assert f"Python {platform.python_version()}" in output
+    lines = [line for line in output.splitlines() if line.startswith("|")]
+    bars = [number for number, line in enumerate(lines) if line.startswith("|---")]
+    heads = {number - back for number in bars for back in (0, 1)}
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for n, line in enumerate(lines) if n not in heads]
 
 
 def run_worker(module: str, *arguments: str) -> dict[str, float]:
@@ -55,9 +65,9 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workl
 def test_the_parts_of_a_step_are_those_of_both_loops():
     done = run_module("benchmarks.gaps", "--quick", "--rounds", "1")
     assert done.returncode == 0, done.stdout
-    rows = [line.split("|")[1:3] for line in done.stdout.splitlines()[2:]]
-    assert [name.strip() for name, _ in rows][:3] == ["forward pass", "forward pass to loss", "loss"]
-    assert all(float(by_hand) > 0 for _, by_hand in rows)
+    rows = printed_rows(done.stdout)
+    assert [name for name, *_ in rows][:3] == ["forward pass", "forward pass to loss", "loss"]
+    assert all(float(by_hand) > 0 for _, by_hand, _ in rows)
 
 
 @pytest.mark.slow
@@ -81,57 +91,68 @@ def test_an_update_of_ours_sends_what_one_by_hand_sends():
 def test_logical_processes_are_measured_against_ddp_by_hand():
     done = run_module("benchmarks.logical", "--quick", "--rounds", "1", "--updates", "3", "--batch", "2")
     assert done.returncode == 0, done.stdout
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| DDP", "| ours"))]
+    rows = printed_rows(done.stdout)
     assert [len(row) for row in rows] == [2, 2, 4, 4, 4, 4]
     for _, ratio, fastest, sent in rows[2:]:
         assert float(ratio.split()[0]) > 0
         assert float(fastest) > 0
-        assert sent.strip() == "0.00 MB"  # of one process
+        assert sent == "0.00 MB"  # of one process
 
 
 def test_every_way_to_feed_processes_is_measured_against_the_loop_by_hand():
     done = run_module("benchmarks.streams", "--quick")
     assert done.returncode == 0, done.stdout
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| by hand", "| ours"))]
+    rows = printed_rows(done.stdout)
     assert len(rows) == 10
     assert all(float(ratio) > 0 for _, _, *ratios in rows for ratio in ratios)
+
+
+def test_every_way_to_agree_is_measured_against_the_loop_that_exchanges_nothing():
+    done = launch([*TORCHRUN, "2", "-m", "benchmarks.collectives", "--quick"], warm=True)
+    assert done.returncode == 0, done.stderr
+    rows = {name: cells for name, *cells in printed_rows(done.stdout)}
+    assert len(rows) == 10
+    assert rows["none"][1:] == ["1.00", "1.00"]
+    assert all(float(figure) > 0 for figures in rows.values() for figure in figures)
 
 
 def test_every_path_is_measured_against_the_loop_on_the_same_data():
     chosen = ["--only", "list", "seed and states", "--columns", "no callbacks", "everything on"]
     done = run_module("benchmarks.paths", "--quick", "--rounds", "1", *chosen)
     assert done.returncode == 0, done.stdout
-    rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in done.stdout.splitlines()[2:])}
+    rows = {row[0]: row[1:] for row in printed_rows(done.stdout)}
     assert rows.keys() >= {*DOING_MORE, "list of batches", "TensorDataset, seed and states"}
     for name, (by_hand, *added) in rows.items():
         assert float(by_hand) > 0
-        assert [bool(cell.strip()) for cell in added] == [True, False, False, name in PATHS], name
+        assert [bool(cell) for cell in added] == [True, False, False, name in PATHS], name
 
 
 def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
     done = run_module("benchmarks.saving", "--rounds", "1", "--millions", "1", "--folders", str(tmp_path))
     assert done.returncode == 0, done.stdout
-    rows = [
-        line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| save", "| async", "| res"))
-    ]
-    assert len(rows) == 4
+    rows = printed_rows(done.stdout)
+    assert len(rows) == 6
     assert all(float(own.split()[0]) >= 0 and float(ratio) > 0 for _, _, own, ratio, *_ in rows)
     assert not list(tmp_path.iterdir())
 
 
 def test_cost_is_measured_as_it_grows():
-    options = ["--only", "steps", "epochs", "samples", "--steps", "100", "--epochs", "100", "--samples", "1000"]
-    done = run_module("benchmarks.growth", *options)
+    tables = ["--only", "steps", "epochs", "samples", "processes", "--rounds", "1"]
+    sizes = ["--steps", "100", "--epochs", "100", "--samples", "1000", "--processes", "1"]
+    done = run_module("benchmarks.growth", *tables, *sizes)
     assert done.returncode == 0, done.stdout
-    rows = dict(line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| "))
-    assert {name.strip() for name in rows} >= {"100", "no callbacks", "all of these", "1,000"}
-    assert float(rows[" all of these "]) > 0
+    *others, control, trainer = printed_rows(done.stdout)
+    rows = {name: cells for name, *cells in others}
+    assert rows.keys() >= {"1", "100", "no callbacks", "all of these", "`SaveTrainingStateCallback`", "1,000"}
+    assert len(rows["all of these"]) == 3  # after 1, 10 and 100 epochs
+    assert all(float(figure) > 0 for figure in rows["all of these"])
+    assert [control[:2], trainer[:2]] == [["1", "by hand again (control)"], ["1", "trainer"]]
 
 
 def test_workers_are_measured_against_the_standard_loader():
     done = run_module("benchmarks.workers", "--rounds", "1", "--workers", "1", "--megabytes", "4")
     assert done.returncode == 0, done.stdout
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    rows = printed_rows(done.stdout)
     assert len(rows) == 8
     assert all(float(first) <= float(every) for _, first, every, _ in rows)
 
@@ -139,7 +160,7 @@ def test_workers_are_measured_against_the_standard_loader():
 def test_evaluations_and_predictions_are_measured_against_loops_by_hand():
     done = launch([sys.executable, "-m", "benchmarks.evaluation", "--quick", "--rounds", "1"], warm=True)
     assert done.returncode == 0, done.stdout
-    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in done.stdout.splitlines() if "|" in line}
+    rows = {name: cells for name, *cells in printed_rows(done.stdout)}
     assert {"control", "list of batches", "DataLoader, default callbacks"} <= rows.keys()
     for name in ("evaluating by hand", "evaluating", "predicting by hand", "predicting"):
         assert len(rows[name]) == 6
@@ -155,7 +176,7 @@ def test_the_parts_of_the_start_are_measured_with_and_without_compiled_files():
 
     done = run_forked(run, "--rounds", "1")
     assert done.returncode == 0, done.stdout
-    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in done.stdout.splitlines()[2:]}
+    rows = {name: cells for name, *cells in printed_rows(done.stdout)}
     assert {"import", "import, without compiled files", "first step, default callbacks"} <= rows.keys()
     assert float(rows["import"][0].split()[0]) > 0
 
@@ -163,8 +184,11 @@ def test_the_parts_of_the_start_are_measured_with_and_without_compiled_files():
 def test_compiled_steps_are_measured_against_the_loop_by_hand():
     done = run_module("benchmarks.compiled", "--quick", "--workloads", "loop", "--seconds", "0", "--only", "control")
     assert done.returncode == 0, done.stdout
-    (row,) = [line.split("|")[2:-1] for line in done.stdout.splitlines() if line.startswith("| by hand again")]
-    assert all(float(figure.replace(",", "")) > 0 for figure in row[:3])
+    ((name, *figures),) = printed_rows(done.stdout)
+    assert name == "by hand again (control)"
+    assert all(float(figure.replace(",", "")) > 0 for figure in figures[:3])
+    assert figures[-1] == "3"  # turns, the fewest of which there are quartiles
+    assert done.stdout.startswith("### The MLP, SGD\n")
 
 
 def test_a_contender_takes_turns_with_the_loop_by_hand():
