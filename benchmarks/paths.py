@@ -1,7 +1,7 @@
 """The overhead of a step for common set-ups: python -m benchmarks.paths [--rounds 15] [--only seed].
 
-The trainer and a hand-written loop that does the same take turns every 20 steps, in one process. Each turn of the trainer
-is compared with that of the loop before it, as the speed of a machine varies. Results are the medians of these
+The trainer and a hand-written loop that does the same take turns every 20 steps, in one process. Each turn of the
+trainer is compared with that of the loop before it, as the speed of a machine varies. Results are the medians of these
 differences of the CPU times, in microseconds per step, with what a repetition may differ by (the notches of box plots,
 McGill et al. 1978). The control compares the hand-written loop with itself.
 """
@@ -313,15 +313,15 @@ def summarise(blocks: Blocks, steps: int) -> tuple[float, float, float]:
     return statistics.median(by_hand), median, 1.57 * (third - first) / len(own) ** 0.5
 
 
-def rows(found: dict[tuple[str, str], Blocks]) -> Iterator[str]:
+def rows(found: dict[tuple[str, str], Blocks], quick: bool) -> Iterator[str]:
     """Yield the rows of the table: the time of the hand-written loop, and what others add to it in each column."""
     steps = {name: setup.steps_in_turn for name, setup in (PATHS | DOING_MORE).items()}
     for name in dict.fromkeys(name for name, _ in found):
-        in_turn = steps.get(name, SetUp("list").steps_in_turn)
+        in_turn = 5 if quick else steps.get(name, SetUp("list").steps_in_turn)
         cells = {column: summarise(found[name, column], in_turn) for column in COLUMNS if (name, column) in found}
-        texts = [
-            f"{added:+.0f} ± {unsure:.0f} ({1 + added / hand:.2f})" for hand, added, unsure in cells.values()
-        ] + [""] * (len(COLUMNS) - len(cells))
+        texts = [f"{added:+.0f} ± {unsure:.0f} ({1 + added / hand:.2f})" for hand, added, unsure in cells.values()] + [
+            ""
+        ] * (len(COLUMNS) - len(cells))
         yield f"| {name} | {next(iter(cells.values()))[0]:.0f} | {' | '.join(texts)} |"
 
 
@@ -349,7 +349,7 @@ def main() -> None:
                 for times, new in zip(found[key], run(), strict=True):
                     times += new
     print(f"| path | by hand, microseconds per step | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
-    for row in rows(found):
+    for row in rows(found, arguments.quick):
         print(row)
     print(footnote(in_rounds(arguments.rounds)))
 
