@@ -100,14 +100,24 @@ def on_processes(rounds: int, quick: bool) -> dict[str, list[float]]:
     def evaluate_rows() -> None:
         evaluate([tensor[rows] for tensor in data.tensors] for rows in own_rows.split(32))
 
-    def predict() -> Any:
-        with torch.no_grad():
-            outputs = torch.cat([model(x) for x, _ in batches])
+    def gather(outputs: torch.Tensor) -> Any:
         if ranks.world_size == 1:
             return outputs
         gathered = [torch.empty_like(outputs) for _ in range(ranks.world_size)]
         dist.all_gather(gathered, outputs)
         return torch.stack(gathered, 1).flatten(0, 1)
+
+    def predict() -> Any:
+        with torch.no_grad():
+            return gather(torch.cat([model(x) for x, _ in batches]))
+
+    def predict_rows() -> Any:
+        outputs = torch.empty(len(own_rows), width)
+        with torch.no_grad():
+            for begin, rows in zip(range(0, samples, 32), own_rows.split(32), strict=False):
+                x, _ = [tensor[rows] for tensor in data.tensors]
+                outputs[begin : begin + len(rows)] = model(x)
+        return gather(outputs)
 
     ways: dict[str, Callable[[], Any]] = {
         "evaluating by hand": evaluate,
@@ -116,6 +126,8 @@ def on_processes(rounds: int, quick: bool) -> dict[str, list[float]]:
         "evaluating": lambda: trainer.evaluate(data, 32),
         "evaluating only 64 samples": lambda: trainer.evaluate(few, 32),
         "predicting by hand": predict,
+        "predicting by hand again (control)": predict,
+        "predicting by hand, picking rows, into one tensor": predict_rows,
         "predicting": lambda: trainer.predict(data, 32),
         "predicting, `only_first=True`": lambda: trainer.predict(data, 32, only_first=True),
     }

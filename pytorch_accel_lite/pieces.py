@@ -113,7 +113,7 @@ def to_cpu(outputs: Any, size: int | None = None) -> Any:
     if isinstance(outputs, torch.Tensor):
         if not outputs.ndim:
             raise ValueError("predict: the model returned a tensor without a sample dimension.")
-        return outputs.detach().cpu()
+        return (outputs.detach() if outputs.requires_grad else outputs).cpu()
     if is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
     if isinstance(outputs, Mapping):
@@ -172,20 +172,26 @@ class Concatenation:
         self._num_rows = num_rows or 0
         self._structure: Any = None
         self._columns: list[_Column] = []
+        self._tensor: _Column | None = None  # if the outputs so far are single tensors
         self._others: list[Any] = []
 
     def add(self, outputs: Any) -> None:
         """Add outputs, which may be changed afterwards."""
+        if self._tensor is not None and self._tensor.fits(outputs):
+            self._tensor.add(outputs)
+            return
         leaves, structure = tree_flatten(outputs)
         if self._structure is None and not self._others and all(map(_is_plain, leaves)):
             self._structure = structure
             self._columns = [_Column(leaf, self._num_rows) for leaf in leaves]
+            self._tensor = self._columns[0] if leaves and leaves[0] is outputs else None
         is_alike = not self._others and structure == self._structure
         if is_alike and all(column.fits(leaf) for column, leaf in zip(self._columns, leaves, strict=True)):
             for column, leaf in zip(self._columns, leaves, strict=True):
                 column.add(leaf)
         else:
             self._others.append(outputs)
+            self._tensor = None
 
     def result(self) -> Any:
         """Return all outputs as :func:`concatenate` does."""
@@ -210,12 +216,13 @@ class _Column:
         return _is_plain(rows) and rows.dtype is self._rows.dtype and rows.shape[1:] == self._rows.shape[1:]
 
     def add(self, rows: torch.Tensor) -> None:
-        end = self._size + len(rows)
+        number = rows.shape[0]
+        end = self._size + number
         if end > len(self._rows):
             grown = self._rows.new_empty((max(end, 2 * len(self._rows)), *self._rows.shape[1:]))
             grown[: self._size] = self._rows[: self._size]
             self._rows = grown
-        self._rows[self._size : end] = rows
+        self._rows.narrow(0, self._size, number).copy_(rows)
         self._size = end
 
     def result(self) -> torch.Tensor:

@@ -169,7 +169,13 @@ def _predicting(trainer: Trainer, run: Run, generators: dict[str, Any]) -> Itera
 
     :param generators: the states of the generators of a prediction within a run, from one block to the next
     """
-    with preserving_randomness(trainer, run), evaluation_mode(trainer.model), evaluating_optimizers(trainer):
+    with (
+        preserving_randomness(trainer, run),
+        evaluation_mode(trainer.model),
+        evaluating_optimizers(trainer),
+        unwrapped_model(trainer),
+        torch.no_grad(),
+    ):
         if generators:
             restore_generators(generators)
         yield
@@ -189,7 +195,7 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[list[Any]]:
         try:
             if isinstance(batch.data, FailedRead):
                 raise batch.data.error
-            with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
+            with mixed_precision(trainer.accelerator):
                 output = trainer.calculate_predict_batch_output(batch.data)
         except Exception as error:
             if not is_skipped(error, trainer, run, "prediction"):
