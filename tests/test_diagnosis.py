@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from tests import cases
@@ -93,6 +94,21 @@ def test_an_update_that_takes_long_is_found(spend):
     found = trainer.diagnose(regression_data(40), num_steps=6)
     assert found.update == pytest.approx(0.01)
     assert any("AdamW(..., fused=True)" in text for text in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("layer", "advises"), [(nn.Sequential(nn.GELU(), nn.Tanh(), nn.GELU()), True), (nn.Linear(2048, 2048), False)]
+)
+def test_compilation_is_suggested_where_there_is_much_to_fuse(layer, advises):
+    model = nn.Sequential(nn.Linear(1, 2048), layer, nn.Linear(2048, 1))
+    data = TensorDataset(torch.ones(256, 1), torch.ones(256, 1))
+    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    found = trainer.diagnose(data, per_device_batch_size=256, num_steps=3)
+    assert any("compile_step=True" in text for text in found.advice) == advises
+    if advises:
+        compiled = quiet_trainer(model, compile_step={"backend": "eager"})
+        again = compiled.diagnose(data, per_device_batch_size=256, num_steps=3)
+        assert not any("compile_step" in text for text in again.advice)
 
 
 @pytest.mark.parametrize("trained", [False, True])

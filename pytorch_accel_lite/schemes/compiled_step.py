@@ -236,7 +236,7 @@ class _Parts:
 
         gc.collect()  # trainers are cycles; those that are gone still count, with all that was compiled for them
 
-        def note(code: CodeType, compiled: CodeType) -> None:
+        def note(code: CodeType, new_code: CodeType) -> None:
             if is_open[0]:
                 codes.add(code)
 
