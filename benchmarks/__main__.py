@@ -73,9 +73,13 @@ def main(command: list[str] | None = None, run: Callable[..., dict[str, float] |
                 continue
             measures = other.measures(arguments.quick, run)
             if chosen:
+                names_of = list(measures)
                 measures = {name: call for name, call in measures.items() if name in (other.reference, *chosen)}
+                if not measures:
+                    parser.error(f"--contenders: {chosen} are not among {names_of}")
             results = report.interleave(measures, 1 if workload == "memory" else arguments.rounds)
-            report.write(arguments.output, workload, other.title, results, other.reference, other.unit)
+            made = None if other.make_table is None else other.make_table(results)
+            report.write(arguments.output, workload, other.title, results, other.reference, other.unit, made)
             continue
         names = dict.fromkeys([REFERENCE, *(arguments.contenders or CONTENDERS)])
         if workload != "first" and REFERENCE not in (arguments.contenders or ()):

@@ -146,8 +146,8 @@ def of_callbacks(asked: argparse.Namespace) -> None:
         return added(lambda: compare(task, SetUp("list"), Path(), [kind() for _ in range(count)]))
 
     def control() -> Blocks:
-        loops = [steps_by_hand(task, SetUp("list"), Path()) for _ in range(2)]
-        return taking_turns(*loops, steps // STEPS_IN_BLOCK)
+        one, other = (steps_by_hand(task, SetUp("list"), Path()) for _ in range(2))
+        return taking_turns(one, other, steps // STEPS_IN_BLOCK)
 
     counts = [0, *powers(1, 64, 4)]
     columns = ["callbacks", "that listen to two events of a step, microseconds", "that listen to none"]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -17,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks import gpu
 from benchmarks.feeding import Rows
-from benchmarks.tasks import Task, make_task, text_task
+from benchmarks.report import Rounds
+from benchmarks.tasks import Task, make_task
 
 Run = Callable[..., dict[str, float] | None]
 Measures = dict[str, Callable[[], dict[str, float] | None]]
+IN_TURNS = "by hand, in turns"  # the reference of contenders that are measured with their own
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Other:
     reference: str
     measures: Callable[[bool, Run], Measures]
     unit: str = ""  # for figures that are not ratios
+    make_table: Callable[[Rounds], str] | None = None  # for those that have more columns
 
 
 def timed(action: Callable[[], Any]) -> dict[str, float]:
@@ -289,72 +291,17 @@ def time_in_callbacks(name: str, quick: bool) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------- GPU
 
 
-def gpu_task(kind: str, quick: bool) -> tuple[nn.Module, list[Any]]:
-    """Return a model and batches in host memory: a ResNet-50 on images, or a transformer on text."""
-    if kind == "gpu_transformer":
-        task = make_task("transformer", quick=True) if quick else text_task(batch_size=64, steps=200)
-        return task.make_model(), task.batches()
-    from timm import create_model
+def on_gpu(kind: str, quick: bool, run: Run) -> Measures:
+    """Return calls that measure each row in its own process, in turns with a loop by hand."""
 
-    shape, model = (2, 3, 32, 32) if quick else (64, 3, 224, 224), create_model("resnet10t" if quick else "resnet50")
-    batch = torch.randn(shape), torch.randint(1000, shape[:1])
-    pinned = tuple(tensor.pin_memory() if torch.cuda.is_available() else tensor for tensor in batch)
-    return model, [pinned] * (2 if quick else 50)
+    def measure(row: str) -> dict[str, float] | None:
+        try:
+            return run("benchmarks.gpu", kind, row, "quick" if quick else "full")
+        except RuntimeError as error:  # the other rows have taken long, and say something all the same
+            print(error, file=sys.stderr)
+            return None
 
-
-def gpu(kind: str, name: str, quick: bool) -> dict[str, float]:
-    """Train in bf16 on a GPU, compiled or not, and count the synchronisations per step. Also runs without a GPU."""
-    from accelerate import Accelerator
-
-    from pytorch_accel_lite import Trainer, get_default_callbacks
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    (model, batches), loss_func, compiles = gpu_task(kind, quick), nn.CrossEntropyLoss(), "compiled" in name
-    backend = "inductor" if device.type == "cuda" else "eager"
-    optimizer = torch.optim.AdamW(model.to(device).parameters(), lr=1e-4, fused=device.type == "cuda")
-
-    class Fed(Trainer):
-        def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
-            return batches
-
-    def by_hand() -> None:
-        called = compiled if compiles else model
-        model.train()
-        for batch in batches:
-            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_func(called(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    if name.startswith("ours"):
-        accelerator, data = Accelerator(mixed_precision="bf16"), make_task("loop", True).dataset
-        options: Any = {"compile_model": {"backend": backend}} if compiles else {}
-        callbacks = get_default_callbacks(progress_bar=False)
-        trainer = Fed(model, loss_func, optimizer, callbacks, accelerator=accelerator, **options)
-        train: Callable[[], Any] = lambda: trainer.train(data, 1)  # noqa: E731
-    else:
-        compiled, train = torch.compile(model, backend=backend), by_hand
-    train()
-    return count_synchronisations(train, device, len(batches))
-
-
-def count_synchronisations(train: Callable[[], Any], device: torch.device, steps: int) -> dict[str, float]:
-    on_gpu = device.type == "cuda"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("warn")
-        result = timed(lambda: (train(), torch.cuda.synchronize() if on_gpu else None))
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-    synchronised = sum("synchroniz" in str(warning.message) for warning in caught)
-    return {name: value / steps for name, value in result.items()} | {"synchronisations": synchronised / steps}
-
-
-ON_GPU = ["by hand", "by hand again (control)", "ours", "by hand, compiled", "ours, compiled"]
+    return {row: partial(measure, row) for row in gpu.ROWS}
 
 
 OTHERS = {
@@ -391,14 +338,16 @@ OTHERS = {
         unit="medians",
     ),
     "gpu_resnet": Other(
-        "ResNet-50 in bf16 on a GPU, batches of 64",
-        "by hand",
-        lambda quick, run: in_process("gpu_resnet", ON_GPU, quick, run),
+        "ResNet-50 on a GPU: batches of 64 images of 224 x 224, AdamW",
+        IN_TURNS,
+        lambda quick, run: on_gpu("gpu_resnet", quick, run),
+        make_table=gpu.table,
     ),
     "gpu_transformer": Other(
-        "The transformer in bf16 on a GPU, batches of 64 x 64 bytes",
-        "by hand",
-        lambda quick, run: in_process("gpu_transformer", ON_GPU, quick, run),
+        "A transformer of 10 million parameters on a GPU: batches of 64 x 64 bytes of text, AdamW",
+        IN_TURNS,
+        lambda quick, run: on_gpu("gpu_transformer", quick, run),
+        make_table=gpu.table,
     ),
 }
 
@@ -413,8 +362,6 @@ def main() -> None:
         print("\n" + json.dumps(memory_growth(name, quick)))
     elif kind == "callbacks":
         print("\n" + json.dumps(time_in_callbacks(name, quick)))
-    elif kind.startswith("gpu"):
-        print("\n" + json.dumps(gpu(kind, name, quick)))
     elif kind == "evaluation":
         evaluate = EVALUATIONS[name](make_task("tensors", quick))
         evaluate()

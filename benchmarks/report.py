@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-Rounds = dict[str, list[dict[str, float]]]
+Rounds = dict[str, list[dict[str, Any]]]
 PACKAGES = (
     "torch", "accelerate", "pytorch-accelerated", "lightning", "transformers", "pytorch-ignite", "fastai", "skorch",
     "keras", "timm",
@@ -101,14 +102,18 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def write(folder: Path, workload: str, title: str, results: Rounds, reference: str, unit: str = "") -> None:
+def write(
+    folder: Path, workload: str, title: str, results: Rounds, reference: str, unit: str = "", body: str | None = None
+) -> None:
     """Write a workload's figures as Markdown and JSON, and print them.
 
     :param unit: show absolute figures in this unit instead of ratios to the reference
+    :param body: show this instead of either
     """
     folder.mkdir(parents=True, exist_ok=True)
     rounds = in_rounds(max(map(len, results.values())))
-    body = plain_table(results, unit) if unit else table(results, reference)
+    if body is None:
+        body = plain_table(results, unit) if unit else table(results, reference)
     text = f"### {title}\n\n{body}\n{footnote(rounds)}\n"
     (folder / f"{workload}.md").write_text(text)
     content = {"machine": machine(), "reference": reference, "rounds": results}

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks import comparison, scale, startup, worker
+from benchmarks import comparison, gpu, scale, startup, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
@@ -45,8 +47,8 @@ def run_worker(module: str, *arguments: str) -> dict[str, float]:
         ("evaluation", ["by hand", "ours"]),
         ("memory", ["by hand", "ours"]),
         ("callbacks", ["GradientNormCallback", "all together"]),
-        ("gpu_resnet", ["by hand", "ours"]),
-        ("gpu_transformer", ["by hand", "ours, compiled"]),
+        ("gpu_resnet", ["bf16: by hand again (control)", "bf16: ours", "float32, TF32: ours"]),
+        ("gpu_transformer", ["bf16, CUDA graphs: by hand again (control)", "bf16, compiled: ours"]),
     ],
 )
 def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workload, contenders):
@@ -60,6 +62,51 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workl
         assert any(row.startswith(f"| {name} |") for row in rows)
     assert set(contenders) <= figures["rounds"].keys()
     assert figures["machine"]["torch"]
+
+
+def test_a_row_that_waits_for_the_gpu_says_how_often_and_where(monkeypatch):
+    """The contender stands in for a GPU: it does what torch's debug modes do."""
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(modes[-1]))
+    by_hand, trained, waited = iter(range(1000)), [], []
+    sizes = gpu.Sizes(turns=3, steps=2, warm_up=1, watched=4)
+    turns = gpu.Turns(by_hand, [1, 2, 3], torch.device("cuda"), sizes)
+
+    def train(batches):
+        for batch in batches:
+            trained.append(batch)
+            if modes[-1] == "warn":
+                warnings.warn(gpu.MESSAGE, stacklevel=1)
+                warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+            elif modes[-1] == "error":
+                raise RuntimeError(gpu.MESSAGE)
+
+    found = turns.take(train)
+    assert found["synchronisations"] == 1
+    assert re.fullmatch(r"test_benchmarks\.py:\d+", found["first synchronisation"])
+    assert modes == ["default", "warn", "default", "error", "default"]
+    assert trained == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3]  # one to warm up, three turns, four and one that are watched
+    assert next(by_hand) == 7
+    assert waited == ["default"] * 12  # at the ends of turns only
+    row = gpu.table({"bf16: ours": [found | {"device": "a GPU", "turns": 3, "steps": 2}], "float32: ours": []})
+    assert "| 1, first at test_benchmarks.py:" in row
+    assert "| float32: ours | failed |" in row
+
+
+def test_other_errors_of_a_contender_are_not_taken_for_synchronisations():
+    def train(batches):
+        raise RuntimeError(f"{next(batches)} is wrong")
+
+    turns = gpu.Turns(iter(range(9)), [1], torch.device("cpu"), gpu.Sizes(turns=1, steps=1, warm_up=1))
+    with pytest.raises(RuntimeError, match="1 is wrong"):
+        turns.take(train)
+
+
+def test_a_contender_that_ends_before_its_turns_is_refused():
+    turns = gpu.Turns(iter(range(9)), [1], torch.device("cpu"), gpu.Sizes(turns=2, steps=1, warm_up=1))
+    with pytest.raises(RuntimeError, match="ended after 0 of 2 turns"):
+        turns.take(next)
 
 
 def test_the_parts_of_a_step_are_those_of_both_loops():
