@@ -1,15 +1,18 @@
-"""The time to the first batch of a shuffled epoch, and its memory, by number of samples: see benchmarks.growth.
+"""The time to the first batch of a shuffled epoch, and its memory: python -m benchmarks.order --samples 1000000000.
 
+See ``benchmarks.growth`` for other numbers of samples.
 The data have a length, and samples that are their indices. Memory is what the peak of a process grows by.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,3 +96,20 @@ def measured(action: Callable[[], float]) -> tuple[float, float]:
         seconds, grown = map(float, answer.read().split())
     os.wait()
     return seconds, grown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.order", description=__doc__)
+    parser.add_argument("--samples", type=int, default=10**9)
+    size = parser.parse_args().samples
+    by_trainer(100, seed=0)  # what a first run loads is not counted
+    for what, action in {
+        "from the start, with a seed": partial(by_trainer, size, seed=0),
+        "resumed in the middle, with a seed": partial(first_after, size, size // 2),
+    }.items():
+        seconds, megabytes = measured(action)
+        print(f"{size:,} samples, {what}: first batch after {1e3 * seconds:.0f} ms, {megabytes:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -196,6 +196,13 @@ def test_cost_is_measured_as_it_grows():
     assert [control[:2], trainer[:2]] == [["1", "by hand again (control)"], ["1", "trainer"]]
 
 
+@pytest.mark.slow
+def test_the_time_to_the_first_batch_of_a_shuffled_epoch_is_measured():
+    lines = run_module("benchmarks.order", "--samples", "100000").stdout.splitlines()
+    assert [line.split(",")[2].split()[0] for line in lines] == ["from", "resumed"]
+    assert all(line.startswith("100,000 samples, ") and line.endswith(" MB") for line in lines)
+
+
 def test_workers_are_measured_against_the_standard_loader():
     done = run_module("benchmarks.workers", "--rounds", "1", "--workers", "1", "--megabytes", "4")
     assert done.returncode == 0, done.stdout
