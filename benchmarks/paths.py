@@ -319,10 +319,9 @@ def rows(found: dict[tuple[str, str], Blocks], quick: bool) -> Iterator[str]:
     for name in dict.fromkeys(name for name, _ in found):
         in_turn = 5 if quick else steps.get(name, SetUp("list").steps_in_turn)
         cells = {column: summarise(found[name, column], in_turn) for column in COLUMNS if (name, column) in found}
-        texts = [f"{added:+.0f} ± {unsure:.0f} ({1 + added / hand:.2f})" for hand, added, unsure in cells.values()] + [
-            ""
-        ] * (len(COLUMNS) - len(cells))
-        yield f"| {name} | {next(iter(cells.values()))[0]:.0f} | {' | '.join(texts)} |"
+        texts = [f"{added:+.0f} ± {unsure:.0f} ({1 + added / hand:.2f})" for hand, added, unsure in cells.values()]
+        shown = dict.fromkeys(COLUMNS, "") | dict(zip(cells, texts, strict=True))
+        yield f"| {name} | {next(iter(cells.values()))[0]:.0f} | {' | '.join(shown.values())} |"
 
 
 def main() -> None:
