@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from hypothesis import HealthCheck, settings
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tests.launching import EarlyCopy, EarlyFork
@@ -21,6 +22,10 @@ COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures;
 
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
+
+# No example fails because the machine was busy for a moment.
+settings.register_profile("no limits of time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no limits of time")
 
 
 def pytest_configure() -> None:
