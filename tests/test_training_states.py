@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,13 @@ def test_in_a_thread_signals_are_left_alone(tmp_path):
     assert set(handlers) == {before}
 
 
+def is_running(pid: str) -> bool:
+    """Whether a process is there and has not ended; it may end while it is looked at."""
+    with suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return False
+
+
 @pytest.mark.processes
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
     tmp_path.joinpath("run").mkdir()
@@ -353,8 +361,8 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
         ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         assert len(ranks) == 2
         launcher.kill()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{rank}/cmdline").exists() and Path(f"/proc/{rank}/cmdline").read_bytes() for rank in ranks):
+    deadline = time.monotonic() + PATIENCE
+    while any(map(is_running, ranks)):
         assert time.monotonic() < deadline, "ranks go on without their launcher"
         time.sleep(0.05)
 
