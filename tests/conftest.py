@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tests.launching import EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
+from tests.tasks import own_clock
 
 COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
 
@@ -103,6 +105,19 @@ def ranks(request: pytest.FixtureRequest, job: Callable[[int], RankPool]) -> Ran
 def two_ranks(job: Callable[[int], RankPool]) -> RankPool:
     """2 processes only."""
     return job(2)
+
+
+@pytest.fixture
+def spend() -> Iterator[Callable[[float], None]]:
+    """Let seconds pass on a clock that stands still otherwise."""
+    with own_clock() as spend:
+        yield spend
+
+
+@pytest.fixture
+def naps(spend: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeping only moves that clock."""
+    monkeypatch.setattr(time, "sleep", spend)
 
 
 @pytest.fixture

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -29,6 +32,18 @@ def small_model(seed: int = 0, features: int = 5, dtype: torch.dtype = torch.flo
     model = nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
     torch.set_rng_state(generator_state)
     return model
+
+
+@contextmanager
+def own_clock() -> Iterator[Callable[[float], None]]:
+    """Let seconds pass on a clock that stands still otherwise: however busy the machine is, nothing else takes time."""
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    with patch.object(time, "perf_counter", lambda: now[0]):
+        yield spend
 
 
 class Rows(Dataset[Any]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -16,18 +15,6 @@ from pytorch_accel_lite import Trainer
 from tests import cases
 from tests.launching import TWO_ARE_ENOUGH
 from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
-
-
-@pytest.fixture
-def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let seconds pass on a clock that stands still otherwise: however busy the machine is, nothing else takes time."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def spend(seconds: float) -> None:
-        now[0] += seconds
-
-    return spend
 
 
 class Slow(nn.Module):
