@@ -35,14 +35,20 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 SOAK = bool(os.environ.get("SOAK"))  # tests that kill or launch again and again do it for long
-PATIENCE = 240.0  # seconds until what runs apart is taken to hang, however busy the machine is
-# For what does not depend on how many ranks there are.
-TWO_ARE_ENOUGH = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)
+# Seconds until what runs apart is taken to hang, however busy the machine is.
+PATIENCE = 3600.0 if SOAK else 240.0
 CAN_SHARD = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
 )
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+def two_are_enough(test: T) -> T:
+    """For what does not depend on how many ranks there are."""
+    ranks = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)
+    marked: T = pytest.mark.soak(ranks(test))  # type: ignore[type-var]
+    return marked
 
 
 def some_of(states: Iterable[T]) -> list[T]:
@@ -324,7 +330,7 @@ def run_forked(action: Callable[[], Any], *arguments: str, kind: type[Fork] = Fo
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         process = kind(partial(_as_program, action, arguments, env), Path(folder, "output"))
-        code = process.wait(280)
+        code = process.wait(PATIENCE + 40)
         return subprocess.CompletedProcess([*arguments], code, process.output.read_text())
 
 

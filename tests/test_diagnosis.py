@@ -13,7 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests import cases
-from tests.launching import TWO_ARE_ENOUGH
+from tests.launching import two_are_enough
 from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_changed(trained):
 
 
 @pytest.mark.processes
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_it_works_on_several_processes(ranks):
     for found in ranks(cases.tools.diagnosis):
         assert found["unchanged"]

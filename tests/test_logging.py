@@ -123,6 +123,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
     assert [value for _, value in logged["tensorboard"]["loss"]] == pytest.approx(by_twos, rel=1e-6)
 
 
+@pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("saver_first", [False, True])
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):

@@ -20,7 +20,7 @@ from pytorch_accel_lite.checkpoint.__main__ import inspect
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
 from tests import cases
 from tests.faulty_store import FaultyStore
-from tests.launching import CAN_SHARD, SOAK, Fork
+from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork
 from tests.scripts.resumable import run
 from tests.tasks import equal, make_trainer, train
 from tests.test_training_states import assert_same
@@ -69,12 +69,13 @@ def test_ranks_upload_their_own_files_and_resume_to_the_same_bits(folder, two_ra
     assert {"rank00000.pt", "rank00001.pt"} < set(manifest["files"])
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 @CAN_SHARD
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(7200 if SOAK else 600)
 def test_each_damaged_file_of_a_sharded_state_is_named_and_an_older_state_is_used(folder, two_ranks):
     """Each in one of three ways; ``make soak`` damages each in all of them."""
-    found = two_ranks.run(cases.remote.sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=500)
+    found = two_ranks.run(cases.remote.sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=max(PATIENCE, 500))
     for whole, resumed in found:
         assert len(resumed) == (21 if SOAK else 7)
         for address, again in resumed.items():
@@ -109,6 +110,7 @@ def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
         trainer.load_training_state(f"{url_of(folder)}/update-000000003")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_sigkill_at_each_operation_of_the_store_leads_to_the_same_bits(folder):
     """At every fifth; ``make soak`` kills at each."""

@@ -106,7 +106,8 @@ def look_at_states_with(*arguments):
         return look_at_states()
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.soak
+@pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
     """Of one process, at every twenty-third; ``make soak`` kills at each."""
 

@@ -92,6 +92,7 @@ def hashes(folder: Path) -> dict[Path, str]:
     return {path: checksum(path) for state in states(folder) for path in sorted(state.iterdir())}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "workers", "seed"), [(1, 0, 5), (2, 0, None), (3, 2, 5)])
 def test_from_every_save_point_a_run_goes_on_to_the_same_bits(tmp_path, accumulation, workers, seed):
@@ -124,6 +125,7 @@ class OwnBatches(Trainer):
         return Lists(self.train_dataset, batch_size)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
 @pytest.mark.parametrize("limit", [None, 3])
@@ -171,17 +173,19 @@ def final(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "final.pt", weights_only=False)
 
 
+@pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize(("workers", "asynchronous"), [(0, False), (2, False), (0, True)])
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous):
     """A short version of tests/soak.py; ``make soak`` makes it long."""
     found, expected = soak(tmp_path, 100 if SOAK else 6, workers=workers, asynchronous=asynchronous)
     assert_same(found, expected)
 
 
+@pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     def run_whole(folder, **options):
         job(2).run(run_to_the_end, folder, **options)
@@ -191,9 +195,10 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     assert_same(found, expected)
 
 
+@pytest.mark.soak
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_of_a_sharded_run_with_remote_states_leads_to_the_same_bits(tmp_path, job):
     """One or both of two processes, which write their shards in the background."""
 
@@ -206,6 +211,7 @@ def test_sigkill_of_a_sharded_run_with_remote_states_leads_to_the_same_bits(tmp_
     assert_same(found, expected)
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
 def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_path, job, processes, accumulation):
@@ -218,6 +224,7 @@ def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_pat
             assert_same(again, whole)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.processes
 def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
@@ -845,6 +852,7 @@ def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
     return [fork.wait() for fork in [Fork(partial(run_as, rank), output) for rank in range(processes)]]
 
 
+@pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_path, asynchronous):
@@ -869,8 +877,9 @@ def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_pat
     assert number > 100
 
 
+@pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tmp_path):
     """At every nineteenth; ``make soak`` kills at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
