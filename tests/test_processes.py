@@ -566,7 +566,8 @@ def test_objects_of_any_length_are_gathered_in_order(ranks):
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
     for saved, (after_3, after_50) in ranks(cases.processes.many_trainers):
         assert saved == {1}
-        assert after_50 == after_3
+        # Fewer if something that an earlier function of this job has left ends meanwhile.
+        assert all(now <= before for now, before in zip(after_50, after_3, strict=True)), (after_3, after_50)
 
 
 @two_are_enough
