@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pytorch_accel_lite.checkpoint.__main__ import inspect
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
 from tests import cases
 from tests.faulty_store import FaultyStore
-from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork
+from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.scripts.resumable import run
 from tests.tasks import equal, make_trainer, train
 from tests.test_training_states import assert_same
@@ -231,6 +232,18 @@ def test_addresses_that_cannot_work_are_errors_before_training(tmp_path):
         start("nowhere://bucket/run")
     with pytest.raises(FileNotFoundError, match=r"There is no faulty://.*/missing/states"):
         start(f"faulty://{tmp_path}/missing/states")
+
+
+def test_without_s3fs_the_error_of_an_address_in_s3_names_what_to_install():
+    code = (
+        "from tests.launching import forget; from pytorch_accel_lite.callbacks import SaveTrainingStateCallback\n"
+        "from tests.tasks import make_trainer, train\n"
+        "forget('fsspec')\n"
+        "forget('s3fs', installed=False)\n"
+        "try: train(make_trainer(callbacks=[SaveTrainingStateCallback('s3://bucket/run')]))\n"
+        "except ImportError as error: print(error)"
+    )
+    assert re.search(r"^The address 's3://bucket/run' needs s3fs. Install it with: pip install '?s3fs", run_code(code))
 
 
 def test_a_file_url_is_a_directory(tmp_path):
