@@ -16,7 +16,7 @@ from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from tests import cases
 from tests.cases.beside_model import DATA, Adversarial, normed_trainer
 from tests.launching import two_are_enough
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, small_model, train
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, same, small_model, train
 
 # ------------------------------------------------------------------------------------------ the loss function
 
@@ -121,16 +121,6 @@ def test_a_loss_function_is_the_same_on_all_processes_and_resumed_to_the_same_bi
 
 
 # ----------------------------------------------------------------------------- modules and optimizers as attributes
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
 
 
 @pytest.mark.soak

@@ -15,7 +15,7 @@ from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.checkpoint.pieces import find_pieces, read_whole
 from tests.cases import parallel
 from tests.launching import CAN_SHARD, SOAK
-from tests.tasks import equal, largest_difference, quiet_trainer
+from tests.tasks import equal, largest_difference, quiet_trainer, same
 from tests.test_training_states import die_at_file_operation, in_forks
 
 pytestmark = [pytest.mark.processes, CAN_SHARD]
@@ -44,17 +44,6 @@ def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes,
 @functools.cache
 def alone():
     return parallel.result_of(parallel.fit(parallel.make_trainer("whole"), "whole", update=12))
-
-
-def same(first, second):
-    """Whether two nested states have the same bits."""
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
 
 
 def test_any_number_of_processes_resumes_from_shards_or_from_a_whole_state(tmp_path, job):
