@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from functools import cache, partial
 from itertools import chain
@@ -578,10 +577,7 @@ def test_several_savers_can_write_in_the_background_at_once(ranks):
 
 
 def test_training_in_a_notebook_on_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    run_script("tests/scripts/notebook.py", str(tmp_path), port)
+    run_script("tests/scripts/notebook.py", str(tmp_path))
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert [result["processes"] for result in results] == [2, 2]
     model = small_model()

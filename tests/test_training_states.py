@@ -9,7 +9,6 @@ import pickle
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -839,14 +838,15 @@ def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
 
     Returns their exit statuses, or minus the signal that killed them.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    # The ranks meet here, as they do at torchrun's: a port that is looked for first may be taken by another test.
+    one = partial(torch.distributed.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = one() if processes > 1 else None
 
     def run_as(rank: int) -> None:
-        if processes > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if store is not None:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         action(rank)
 
     return [fork.wait() for fork in [Fork(partial(run_as, rank), output) for rank in range(processes)]]
