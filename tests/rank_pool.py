@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -98,7 +99,7 @@ class RankPool:
             is not done in time: the job is killed then
         """
         start = self._log.stat().st_size
-        request = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+        request = pickle.dumps((function.__module__, function.__qualname__, args, kwargs, [*warnings.filters]))
         try:
             replies = self._ask(request, timeout)
         except (AssertionError, EOFError, ConnectionError) as error:
