@@ -11,10 +11,10 @@ OLDEST := .venv-oldest/bin
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
 	@echo "make test    run all tests, in a random order; ARGS=\"-k resume\" for a part"
-	@echo "make quick   run what is quick of one process, in less than a minute: for working"
-	@echo "make soak    run the tests that kill and launch again and again, for long"
-	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"
 	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.10 (OLDEST_PYTHON=...)"
+	@echo "make quick   run what is quick of one process, in about a minute: for working"
+	@echo "make soak    run the tests that kill, launch and resume again and again, for hours"
+	@echo "make coverage  run all tests, and list the lines of the package that none of them runs"
 	@echo "make check   linter, formatter in check mode, type checker"
 	@echo "make format  apply the formatter and the linter's fixes"
 	@echo "make bench   measure trainers side by side; ARGS=\"--workloads loop\" for a part (see docs/performance.md)"
@@ -47,7 +47,7 @@ quick: $(EXTRAS)-test
 	$(PYTEST) -m "not processes and not programs and not slow" $(ARGS)
 
 soak: $(EXTRAS)-test
-	SOAK=1 $(PYTEST) -k "machine or kill or launched or ranks or trainers or same_bits or processes or schedule" $(ARGS)
+	SOAK=1 $(PYTEST) -m soak -o timeout=7200 $(ARGS)
 
 coverage: $(EXTRAS)-test
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(ARGS)
@@ -96,3 +96,4 @@ release-check:
 
 clean:
 	rm -rf .venv .venv-oldest .venv-release build dist *.egg-info docs/_build docs/notebooks demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f .coverage .coverage.*

@@ -90,12 +90,12 @@ TRIALS = {
     "notebook": "from tqdm.notebook import tqdm\ntqdm(total=1, display=False).update()",
     "cli": 'import pytorch_accel_lite.experiment as e\ne.Experiment.from_file(None, {"model": "torch.nn.ReLU"})',
     "optuna": "from pytorch_accel_lite.experiment import OptunaPruningCallback\nOptunaPruningCallback(None)",
-    "s3": 'from s3fs import S3FileSystem\nfrom pytorch_accel_lite.checkpoint.remote import RemoteFolder\nRemoteFolder("s3://a")',
+    "s3": 'from pytorch_accel_lite.checkpoint.remote import RemoteFolder\nRemoteFolder("s3://a")\nimport s3fs',
     "ray": "from pytorch_accel_lite.integrations import RayReportCallback\nRayReportCallback()",
     "examples": (ROOT / "examples" / "digits.py").read_text(),
 }
 # The extras without which an error of ours says what to install.
-WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow", "cli", "optuna", "ray"]
+WITH_ERROR = ["plot", "dataframe", "rich", "tensorboard", "mlflow", "cli", "optuna", "s3", "ray"]
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

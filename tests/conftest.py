@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,15 +13,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from hypothesis import HealthCheck, settings
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tests.launching import EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
+from tests.tasks import own_clock
 
 COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
 
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
+
+# No example fails because the machine was busy for a moment.
+settings.register_profile("no limits of time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no limits of time")
 
 
 def pytest_configure() -> None:
@@ -98,6 +105,19 @@ def ranks(request: pytest.FixtureRequest, job: Callable[[int], RankPool]) -> Ran
 def two_ranks(job: Callable[[int], RankPool]) -> RankPool:
     """2 processes only."""
     return job(2)
+
+
+@pytest.fixture
+def spend() -> Iterator[Callable[[float], None]]:
+    """Let seconds pass on a clock that stands still otherwise."""
+    with own_clock() as spend:
+        yield spend
+
+
+@pytest.fixture
+def naps(spend: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeping only moves that clock."""
+    monkeypatch.setattr(time, "sleep", spend)
 
 
 @pytest.fixture

@@ -35,14 +35,20 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 SOAK = bool(os.environ.get("SOAK"))  # tests that kill or launch again and again do it for long
-PATIENCE = 240.0  # seconds until what runs apart is taken to hang, however busy the machine is
-# For what does not depend on how many ranks there are.
-TWO_ARE_ENOUGH = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)
+# Seconds until what runs apart is taken to hang, however busy the machine is.
+PATIENCE = 3600.0 if SOAK else 240.0
 CAN_SHARD = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
 )
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+def two_are_enough(test: T) -> T:
+    """For what does not depend on how many ranks there are."""
+    ranks = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)
+    marked: T = pytest.mark.soak(ranks(test))  # type: ignore[type-var]
+    return marked
 
 
 def some_of(states: Iterable[T]) -> list[T]:
@@ -132,7 +138,7 @@ class WarmPython(subprocess.Popen[str]):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit._clear()  # what this process has planned for its own end
         atexit.register(shutdown._close_all)
-        warnings.resetwarnings()
+        use_filters(warnings.filters)
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         subprocess.Popen = subprocess_handler.Popen = self.children  # type: ignore[misc]
@@ -149,6 +155,7 @@ class WarmPython(subprocess.Popen[str]):
                 if how == "-m":
                     if not hasattr(sys.modules.get(what), "__path__"):
                         sys.modules.pop(what, None)
+                    sys.modules.pop(f"{what}.__main__", None)
                     runpy.run_module(what, run_name="__main__", alter_sys=True)
                 else:
                     exec(compile(what, "<code>", "exec"), {"__name__": "__main__"})
@@ -198,6 +205,21 @@ def launch(
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def use_filters(filters: Iterable[Any]) -> None:
+    """In a copy of a process, treat warnings like a test does: most are errors. Print the others; pytest collects them.
+
+    :param filters: those of the test
+    """
+    kept = [*filters]
+    warnings.resetwarnings()  # also forgets what was shown already
+    warnings.filters[:] = kept  # type: ignore[index]
+    warnings.showwarning = _print_warning
+
+
+def _print_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
+
+
 def _leave_objects_alone() -> None:
     """In a copy of a process, do not look for garbage among all that it has left, which takes seconds each time."""
     gc.freeze()
@@ -222,8 +244,8 @@ class Fork:
         _leave_objects_alone()
         try:
             file = os.open(self.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-            sys.stdout = sys.stderr = open(file, "w", buffering=1)  # noqa: SIM115
-            warnings.resetwarnings()
+            sys.stdout = sys.stderr = open(file, "w", buffering=1, closefd=False)  # noqa: SIM115
+            use_filters(warnings.filters)
             os.environ["OMP_NUM_THREADS"] = "1"  # a copy lacks the threads that OpenMP may have started here
             for state in (AcceleratorState, GradientState, PartialState):
                 state._reset_state()
@@ -324,7 +346,7 @@ def run_forked(action: Callable[[], Any], *arguments: str, kind: type[Fork] = Fo
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         process = kind(partial(_as_program, action, arguments, env), Path(folder, "output"))
-        code = process.wait(280)
+        code = process.wait(PATIENCE + 40)
         return subprocess.CompletedProcess([*arguments], code, process.output.read_text())
 
 
@@ -347,7 +369,8 @@ def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module as ``python -m name arguments`` does, in a fork."""
 
     def run() -> None:
-        sys.modules.pop(name, None)
+        for known in (name, f"{name}.__main__"):  # an interpreter has imported neither
+            sys.modules.pop(known, None)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
     return run_forked(run, *arguments)

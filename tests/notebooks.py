@@ -17,6 +17,10 @@ from tests.launching import ROOT
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
+# Which bars last long enough to be shown depends on how busy the machine is.
+NO_BARS = "from pytorch_accel_lite.callbacks import notebook; notebook._SHORT = float('inf')"
+
+
 def execute(notebook: Any, folder: Path) -> Any:
     """Run all cells of a notebook in a folder."""
     resources = {"metadata": {"path": str(folder)}}
@@ -27,7 +31,7 @@ def execute(notebook: Any, folder: Path) -> Any:
 
 def execute_together(notebooks: dict[str, Any], folders: Path) -> None:
     """Run the cells of several notebooks by name in one kernel, which forgets names, each in a folder of its own."""
-    cells = []
+    cells = [nbformat.v4.new_code_cell(NO_BARS)]
     for name, own in notebooks.items():
         (folders / name).mkdir()
         cells += [nbformat.v4.new_code_cell("%reset -f"), nbformat.v4.new_code_cell(f"%cd -q {folders / name}"), *own]

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -56,16 +57,17 @@ class RankPool:
         folder = Path(self._folder.name)
         self._log = folder / "output"
         self._log.touch()
-        try:
-            with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener:
-                self._job = EarlyFork(partial(_launch, world_size, listener.address), self._log)
-                self._pids = [self._job.pid]
+        with Listener(str(folder / "socket"), "AF_UNIX", backlog=world_size) as listener:
+            self._job = EarlyFork(partial(_launch, world_size, listener.address), self._log)
+            self._pids = [self._job.pid]
+            try:
                 self._ranks = self._welcome(listener)
-        except TimeoutError:
-            self._kill()
-            printed = self._printed(0)
-            self._folder.cleanup()
-            raise AssertionError(f"a job of {world_size} processes did not start:\n{printed}") from None
+            except TimeoutError:
+                printed = self._give_up(0)
+                raise AssertionError(f"a job of {world_size} processes did not start:\n{printed}") from None
+            except BaseException:
+                self._give_up(0)
+                raise
         self._pids.remove(self._job.pid)
 
     def _welcome(self, listener: Listener) -> list[Connection]:
@@ -97,29 +99,42 @@ class RankPool:
             is not done in time: the job is killed then
         """
         start = self._log.stat().st_size
-        for rank in self._ranks:
-            rank.send_bytes(pickle.dumps((function.__module__, function.__qualname__, args, kwargs)))
-        replies: dict[Connection, tuple[Any, str | None]] = {}
-        deadline = time.monotonic() + timeout
-        while len(replies) < self.world_size:
-            ready = wait([rank for rank in self._ranks if rank not in replies], deadline - time.monotonic())
-            try:
-                assert ready, f"not done within {timeout} seconds"
-                replies |= {rank: pickle.loads(rank.recv_bytes()) for rank in ready}
-            except (AssertionError, EOFError, ConnectionError) as error:
-                self._kill()
-                printed = self._printed(start)
-                self._folder.cleanup()
-                raise AssertionError(f"{function.__qualname__}: {error!r}\n{printed}") from None
+        request = pickle.dumps((function.__module__, function.__qualname__, args, kwargs, [*warnings.filters]))
+        try:
+            replies = self._ask(request, timeout)
+        except (AssertionError, EOFError, ConnectionError) as error:
+            printed = self._give_up(start)
+            raise AssertionError(f"{function.__qualname__}: {error!r}\n{printed}") from None
+        except BaseException:  # such as pytest's limit of time: the next function would get these replies
+            self._give_up(start)
+            raise
         in_order = [replies[rank] for rank in self._ranks]
         for rank, (_, failure) in enumerate(in_order):
             assert failure is None, f"{function.__qualname__} failed on rank {rank}:\n{failure}"
         return Results([value for value, _ in in_order], self._printed(start))
 
+    def _ask(self, request: bytes, timeout: float) -> dict[Connection, tuple[Any, str | None]]:
+        for rank in self._ranks:
+            rank.send_bytes(request)
+        replies: dict[Connection, tuple[Any, str | None]] = {}
+        deadline = time.monotonic() + timeout
+        while len(replies) < self.world_size:
+            ready = wait([rank for rank in self._ranks if rank not in replies], deadline - time.monotonic())
+            assert ready, f"not done within {timeout} seconds"
+            replies |= {rank: pickle.loads(rank.recv_bytes()) for rank in ready}
+        return replies
+
     def _printed(self, start: int) -> str:
         with self._log.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace")
+
+    def _give_up(self, start: int) -> str:
+        """Kill the job, and return what it has printed since its output had a size."""
+        self._kill()
+        printed = self._printed(start)
+        self._folder.cleanup()
+        return printed
 
     def _kill(self) -> None:
         self._pids = [*{*self._pids, *_children_of(self._job.pid)}]  # also the ranks that have not been heard of

@@ -24,9 +24,10 @@ import torch
 
 from tests.faulty_store import FaultyStore
 from tests.launching import Fork, run_elastic
-from tests.scripts.resumable import run_to_the_end
+from tests.scripts.resumable import Lingers, run_to_the_end
 
 _PATIENCE = 3600
+_UPDATES_FOR_A_KILL = 3  # an epoch, or less
 
 
 def soak(
@@ -43,13 +44,15 @@ def soak(
 
     :param run_whole: how to run it as a whole, where processes are there already
     """
-    options: dict[str, Any] = {"workers": workers, "epochs": max(3, kills // 2), "asynchronous": asynchronous}
+    options: dict[str, Any] = {"workers": workers, "epochs": max(3, kills + 1), "asynchronous": asynchronous}
     if logical is not None:
         options |= {"logical": logical, "batch": 2}
     generator = torch.Generator().manual_seed(0)
 
-    def start(target: Path, delay: float) -> Fork:
-        run = partial(run_to_the_end, target, delay=delay, **options, **_saver(target, sharded_remotely))
+    def start(target: Path, is_to_end: bool) -> Fork:
+        lingers = Lingers(None if is_to_end else _update_of(_newest(target)) + _UPDATES_FOR_A_KILL)
+        slowly = {"delay": 0.0 if is_to_end else 0.05, "extra": (lingers,)}
+        run = partial(run_to_the_end, target, **slowly, **options, **_saver(target, sharded_remotely))
         count = processes if logical is None else int(torch.randint(1, logical + 1, (), generator=generator))
         return Fork(run if count == 1 else partial(run_elastic, count, run), folder / "output")
 
@@ -58,12 +61,12 @@ def soak(
     for target in (whole, killed):
         target.mkdir()
     if run_whole is None:
-        assert start(whole, 0.0).wait(_PATIENCE) == 0, (folder / "output").read_text()
+        assert start(whole, True).wait(_PATIENCE) == 0, (folder / "output").read_text()
     else:
         run_whole(whole, **options, **_saver(whole, sharded_remotely))
     done = 0
     while not (killed / "final.pt").exists():
-        process = start(killed, 0.05 if done < kills else 0.0)
+        process = start(killed, is_to_end=done == kills)
         was_killed = done < kills and _kill_after_a_state(process, killed, generator, is_job, sharded_remotely)
         done += was_killed
         codes = (0, -signal.SIGKILL, 1) if was_killed else (0,)  # a launcher without one of its ranks ends with 1
@@ -77,6 +80,11 @@ def _saver(folder: Path, sharded_remotely: bool) -> dict[str, Any]:
     if not sharded_remotely:
         return {}
     return {"sharded": True, "max_checkpoints": 2, "save_dir": f"{FaultyStore.protocol}://{folder}/states"}
+
+
+def _update_of(state: str) -> int:
+    """The number of the update of which a state has the name; 0 for none."""
+    return int(state.rpartition("-")[2] or 0)
 
 
 def _newest(folder: Path) -> str:

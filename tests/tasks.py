@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -29,6 +32,18 @@ def small_model(seed: int = 0, features: int = 5, dtype: torch.dtype = torch.flo
     model = nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
     torch.set_rng_state(generator_state)
     return model
+
+
+@contextmanager
+def own_clock() -> Iterator[Callable[[float], None]]:
+    """Let seconds pass on a clock that stands still otherwise: however busy the machine is, nothing else takes time."""
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    with patch.object(time, "perf_counter", lambda: now[0]):
+        yield spend
 
 
 class Rows(Dataset[Any]):
@@ -80,6 +95,17 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two nested states have the same bits."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
 
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

@@ -28,6 +28,7 @@ def advice(text: str) -> list[str]:
     return [line[2:] for line in text.splitlines() if line.startswith("- ")]
 
 
+@pytest.mark.usefixtures("naps")
 def test_nothing_is_said_when_nothing_stands_out(capsys):
     train(
         make_trainer([AdviceCallback]),
@@ -39,6 +40,7 @@ def test_nothing_is_said_when_nothing_stands_out(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.usefixtures("naps")
 def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
     trainer = make_trainer([AdviceCallback(min_seconds=0.01), LogMetricsCallback])
     train(trainer, epochs=3, train_dataset=SlowRows(make_data()), train_dataloader_kwargs={"num_workers": 0})
@@ -50,6 +52,7 @@ def test_waiting_for_data_is_said_once_after_the_metrics_of_the_epoch(capsys):
     assert f"Use workers: train_dataloader_kwargs={{'num_workers': {min(cores, 8)}}}" in said
 
 
+@pytest.mark.usefixtures("naps")
 def test_short_waits_are_not_worth_a_word(capsys):
     train(make_trainer([AdviceCallback]), train_dataset=SlowRows(make_data()))
     assert capsys.readouterr().out == ""
@@ -61,7 +64,7 @@ def test_updates_that_are_nearly_all_clipped(capsys):
     assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("naps")
 def test_an_optimizer_that_could_be_fused(capsys):
     def said(**kwargs: Any) -> list[str]:
         model = make_model()

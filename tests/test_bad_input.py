@@ -475,7 +475,9 @@ def test_an_fsdp_plugin_that_would_be_ignored_is_refused(monkeypatch, value):
     ({"tp_size": 2}, True, r"tp_size=2 beside FSDP, which Accelerate cannot combine.*distributed_config"),
 ])  # fmt: skip
 def test_parallelism_that_the_trainer_or_accelerate_cannot_do_is_an_error(sizes, fsdp, message):
-    parallelism_config = pytest.importorskip("accelerate.parallelism_config")
+    parallelism_config = pytest.importorskip(
+        "accelerate.parallelism_config", reason="ParallelismConfig needs accelerate 1.10"
+    )
     accelerator = Accelerator(cpu=True)
     accelerator.state.parallelism_config = parallelism_config.ParallelismConfig(**sizes)
     if fsdp:

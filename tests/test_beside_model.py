@@ -15,8 +15,8 @@ from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStat
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from tests import cases
 from tests.cases.beside_model import DATA, Adversarial, normed_trainer
-from tests.launching import TWO_ARE_ENOUGH
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, small_model, train
+from tests.launching import two_are_enough
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, same, small_model, train
 
 # ------------------------------------------------------------------------------------------ the loss function
 
@@ -104,13 +104,14 @@ def test_a_loss_function_that_no_optimizer_trains_is_warned_of(recwarn):
     assert not list(recwarn)
 
 
+@pytest.mark.soak
 def test_what_a_loss_function_has_learned_is_resumed_to_the_same_bits(tmp_path):
     whole, *resumed = cases.beside_model.resumed_with_a_normed_loss(tmp_path)
     assert len(resumed) >= 2
     assert all(equal(whole, run) for run in resumed)
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_a_loss_function_is_the_same_on_all_processes_and_resumed_to_the_same_bits(tmp_path, ranks):
     results = ranks.run(cases.beside_model.resumed_with_a_normed_loss, tmp_path)
     whole = results[0][0]
@@ -122,23 +123,14 @@ def test_a_loss_function_is_the_same_on_all_processes_and_resumed_to_the_same_bi
 # ----------------------------------------------------------------------------- modules and optimizers as attributes
 
 
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
-
-
+@pytest.mark.soak
 def test_runs_with_optimizers_and_modules_of_a_subclass_are_resumed_to_the_same_bits(tmp_path):
     whole, *resumed = cases.beside_model.from_every_state(tmp_path)
     assert len(resumed) >= 4
     assert all(same(whole, run) for run in resumed)
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_they_are_resumed_to_the_same_bits_on_several_processes_too(tmp_path, ranks):
     results = ranks.run(cases.beside_model.from_every_state, tmp_path)
     for runs in results:
@@ -149,6 +141,7 @@ def test_they_are_resumed_to_the_same_bits_on_several_processes_too(tmp_path, ra
 MADE_LATE = ("critics", "critic_optimizer", "critic_scheduler")
 
 
+@pytest.mark.soak
 def test_what_a_run_makes_when_it_starts_is_restored_too(tmp_path):
     class Late(Adversarial):
         def __init__(self, **kwargs: Any) -> None:

@@ -118,6 +118,7 @@ def test_windows_are_weighed_and_clipped_as_the_first_time(scheme, clip):
     assert largest_difference(weights(trainer.model), weights(by_hand(scheme, make, 2, clip))) < 1e-9
 
 
+@pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     alone = cases.closures.trained_and_resumed()
     for found in (alone, *two_ranks(cases.closures.trained_and_resumed)):

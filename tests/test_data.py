@@ -139,7 +139,7 @@ def test_global_batches_cover_the_rest_of_an_epoch(size, batch, start, drop_last
     assert len(covered) == (rest // (batch * at_least) * batch * at_least if drop_last else rest)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes, batches, processes, st.integers(1, 5))
 def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_updates(size, batch, world_size, accumulation):
     steps = read(size, batch, world_size)
@@ -157,7 +157,7 @@ def test_an_epoch_gives_every_sample_once_and_ranks_make_equal_updates(size, bat
     assert len(steps) == count_global_batches(size, batch * world_size)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes, batches, processes, batches, processes, st.data())
 def test_an_epoch_can_go_on_from_every_position_with_other_sizes(size, batch, world_size, batch2, world2, data):
     whole = read(size, batch, world_size)
@@ -168,7 +168,7 @@ def test_an_epoch_can_go_on_from_every_position_with_other_sizes(size, batch, wo
     assert Counter(before + after) == Counter(range(size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, batches, processes, batches, processes, st.data())
 def test_shares_of_at_least_two_have_the_same_samples_in_the_same_steps(size, batch, world_size, batch2, world2, data):
     whole = read(size, batch, world_size)
@@ -187,7 +187,7 @@ def test_shares_of_at_least_two_have_the_same_samples_in_the_same_steps(size, ba
     assert before + after == [sample for step in whole for sample in samples(step)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes, st.integers(1, 3), st.integers(1, 3))
 def test_the_same_global_batch_has_the_same_samples_on_any_number_of_processes(size, batch, factor):
     alone = read(size, batch * 6, 1)
@@ -196,7 +196,7 @@ def test_the_same_global_batch_has_the_same_samples_on_any_number_of_processes(s
         assert [samples(step) for step in shared] == [samples(step) for step in alone]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes, batches, processes)
 def test_evaluation_is_in_order_and_keeps_every_rank_busy_where_it_can(size, batch, world_size):
     steps = read(size, batch, world_size, training=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -15,20 +14,8 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from tests import cases
-from tests.launching import TWO_ARE_ENOUGH
+from tests.launching import two_are_enough
 from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
-
-
-@pytest.fixture
-def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let seconds pass on a clock that stands still otherwise: however busy the machine is, nothing else takes time."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def spend(seconds: float) -> None:
-        now[0] += seconds
-
-    return spend
 
 
 class Slow(nn.Module):
@@ -135,7 +122,7 @@ def test_nothing_is_changed(trained):
 
 
 @pytest.mark.processes
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_it_works_on_several_processes(ranks):
     for found in ranks(cases.tools.diagnosis):
         assert found["unchanged"]

@@ -88,6 +88,7 @@ SCHEDULES_AND_CHANGES = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "before", "after", "update"), SCHEDULES_AND_CHANGES)
 def test_a_schedule_continues_where_the_run_is_and_ends_with_it(tmp_path, name, before, after, update):

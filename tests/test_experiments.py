@@ -542,6 +542,7 @@ def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differ
     assert_equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_the_whole_one(file):
     epochs = 16 if SOAK else 2

@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests import cases
-from tests.launching import TWO_ARE_ENOUGH
+from tests.launching import two_are_enough
 from tests.tasks import (
     Expanded,
     Stream,
@@ -313,7 +313,7 @@ def test_bad_input_is_named(provoke, error, message):
 
 
 @pytest.mark.processes
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_on_several_processes_all_find_the_same(ranks):
     results = ranks(cases.tools.finding)
     assert len(results) == ranks.world_size

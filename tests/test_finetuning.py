@@ -21,7 +21,7 @@ from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTraining
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
 from tests import cases
-from tests.launching import TWO_ARE_ENOUGH, some_of
+from tests.launching import some_of, two_are_enough
 from tests.tasks import equal, largest_difference, listener, make_data, make_model, make_trainer, train, weights
 
 
@@ -266,6 +266,7 @@ def unfreezing_run(folder, resume_from=None, extra=()) -> Trainer:
     return trainer
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_from_every_state_a_run_goes_on_to_the_same_bits(tmp_path):
     whole = unfreezing_run(tmp_path / "whole")
@@ -280,7 +281,7 @@ def test_from_every_state_a_run_goes_on_to_the_same_bits(tmp_path):
         shutil.rmtree(tmp_path / "again")
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_several_processes_unfreeze_as_one(ranks):
     alone = cases.training.gradual_unfreezing()
     for result in ranks(cases.training.gradual_unfreezing):

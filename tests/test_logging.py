@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
     assert [value for _, value in logged["tensorboard"]["loss"]] == pytest.approx(by_twos, rel=1e-6)
 
 
+@pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("saver_first", [False, True])
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
@@ -130,7 +132,8 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
     page = tmp_path / "log" / "run.json"
     while True:
         began = page.stat().st_mtime_ns if page.exists() else 0
-        process = Fork(lambda: run_with_mlflow(tmp_path, saver_first, delay=0.05), tmp_path / "output")
+        again = partial(run_with_mlflow, tmp_path, saver_first, delay=0.05, is_to_end=kills == wanted)
+        process = Fork(again, tmp_path / "output")
         if kills < wanted:
             deadline = time.monotonic() + 60
             while process.poll() is None and time.monotonic() < deadline:

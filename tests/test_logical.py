@@ -97,6 +97,7 @@ def test_any_number_of_processes_gives_the_same_bits(ranks, case):
         assert differences(alone(case), result) == []
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.skipif(not SOAK, reason="many processes take long; SOAK=1 starts them")
 @pytest.mark.parametrize("processes", [4, 8])
@@ -259,6 +260,7 @@ def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_pa
         assert differences(whole, found) == []
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_sigkill_and_another_number_of_processes_lead_to_the_same_bits(tmp_path):
@@ -272,6 +274,7 @@ def test_sigkill_and_another_number_of_processes_lead_to_the_same_bits(tmp_path)
     assert differences(expected, found) == []
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
 @pytest.mark.skipif(not SOAK, reason="200 resumed runs take long; SOAK=1 runs them")

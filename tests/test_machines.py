@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import ROOT, SOAK, TORCHRUN, environment, launch
+from tests.launching import PATIENCE, ROOT, SOAK, TORCHRUN, environment, launch
 from tests.test_training_states import assert_same
 
 ADDRESSES = {"a": "10.211.17.1", "b": "10.211.17.2"}
@@ -72,7 +72,7 @@ def start(machine: str, nodes: str, log: Path, *arguments: object) -> subprocess
         )  # fmt: skip
 
 
-def wait_until(condition: Callable[[], Any], log: Path, seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], Any], log: Path, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, log.read_text()[-5000:]
@@ -89,6 +89,7 @@ def read(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "final.pt", weights_only=False)
 
 
+@pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
 def test_two_machines_without_a_shared_disk_give_the_bits_of_two_processes_on_one(tmp_path, network):
@@ -99,14 +100,14 @@ def test_two_machines_without_a_shared_disk_give_the_bits_of_two_processes_on_on
     assert done.returncode == 0, done.stderr
     log = tmp_path / "log"
     jobs = [start(machine, "2", log, folders[1]) for machine in ADDRESSES]
-    assert [job.wait(timeout=120) for job in jobs] == [0, 0], log.read_text()
+    assert [job.wait(PATIENCE) for job in jobs] == [0, 0], log.read_text()
     one, two = map(read, folders)
     assert two["processes"] == 2
     assert_same(two, one)
 
 
+@pytest.mark.soak
 @pytest.mark.programs
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not SOAK, reason="takes two minutes: make soak")
 def test_a_machine_that_is_cut_off_and_comes_back_loses_no_sample(tmp_path, network):
     log = tmp_path / "log"
@@ -121,7 +122,7 @@ def test_a_machine_that_is_cut_off_and_comes_back_loses_no_sample(tmp_path, netw
         jobs[1].wait()
         ip("-n", namespace("b"), "link", "set", "eth-b", "up")
         jobs[1] = start("b", "1:2", log, folder, 0.4)
-        wait_until((folder / "final.pt").exists, log, 240)
+        wait_until((folder / "final.pt").exists, log)
     finally:
         for job in jobs:
             job.kill()

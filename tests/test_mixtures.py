@@ -38,7 +38,7 @@ def of_sizes(*sizes: int, **kwargs: Any) -> Mixture:
     return Mixture({f"d{size}": numbers(size) for size in dict.fromkeys(sizes)}, **kwargs)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True), st.data())
 def test_every_part_of_an_epoch_has_the_shares_of_the_weights(sizes, data):
     weights = data.draw(st.lists(st.floats(0.1, 5), min_size=len(sizes), max_size=len(sizes)))
@@ -71,7 +71,7 @@ def test_without_weights_an_epoch_has_each_sample_once():
     assert sorted(indices(epoch_of(of_sizes(7, 30, 2), 4)[0])) == [*range(39)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
 def test_a_mixed_epoch_goes_on_from_any_position_with_other_sizes(batch, world, batch2, world2, data):
     whole = of_sizes(7, 30, weights={"d7": 2, "d30": 1})
@@ -81,7 +81,7 @@ def test_a_mixed_epoch_goes_on_from_any_position_with_other_sizes(batch, world, 
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
 def test_batches_of_one_dataset_each_go_on_with_other_sizes_and_every_sample(batch, world, batch2, world2, data):
     whole = of_sizes(7, 30, 12, weights={"d7": 2, "d30": 1, "d12": 1}, mix_batches=False, batch_sizes={"d7": 2})

@@ -42,6 +42,7 @@ def test_what_a_factory_makes_trains_to_the_bits_of_what_was_made_before():
     assert equal(weights(train_with(factory).model), weights(train_with(made).model))
 
 
+@pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     alone = cases.optimizer_factories.trained_and_resumed()
     for found in (alone, *two_ranks(cases.optimizer_factories.trained_and_resumed)):

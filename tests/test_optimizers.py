@@ -177,6 +177,7 @@ def test_a_list_of_optimizers_is_numbered():
         trainer.optimizer["rest"]
 
 
+@pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     alone = cases.optimizers.trained_and_resumed()
     for found in (alone, *two_ranks(cases.optimizers.trained_and_resumed)):

@@ -53,6 +53,7 @@ def test_windows_are_weighed_and_clipped_for_each_optimizer(accumulation, clip):
     assert largest_difference(trainer.networks(), by_hand(accumulation, clip)) < 1e-12
 
 
+@pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     alone = cases.own_steps.trained_and_resumed()
     first, second = two_ranks(cases.own_steps.trained_and_resumed)

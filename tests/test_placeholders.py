@@ -206,7 +206,7 @@ def outcome(compute: Any) -> Any:
     return type(value), value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tree=TREES)
 def test_any_expression_has_the_value_that_python_gives_it(trainer, tree):
     expected = outcome(lambda: evaluate(tree, VALUES, min, max))
@@ -214,7 +214,7 @@ def test_any_expression_has_the_value_that_python_gives_it(trainer, tree):
     assert outcome(lambda: value_in(trainer, evaluate(tree, placeholders, P.min, P.max))) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tree=TREES)
 def test_the_text_of_any_expression_means_the_same_when_read_as_python(trainer, tree):
     names = {name: getattr(P, name) for name in NAMES}

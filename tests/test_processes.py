@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from functools import cache, partial
 from itertools import chain
@@ -17,7 +16,7 @@ from torch import nn
 
 from pytorch_accel_lite.distributed.launch import record_error
 from tests import cases
-from tests.launching import SOAK, TORCHRUN, TWO_ARE_ENOUGH, Fork, launch, run_elastic_script, run_script
+from tests.launching import SOAK, TORCHRUN, Fork, launch, run_elastic_script, run_script, two_are_enough
 from tests.shipped import SHIPPED
 from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model, weights
 
@@ -152,7 +151,7 @@ def test_a_loss_of_what_was_gathered_without_gradients_is_an_error_that_says_so(
         assert result["lengths"] == [2 * ranks.world_size] * (6 // ranks.world_size)  # as it is for metrics
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
     for rank, (*saving, pickling, gathering) in enumerate(ranks(cases.processes.failures)):
         assert len(saving) == 2
@@ -163,7 +162,7 @@ def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
         assert gathering == "TypeError: gather() takes tensors, or nested lists, tuples and dicts of them, not 'text'."
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_at_the_same_update(ranks):
     results = ranks(cases.stopping.nan_on_one_rank)
     assert len({result["update"] for result in results}) == 1
@@ -199,7 +198,7 @@ def test_a_rank_that_fails_before_items_are_counted_leaves_no_other_waiting(rank
         assert largest_difference(found, expected) < 1e-12
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ranks):
     *others, last = ranks(cases.failures.nan_report)
     rank = ranks.world_size - 1
@@ -208,7 +207,7 @@ def test_the_rank_that_meets_what_is_not_finite_writes_the_report_and_all_end(ra
 
 
 @pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_a_shipped_callback_serves_several_processes(ranks, name):
     results = [result[name] for result in ranks(cases.callbacks.shipped_callbacks)]
     assert len(results) == ranks.world_size
@@ -219,7 +218,7 @@ def test_a_shipped_callback_serves_several_processes(ranks, name):
         assert result["printed"] == ""
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
     for result in ranks(cases.failures.out_of_memory):
         split, whole = result["split"], result["whole"]
@@ -230,7 +229,7 @@ def test_all_ranks_split_their_batches_when_one_runs_out_of_memory(ranks):
             assert split["history"][name] == pytest.approx(values)
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
     for paused, whole in ranks(cases.stopping.time_limit):
         assert len(paused["updates"]) > 2
@@ -240,7 +239,7 @@ def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
         assert equal(paused["weights"], whole["weights"])
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
     results = ranks(cases.stopping.stop_before_communicating_callbacks)
     assert {result["reason"] for result in results} == {"at the end of the epoch"}
@@ -248,18 +247,18 @@ def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
     assert len({result["run"] for result in results}) == 1
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_rows_are_written_until_all_ranks_end_together(ranks):
     for updates, made in ranks(cases.stopping.nan_with_logger):
         assert updates == list(range(1, made + 1))
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_rows_are_written_until_an_error_that_all_ranks_have(ranks):
     assert all(updates == [1, 2, 3] for updates in ranks(cases.stopping.error_with_logger))
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
     assert all(reasons == ["seen enough", None] for reasons in ranks(cases.stopping.stopped_evaluation))
 
@@ -282,7 +281,7 @@ def test_ranks_with_generators_of_their_own_agree_on_an_order(ranks):
         assert max(len(rank) for rank in by_epoch[0]) == steps
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_with_a_seed_workers_and_processes_do_not_change_the_result(ranks):
     alone = cases.data.seeded_augmentation()
     assert equal(alone[0], alone[1])
@@ -436,7 +435,7 @@ def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
     assert first["history"]["eval_loss_epoch"][-1] == pytest.approx(expected, abs=1e-10)
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warning(ranks):
     for result in ranks(cases.training.sync_batch_norm):
         warned = ["cannot synchronise batch norm on 'cpu'" in text for text in result["warnings with"]]
@@ -447,7 +446,7 @@ def test_batch_norm_that_cannot_be_synchronised_here_is_left_alone_with_a_warnin
         assert plain == converted
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_the_layout_in_memory_does_not_change_the_result(ranks):
     for result in ranks(cases.training.channels_last):
         assert largest_difference(result[True], result[False]) < 1e-12
@@ -470,7 +469,7 @@ def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks):
         assert result["training"]
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_parameters_of_the_loss_function_are_the_same_on_all_ranks(ranks):
     for result in ranks(cases.training.learned_loss):
         assert torch.equal(result["scale"], ranks(cases.training.learned_loss)[0]["scale"])
@@ -478,7 +477,7 @@ def test_parameters_of_the_loss_function_are_the_same_on_all_ranks(ranks):
         assert largest_difference(result["weights"], alone(cases.training.learned_loss)["weights"]) < 1e-10
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_sparse_gradients_are_averaged_with_and_without_a_guard(ranks):
     for result in ranks(cases.training.sparse_gradients):
         assert largest_difference(result[True], result[False]) < 1e-12
@@ -495,20 +494,20 @@ def test_a_gradient_that_one_rank_has_or_has_otherwise_is_averaged(ranks):
         assert len(result) == 3
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_what_is_found_while_a_run_ends_ends_it_and_not_the_next_evaluation(ranks):
     assert cases.stopping.nan_while_ending() == ("found while ending", True)
     assert ranks(cases.stopping.nan_while_ending) == [("found while ending", True)] * ranks.world_size
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_a_trainer_can_follow_another_that_was_closed(ranks):
     for means in ranks(cases.processes.trainers_in_turn):
         assert len(means) == 2
         assert all(len(set(fold)) == 1 and len(fold) == ranks.world_size for fold in means)
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_no_state_of_weights_that_are_not_finite_is_written(ranks):
     for result in ranks(cases.stopping.states_with_nan):
         assert result["failed"] is not None
@@ -516,12 +515,12 @@ def test_no_state_of_weights_that_are_not_finite_is_written(ranks):
         assert all(result["finite"].values())
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_callbacks_after_one_that_stops_the_run_hear_as_much_as_on_one_process(ranks):
     assert ranks(cases.stopping.stop_before_others) == [cases.stopping.stop_before_others()] * ranks.world_size
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_only_the_first_process_prints(ranks):
     results = ranks(cases.callbacks.default_callbacks)
     assert len(results) == ranks.world_size
@@ -562,14 +561,15 @@ def test_objects_of_any_length_are_gathered_in_order(ranks):
         assert all(map(torch.equal, tensors, gathered))
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
     for saved, (after_3, after_50) in ranks(cases.processes.many_trainers):
         assert saved == {1}
-        assert after_50 == after_3
+        # Fewer if something that an earlier function of this job has left ends meanwhile.
+        assert all(now <= before for now, before in zip(after_50, after_3, strict=True)), (after_3, after_50)
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_several_savers_can_write_in_the_background_at_once(ranks):
     for found in ranks(cases.processes.writers_side_by_side):
         states = 2 * 2 * 24 // (2 * ranks.world_size)
@@ -577,10 +577,7 @@ def test_several_savers_can_write_in_the_background_at_once(ranks):
 
 
 def test_training_in_a_notebook_on_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    run_script("tests/scripts/notebook.py", str(tmp_path), port)
+    run_script("tests/scripts/notebook.py", str(tmp_path))
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert [result["processes"] for result in results] == [2, 2]
     model = small_model()
@@ -640,6 +637,7 @@ LAUNCHERS = {"torchrun": [*TORCHRUN, "2"], "accelerate": ACCELERATE}
 LAUNCHES = [("torchrun", "closed"), ("accelerate", "by itself")]  # each launcher, and each way; all with SOAK
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "how"), [(a, b) for a in LAUNCHERS for b in ("closed", "by itself")] if SOAK else LAUNCHES
 )

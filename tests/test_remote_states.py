@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pytorch_accel_lite.checkpoint.__main__ import inspect
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
 from tests import cases
 from tests.faulty_store import FaultyStore
-from tests.launching import CAN_SHARD, SOAK, Fork
+from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.scripts.resumable import run
 from tests.tasks import equal, make_trainer, train
 from tests.test_training_states import assert_same
@@ -69,12 +70,13 @@ def test_ranks_upload_their_own_files_and_resume_to_the_same_bits(folder, two_ra
     assert {"rank00000.pt", "rank00001.pt"} < set(manifest["files"])
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 @CAN_SHARD
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(7200 if SOAK else 600)
 def test_each_damaged_file_of_a_sharded_state_is_named_and_an_older_state_is_used(folder, two_ranks):
     """Each in one of three ways; ``make soak`` damages each in all of them."""
-    found = two_ranks.run(cases.remote.sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=500)
+    found = two_ranks.run(cases.remote.sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=max(PATIENCE, 500))
     for whole, resumed in found:
         assert len(resumed) == (21 if SOAK else 7)
         for address, again in resumed.items():
@@ -109,6 +111,7 @@ def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
         trainer.load_training_state(f"{url_of(folder)}/update-000000003")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_sigkill_at_each_operation_of_the_store_leads_to_the_same_bits(folder):
     """At every fifth; ``make soak`` kills at each."""
@@ -229,6 +232,18 @@ def test_addresses_that_cannot_work_are_errors_before_training(tmp_path):
         start("nowhere://bucket/run")
     with pytest.raises(FileNotFoundError, match=r"There is no faulty://.*/missing/states"):
         start(f"faulty://{tmp_path}/missing/states")
+
+
+def test_without_s3fs_the_error_of_an_address_in_s3_names_what_to_install():
+    code = (
+        "from tests.launching import forget; from pytorch_accel_lite.callbacks import SaveTrainingStateCallback\n"
+        "from tests.tasks import make_trainer, train\n"
+        "forget('fsspec')\n"
+        "forget('s3fs', installed=False)\n"
+        "try: train(make_trainer(callbacks=[SaveTrainingStateCallback('s3://bucket/run')]))\n"
+        "except ImportError as error: print(error)"
+    )
+    assert re.search(r"^The address 's3://bucket/run' needs s3fs. Install it with: pip install '?s3fs", run_code(code))
 
 
 def test_a_file_url_is_a_directory(tmp_path):

@@ -187,6 +187,7 @@ def test_what_cannot_be_tested_is_refused_before_anything_is_written(trained, ar
     assert not Path("tests").exists()
 
 
+@pytest.mark.soak
 def test_a_killed_test_leaves_the_same_files_as_one_that_was_not(trained):
     size = 60 if SOAK else 12
     data = parts.load_data(size)

@@ -317,7 +317,6 @@ class Holding(nn.Linear):
         self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex128))
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 def test_states_hold_sparse_and_complex_entries(here):
     trainer = train(make_trainer(model=Holding()))
     trainer.save_training_state("state")

@@ -433,6 +433,7 @@ def files(folder: Path) -> set[str]:
 THREE_DECAYS = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, num_checkpoints=3, decay_phase_ratio=0.67)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("continuation", [False, True])
 def test_from_every_state_also_within_a_decay_a_run_goes_on_to_the_same_bits(tmp_path, continuation):
@@ -725,6 +726,7 @@ def test_a_metric_that_is_not_recorded_is_an_error_that_lists_those_that_are():
         run(**PLATEAU, scheduler_metric="eval_los_epoch")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # resumed right before an epoch's evaluation
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pytorch_accel_lite.callbacks import AdviceCallback, MetricsFileCallback, Sa
 from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
 from tests import cases
-from tests.launching import TWO_ARE_ENOUGH
+from tests.launching import two_are_enough
 from tests.tasks import equal, listener, make_model, make_trainer, train, weights
 
 P = TrainerPlaceholderValues
@@ -336,7 +336,7 @@ def test_a_state_that_was_saved_at_an_interrupt_holds_no_half_epoch(tmp_path):
     assert equal(weights(resumed.model), weights(whole.model))
 
 
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_all_ranks_record_the_epoch_in_which_they_stopped(ranks):
     for rows, means in ranks(cases.stopping.stopped_in_mid_epoch):
         assert [epoch for epoch, _ in rows] == [1, 2, 3, 4]

@@ -19,7 +19,13 @@ import sphinx
 
 from tests.launching import ROOT, launch
 
-pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.xdist_group("site")]
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("site"),
+    # Extensions of Sphinx use what it deprecates; its warnings of the pages are errors all the same.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),
+]
 
 #: The words that people search for, and the page that has to come first.
 SEARCHES = {

@@ -14,7 +14,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ProfilerCallback, StepBasedEvaluationCallback, TimingCallback
 from tests.tasks import Rows, listener, make_trainer, regression_data, small_model, train
 
-NAP = 0.03
+NAP = 1 / 32  # of which sums are exact
 
 
 class SlowRows(Rows):
@@ -56,7 +56,7 @@ class SlowTrainer(Trainer):
         return super().calculate_eval_batch_loss(batch)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("naps")
 @pytest.mark.parametrize("slow", ["data", "forward", "backward", "optimizer", "evaluation", "saving", "Sleepy"])
 def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
     model, timing = small_model(), TimingCallback()
@@ -90,7 +90,7 @@ def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
     assert lines[-1].startswith("the whole run")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("naps")
 def test_what_a_callback_makes_the_trainer_do_is_counted_once():
     model, timing = small_model(), TimingCallback(show=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,6 +103,7 @@ def test_what_a_callback_makes_the_trainer_do_is_counted_once():
     assert sum(parts) < timing.totals["run"] + 4 * NAP  # counted twice, it would be 16 * NAP more
 
 
+@pytest.mark.usefixtures("naps")
 def test_callbacks_of_one_class_have_a_line_each(capsys):
     first, second = Sleepy(), Sleepy()
     timing = TimingCallback()

@@ -9,11 +9,11 @@ import pickle
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ def hashes(folder: Path) -> dict[Path, str]:
     return {path: checksum(path) for state in states(folder) for path in sorted(state.iterdir())}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "workers", "seed"), [(1, 0, 5), (2, 0, None), (3, 2, 5)])
 def test_from_every_save_point_a_run_goes_on_to_the_same_bits(tmp_path, accumulation, workers, seed):
@@ -123,6 +124,7 @@ class OwnBatches(Trainer):
         return Lists(self.train_dataset, batch_size)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
 @pytest.mark.parametrize("limit", [None, 3])
@@ -170,17 +172,19 @@ def final(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "final.pt", weights_only=False)
 
 
+@pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize(("workers", "asynchronous"), [(0, False), (2, False), (0, True)])
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous):
     """A short version of tests/soak.py; ``make soak`` makes it long."""
     found, expected = soak(tmp_path, 100 if SOAK else 6, workers=workers, asynchronous=asynchronous)
     assert_same(found, expected)
 
 
+@pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     def run_whole(folder, **options):
         job(2).run(run_to_the_end, folder, **options)
@@ -190,9 +194,10 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     assert_same(found, expected)
 
 
+@pytest.mark.soak
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_of_a_sharded_run_with_remote_states_leads_to_the_same_bits(tmp_path, job):
     """One or both of two processes, which write their shards in the background."""
 
@@ -205,6 +210,7 @@ def test_sigkill_of_a_sharded_run_with_remote_states_leads_to_the_same_bits(tmp_
     assert_same(found, expected)
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (2, 3), (3, 1), (3, 2)])
 def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_path, job, processes, accumulation):
@@ -217,6 +223,7 @@ def test_from_every_save_point_several_processes_resume_to_the_same_bits(tmp_pat
             assert_same(again, whole)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.processes
 def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
@@ -343,6 +350,13 @@ def test_in_a_thread_signals_are_left_alone(tmp_path):
     assert set(handlers) == {before}
 
 
+def is_running(pid: str) -> bool:
+    """Whether a process is there and has not ended; it may end while it is looked at."""
+    with suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return False
+
+
 @pytest.mark.processes
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
     tmp_path.joinpath("run").mkdir()
@@ -353,8 +367,8 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
         ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         assert len(ranks) == 2
         launcher.kill()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{rank}/cmdline").exists() and Path(f"/proc/{rank}/cmdline").read_bytes() for rank in ranks):
+    deadline = time.monotonic() + PATIENCE
+    while any(map(is_running, ranks)):
         assert time.monotonic() < deadline, "ranks go on without their launcher"
         time.sleep(0.05)
 
@@ -824,19 +838,21 @@ def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
 
     Returns their exit statuses, or minus the signal that killed them.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    # The ranks meet here, as they do at torchrun's: a port that is looked for first may be taken by another test.
+    one = partial(torch.distributed.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = one() if processes > 1 else None
 
     def run_as(rank: int) -> None:
-        if processes > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if store is not None:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         action(rank)
 
     return [fork.wait() for fork in [Fork(partial(run_as, rank), output) for rank in range(processes)]]
 
 
+@pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_path, asynchronous):
@@ -861,8 +877,9 @@ def test_sigkill_at_each_file_operation_of_saving_leads_to_the_same_bits(tmp_pat
     assert number > 100
 
 
+@pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tmp_path):
     """At every nineteenth; ``make soak`` kills at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}

@@ -47,6 +47,13 @@ def test_the_oldest_versions_are_the_lower_bounds():
     assert pins == {name: bound for name, bound in bounds.items() if name not in NOT_INSTALLED_THERE}
 
 
+def test_the_extras_whose_lower_bounds_are_not_tested_are_those_that_the_page_names():
+    extras = PROJECT["optional-dependencies"]
+    [tested] = [it.extras for it in map(Requirement, extras["test"]) if it.name == PROJECT["name"]]
+    assert {*extras} - tested - {"test", "all"} == {"ray", "bench"}
+    assert "except those of the extras `ray` and `bench`" in (ROOT / "docs" / "versions.md").read_text()
+
+
 def test_the_oldest_python_is_the_one_that_make_takes():
     oldest = PROJECT["requires-python"].removeprefix(">=")
     assert f"OLDEST_PYTHON ?= python{oldest}\n" in (ROOT / "Makefile").read_text()

@@ -32,7 +32,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests import cases
-from tests.launching import TWO_ARE_ENOUGH
+from tests.launching import two_are_enough
 from tests.tasks import Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
 
@@ -571,7 +571,7 @@ def test_senseless_numbers_of_batches_are_refused(arguments, error, match):
 
 
 @pytest.mark.processes
-@TWO_ARE_ENOUGH
+@two_are_enough
 def test_an_evaluation_before_training_leaves_no_trace_on_several_processes(ranks):
     for result in ranks(cases.evaluation.sanity):
         assert equal(result["plain"]["weights"], result["tried"]["weights"])

@@ -63,6 +63,8 @@ class RemoteFolder:
         try:
             self._store, self._path = url_to_fs(url)
         except ImportError as error:
+            if url.startswith(("s3:", "s3a:")):
+                import_extra("s3fs", "s3", f"The address {url!r}")
             raise ImportError(f"{url!r} needs a further package. {error}") from error
         except ValueError as error:
             raise ValueError(f"{url!r} is not the address of a store that fsspec knows: {error}") from error

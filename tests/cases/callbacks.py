@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
 def shipped_callbacks() -> Any:
     """Each shipped callback in a run of its own: the weights, and what ranks but the first print."""
+    warnings.filterwarnings("ignore", ".*cannot synchronise batch norm on 'cpu'")  # with several processes
     results, home = {}, Path.cwd()
     with shared_folder() as folder:
         for callback_class in SHIPPED:

@@ -18,7 +18,7 @@ from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback, Save
 from pytorch_accel_lite.distributed.ranks import timeout_of
 from tests.cases import parallel
 from tests.cases.common import IN_ORDER, rank, world_size
-from tests.tasks import Rows, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import Rows, own_clock, quiet_trainer, regression_data, small_model, weights
 
 
 class Stuck(Rows):
@@ -90,20 +90,23 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
 
 
 def _slow_to(read: float, compute: float) -> None:
+    """Train while rank 1 takes so many seconds for a sample and for a forward pass, which takes 1 ms on the others."""
+
     class Slow(Rows):
         def __getitem__(self, index: int) -> Any:
-            time.sleep(read * (rank() == 1))
+            spend(read if rank() == 1 else 0.0)
             return super().__getitem__(index)
 
     model = small_model()
-    model.register_forward_pre_hook(lambda *_: time.sleep(compute * (rank() == 1)))
+    model.register_forward_pre_hook(lambda *_: spend(compute if rank() == 1 else 0.001))
     trainer = quiet_trainer(model, callbacks=[AdviceCallback(min_seconds=0.05)])
     data = Slow(regression_data(30 * world_size()))
-    trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
+    with own_clock() as spend:
+        trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
 
 
 def slow_to_read() -> None:
-    _slow_to(0.01, 0.0)
+    _slow_to(0.01, 0.001)
 
 
 def slow_to_compute() -> None:

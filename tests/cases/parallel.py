@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -311,6 +312,7 @@ def averaged_statistics() -> dict[str, Any]:
 
 def reductions(how: str) -> dict[str, int]:
     """How often gradients are reduced in an update of 4 batches."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # seen only by the mode that counts
     trainer = make_trainer(how)
     with CommDebugMode() as counting:
         trainer.train(regression_data(4 * world_size()), 1, per_device_batch_size=1, gradient_accumulation_steps=4)
@@ -407,6 +409,7 @@ def by_accelerate(folder: Path) -> list[dict[str, Any]]:
     """The result of a run with a model that Accelerate shards over a mesh, and of one that is resumed."""
     from accelerate.parallelism_config import ParallelismConfig  # not in all versions
 
+    warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")  # as Accelerate does
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     accelerator = sharding_accelerator(of_accelerator={"parallelism_config": sizes})
     found = []

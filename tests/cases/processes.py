@@ -124,7 +124,7 @@ def trainers_in_turn() -> Any:
         model = small_model()
         with quiet_trainer(model) as trainer:
             trainer.train(regression_data(12), 1)
-            means.append(trainer.gather(torch.tensor([float(model[0].weight.mean())])).tolist())
+            means.append(trainer.gather(torch.tensor([float(model[0].weight.detach().mean())])).tolist())
     return means
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def names_on(page: str, blocks: list[int], until: str = "the end of the page") -
 
 def simclr() -> Any:
     """Weights and losses after two epochs, with views that are the images themselves and their mirror images."""
+    warnings.filterwarnings("ignore", ".*functional.all_gather is deprecated")  # old versions have nothing else
     namespace = names_on("simclr", [0, 1, 3])
     views = itertools.cycle([lambda images: images, lambda images: images.flip(1)])
     namespace["distort"] = lambda images: next(views)(images)

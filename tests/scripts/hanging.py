@@ -25,4 +25,4 @@ class Hangs(TrainerCallback):
 
 
 torch.set_num_threads(1)
-run_to_the_end(folder, extra=(Hangs(), HangWatchCallback(0.7, end=True)))
+run_to_the_end(folder, extra=(Hangs(), HangWatchCallback(3, end=True)))

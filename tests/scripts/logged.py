@@ -17,6 +17,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
     TrackerCallback,
 )
+from tests.scripts.resumable import Lingers
 from tests.tasks import quiet_trainer, regression_data, small_model
 
 EPOCHS, UPDATES = 3, 12
@@ -38,10 +39,14 @@ def loggers(folder: Path, mlflow: bool = True) -> list[Any]:
     return [*files, *trackers, RunLogCallback(folder / "log", {"mine": 3})]
 
 
-def run(folder: Path, saver_first: bool = False, delay: float = 0.0, mlflow: bool = True) -> Any:
+def run(
+    folder: Path, saver_first: bool = False, delay: float = 0.0, mlflow: bool = True, is_to_end: bool = True
+) -> Any:
+    """Run, or stay in the last update until the process is killed."""
     saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
     monitors = [LearningRateMonitorCallback(), GradientNormCallback()]
-    callbacks = [Slow(delay), *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
+    slow = Slow(delay), Lingers(None if is_to_end else UPDATES)
+    callbacks = [*slow, *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
     callbacks = [saving, *callbacks] if saver_first else [*callbacks, saving]
     trainer = quiet_trainer(small_model(), callbacks=callbacks, seed=2)
     data = regression_data(24)
@@ -49,10 +54,10 @@ def run(folder: Path, saver_first: bool = False, delay: float = 0.0, mlflow: boo
     return trainer
 
 
-def run_with_mlflow(folder: Path, saver_first: bool = False, delay: float = 0.0) -> int:
+def run_with_mlflow(folder: Path, saver_first: bool = False, delay: float = 0.0, is_to_end: bool = True) -> int:
     """Run with all loggers; return the number of processes."""
     import mlflow
 
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     mlflow.set_tracking_uri((folder / "mlruns").as_uri())
-    return run(folder, saver_first, delay).ranks.world_size
+    return run(folder, saver_first, delay, is_to_end=is_to_end).ranks.world_size

@@ -1,4 +1,4 @@
-"""Training through notebook_launcher, as in a cell of a notebook. python notebook.py FOLDER PORT."""
+"""Training through notebook_launcher, as in a cell of a notebook. python notebook.py FOLDER."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ def training(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    notebook_launcher(training, (sys.argv[1],), num_processes=2, use_port=sys.argv[2])
+    free = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}  # any port that is free
+    notebook_launcher(training, (sys.argv[1],), num_processes=2, **free)

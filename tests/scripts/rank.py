@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import traceback
-import warnings
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from tests.launching import use_filters
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
@@ -29,14 +30,12 @@ class Surroundings:
     def __init__(self) -> None:
         self._folder = os.getcwd()
         self._environment = dict(os.environ)
-        self._filters = list(warnings.filters)
         self._handlers = [signal.getsignal(number) for number in SIGNALS]
 
     def restore(self) -> None:
         os.chdir(self._folder)
         os.environ.clear()
         os.environ.update(self._environment)
-        warnings.filters[:] = self._filters  # type: ignore[index]
         for number, handler in zip(SIGNALS, self._handlers, strict=True):
             signal.signal(number, handler)
         faulthandler.register(signal.SIGUSR2)  # runs that end in order at signals replace it
@@ -71,4 +70,6 @@ def main(socket: str) -> None:
         del accelerator
         while (request := pickle.loads(master.recv_bytes())) is not None:
             surroundings.restore()
-            master.send_bytes(pickle.dumps(call(*request)))
+            *function, filters = request
+            use_filters(filters)
+            master.send_bytes(pickle.dumps(call(*function)))

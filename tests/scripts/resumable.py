@@ -71,6 +71,21 @@ class CopyStates(TrainerCallback):
         self._copy(trainer, "epoch")
 
 
+class Lingers(TrainerCallback):
+    """Stays in an update until the process is killed: however late that is, the run has not ended before.
+
+    :param update: which one; ``None`` for a run that is to end
+    """
+
+    def __init__(self, update: int | None = None) -> None:
+        self.update = update
+
+    def on_train_step_end(self, trainer, **kwargs):
+        for _ in range(6000 if trainer.progress.update == self.update else 0):
+            time.sleep(0.05)
+            trainer.barrier()  # if another rank is killed, this one ends as in any step
+
+
 class SlowTrainer(Trainer):
     delay = 0.0
 
