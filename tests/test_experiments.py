@@ -383,6 +383,21 @@ def test_a_schedule_counts_in_the_units_of_the_run(file):
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 / 4
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "arguments", "rate"),
+    [
+        ("MultiStepLR", {"milestones": [1, "2 * NUM_UPDATE_STEPS_PER_EPOCH - 1"]}, 0.01 / 100),
+        ("LambdaLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**6),
+        ("MultiplicativeLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**21),
+    ],
+)
+def test_schedulers_whose_types_torch_imports_for_type_checkers_only_work(file, scheduler, arguments, rate):
+    overrides = {"scheduler": scheduler} | {f"scheduler.{name}": value for name, value in arguments.items()}
+    experiment = Experiment.from_file(file, overrides)
+    assert experiment.train().optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    assert experiment.config["scheduler"]["init_args"].items() >= arguments.items()
+
+
 # ------------------------------------------------------------------------------------------------- errors
 
 WRONG = [
@@ -450,6 +465,14 @@ WRONG = [
         FILE,
         ["--scheduler=StepLR", "--scheduler.step_size", "NUM_EPOCH"],
         "must be a whole number, or an expression: 'NUM_EPOCH' is not a placeholder. Did you mean 'NUM_EPOCHS'?",
+    ),
+    (FILE, ["--scheduler=MultiStepLR"], "command line: scheduler needs scheduler.milestones, without a default."),
+    (FILE, ["--scheduler=LambdaLR"], "command line: scheduler needs scheduler.lr_lambda, without a default."),
+    (
+        FILE,
+        ["--scheduler=MultiStepLR", "--scheduler.milestones=[2, 3 * NUM_EPOCH]"],
+        "scheduler.milestones='3 * NUM_EPOCH' must be a whole number, or an expression: 'NUM_EPOCH' is not a "
+        "placeholder. Did you mean 'NUM_EPOCHS'?\n",
     ),
 ]
 

@@ -73,7 +73,8 @@ def _explain_option(message: str, document: Document, keys: Sequence[str], optio
 
 
 def _explain_value(message: str, document: Document, keys: Sequence[str]) -> str:
-    value = re.search(r"(?:Got|Given) value: (.*)", message, re.DOTALL)
+    value = re.search(r"(?:Got|Given) value: (.*?)(?=\n +(?:- |Given value)|\Z)", message, re.DOTALL)
+    message = message[: value.end()] if value else message  # of an item in a list, what follows is about the list
     expected = re.findall(r"Expected an? (.*?)(?:\.|$)", message, re.MULTILINE)
     lines = [line.strip() for line in message.splitlines()]
     place = _deepest(document, keys)
@@ -82,7 +83,7 @@ def _explain_value(message: str, document: Document, keys: Sequence[str]) -> str
     names = [re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", kind) for kind in expected]
     names = ["function" if name.startswith("dot import path") else name for name in names]
     kinds = " or ".join(dict.fromkeys(_KINDS.get(name, name) for name in names))
-    further = [line[2:] for line in lines if line.startswith("- ") and "Expected a" not in line]
+    further = [line[2:] for line in lines if re.match("- (?!Expected a|Does not validate)", line)]
     for pattern, words in _FURTHER.items():
         further = [re.sub(pattern, words, line) for line in further]
     reasons = "".join(further)
