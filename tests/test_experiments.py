@@ -165,6 +165,12 @@ def test_functions_without_types_and_with_further_arguments_make_parts(file):
     assert plain.loss_func is nn.functional.l1_loss
 
 
+def test_an_argument_without_a_type_may_be_null_if_it_is_given(file):
+    overrides = {"data.eval": "tests.experiment_parts.anything", "data.eval.x": None}
+    assert Experiment.from_file(file, overrides).eval_dataset == [None]
+    assert read(file, "--data.eval=tests.experiment_parts.anything", "--data.eval.x=null").eval_dataset == [None]
+
+
 def test_further_arguments_do_not_hide_how_those_in_the_signature_are_changed(file):
     file.write_text(FILE.replace("Net\n", "create_sized\n").replace("width: 5", "sizes: [5]\n    options: {a: 1}"))
     arguments = ["--model.sizes+", "6", "--model.options.a", "2", "--model.dropout", "0.5"]
@@ -435,6 +441,7 @@ WRONG = [
     ),
     ("model: [1]", [], "line 1: model=[1] must be a class path, or"),
     ("model: torch.nn.Linear", [], "line 1: model needs model.in_features and model.out_features, without a default."),
+    ("model: tests.experiment_parts.create_model", [], "line 1: model needs model.width, without a default."),
     ("model: torch.nn.Linaer", [], "'torch.nn.Linaer': the module 'torch.nn' has no 'Linaer'. Did you mean 'Linear'?"),
     (
         "model: nowhere.Net",

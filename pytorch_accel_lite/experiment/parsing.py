@@ -18,7 +18,7 @@ from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.messages import explain, tidy_comments, tidy_help
 from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts, unknown_variables
-from pytorch_accel_lite.experiment.signatures import add_part, takes_anything
+from pytorch_accel_lite.experiment.signatures import add_part, takes_anything, untyped_and_required
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra
@@ -193,7 +193,18 @@ class Parser:
         except self._library.ArgumentError as error:
             raise ExperimentError(explain(str(error), self._document, self._unknown)) from None
         del found["_file"]
+        self._check_required(found)
         return found
+
+    def _check_required(self, found: Any) -> None:
+        """Refuse to leave out arguments without a type and a default; others the parser has refused."""
+        options = {argument.partition("=")[0] for argument in self._arguments}
+        for key, thing in self.parts.items():
+            in_file = dig(self._document.content, f"{key}.init_args") or {}
+            names = [f"{key}.init_args.{name}" for name in untyped_and_required(thing) if name not in in_file]
+            names = [name for name in names if name in self._known and f"--{name}" not in options]
+            if missing := [short(name) for name in names if found[name] is None]:
+                raise ExperimentError(f"{self.place(key)} needs {' and '.join(missing)}, without a default.")
 
     def _text(self) -> str:
         try:

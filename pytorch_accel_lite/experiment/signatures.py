@@ -46,6 +46,16 @@ def _add(parser: Any, thing: Any, name: str, skip: set[Any]) -> None:
         parser.add_function_arguments(thing, name, skip=skip, fail_untyped=False)
 
 
+def untyped_and_required(thing: Any) -> list[str]:
+    """Return the names of arguments without a type and a default, for which the parser puts ``None`` if left out."""
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError:  # what is not written in Python has no signature
+        return []
+    empty = inspect.Parameter.empty
+    return [parameter.name for parameter in parameters if parameter.annotation is parameter.default is empty]
+
+
 def takes_anything(thing: Any, known: set[str]) -> bool:
     """Whether a class or function passes on arguments of which nothing is known.
 
