@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.plotting import NothingToPlotError, plot_search
@@ -198,6 +198,23 @@ def test_a_study_of_the_wrong_direction_and_an_unknown_metric_are_refused():
         train(make_trainer(OptunaPruningCallback(trial)))
     with pytest.raises(ValueError, match="accuracy"):
         train(make_trainer(OptunaPruningCallback(trial, "accuracy")))
+
+
+class Accuracy(TrainerCallback):
+    """Records a metric of which only the study knows the direction."""
+
+    def on_training_run_epoch_end(self, trainer, **kwargs):
+        trainer.run_history.update_metric("my_accuracy", trainer.progress.epoch)
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+def test_of_a_metric_that_does_not_tell_the_study_knows_the_direction(direction, recwarn):
+    trial = optuna.create_study(direction=direction).ask()
+    pruning = OptunaPruningCallback(trial, "my_accuracy")
+    train(make_trainer(Accuracy(), pruning))
+    assert trial.study.trials[0].intermediate_values == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+    assert pruning.state_dict()["greater_is_better"] == (direction == "maximize")
+    assert not [warning for warning in recwarn if "greater values are better" in str(warning.message)]
 
 
 def test_all_ranks_end_together(two_ranks):
