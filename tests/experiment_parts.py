@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,30 @@ def create_optimizer(model, lr: float = 0.1):
 
 def weighted_mse(outputs, targets, weight: float = 1.0):
     return weight * ((outputs - targets) ** 2).mean()
+
+
+def create_with(width: int = 2, activation=nn.Sequential(nn.Tanh(), nn.Hardtanh()), scale=lambda x: x):  # noqa: B008
+    """With defaults that no file can hold."""
+    return Net(width, activation)
+
+
+def create_by(activation: Callable[..., nn.Module] = nn.ReLU):
+    return Net(3, activation())
+
+
+MADE = partial(Net, width=3)
+
+
+def anything(x):
+    return [x]
+
+
+def as_zeros(samples: list[Any]) -> list[torch.Tensor]:
+    return [torch.zeros(len(samples), len(part)) for part in samples[0]]
+
+
+def half(update: int) -> float:
+    return 0.5**update
 
 
 def fails(size: int = 1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -165,6 +167,12 @@ def test_functions_without_types_and_with_further_arguments_make_parts(file):
     assert plain.loss_func is nn.functional.l1_loss
 
 
+def test_an_argument_without_a_type_may_be_null_if_it_is_given(file):
+    overrides = {"data.eval": "tests.experiment_parts.anything", "data.eval.x": None}
+    assert Experiment.from_file(file, overrides).eval_dataset == [None]
+    assert read(file, "--data.eval=tests.experiment_parts.anything", "--data.eval.x=null").eval_dataset == [None]
+
+
 def test_further_arguments_do_not_hide_how_those_in_the_signature_are_changed(file):
     file.write_text(FILE.replace("Net\n", "create_sized\n").replace("width: 5", "sizes: [5]\n    options: {a: 1}"))
     arguments = ["--model.sizes+", "6", "--model.options.a", "2", "--model.dropout", "0.5"]
@@ -176,6 +184,12 @@ def test_an_argument_may_be_an_object_of_its_own(file):
     trainer = read(file, "--model.activation", "torch.nn.LeakyReLU", "--model.activation.negative_slope", "0.3").trainer
     assert trainer.model.layers[1].negative_slope == 0.3
     assert trainer.optimizer.name == "partial(AdamW, lr=0.01)"
+
+
+@pytest.mark.parametrize("given", ["torch.nn.GELU", "{class_path: torch.nn.GELU}"])
+def test_an_argument_may_be_a_class_by_its_path(file, given):
+    file.write_text(FILE.replace("Net\n", "create_by\n").replace("width: 5", f"activation: {given}"))
+    assert isinstance(read(file).trainer.get_model().layers[1], nn.GELU)
 
 
 def test_an_accelerator_is_described_by_its_arguments(file):
@@ -383,6 +397,33 @@ def test_a_schedule_counts_in_the_units_of_the_run(file):
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 / 4
 
 
+def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
+    experiment = read(file, "--model=tests.experiment_parts.create_with", "--model.width=3")
+    assert experiment.config["model"]["init_args"] == {"width": 3}
+    experiment.save("again.yaml")
+    again = Experiment.from_file("again.yaml", {"model.width": 4}, environment={})
+    assert isinstance(again.trainer.get_model().layers[1][0], nn.Tanh)
+    code, printed, _ = run("train", "again.yaml", "--print_config", capsys=capsys)
+    assert (code, yaml.safe_load(printed)["model"]["init_args"]) == (0, {"width": 3})
+    assert not [warning for warning in recwarn if "serialize" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "arguments", "rate"),
+    [
+        ("MultiStepLR", {"milestones": [1, "2 * NUM_UPDATE_STEPS_PER_EPOCH - 1"]}, 0.01 / 100),
+        ("LambdaLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**6),
+        ("LambdaLR", {"lr_lambda": ["tests.experiment_parts.half"]}, 0.01 / 2**6),
+        ("MultiplicativeLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**21),
+    ],
+)
+def test_schedulers_whose_types_torch_imports_for_type_checkers_only_work(file, scheduler, arguments, rate):
+    overrides = {"scheduler": scheduler} | {f"scheduler.{name}": value for name, value in arguments.items()}
+    experiment = Experiment.from_file(file, overrides)
+    assert experiment.train().optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    assert experiment.config["scheduler"]["init_args"].items() >= arguments.items()
+
+
 # ------------------------------------------------------------------------------------------------- errors
 
 WRONG = [
@@ -420,6 +461,7 @@ WRONG = [
     ),
     ("model: [1]", [], "line 1: model=[1] must be a class path, or"),
     ("model: torch.nn.Linear", [], "line 1: model needs model.in_features and model.out_features, without a default."),
+    ("model: tests.experiment_parts.create_model", [], "line 1: model needs model.width, without a default."),
     ("model: torch.nn.Linaer", [], "'torch.nn.Linaer': the module 'torch.nn' has no 'Linaer'. Did you mean 'Linear'?"),
     (
         "model: nowhere.Net",
@@ -450,6 +492,14 @@ WRONG = [
         FILE,
         ["--scheduler=StepLR", "--scheduler.step_size", "NUM_EPOCH"],
         "must be a whole number, or an expression: 'NUM_EPOCH' is not a placeholder. Did you mean 'NUM_EPOCHS'?",
+    ),
+    (FILE, ["--scheduler=MultiStepLR"], "command line: scheduler needs scheduler.milestones, without a default."),
+    (FILE, ["--scheduler=LambdaLR"], "command line: scheduler needs scheduler.lr_lambda, without a default."),
+    (
+        FILE,
+        ["--scheduler=MultiStepLR", "--scheduler.milestones=[2, 3 * NUM_EPOCH]"],
+        "scheduler.milestones='3 * NUM_EPOCH' must be a whole number, or an expression: 'NUM_EPOCH' is not a "
+        "placeholder. Did you mean 'NUM_EPOCHS'?\n",
     ),
 ]
 
@@ -512,6 +562,19 @@ def test_two_runs_cannot_write_into_one_folder(file):
     assert done.returncode == 0, done.stdout
     record._leave_folder()
     experiment.train()
+
+
+def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    with pytest.warns(UserWarning, match=r"cannot be locked, as its disk has no file locks") as caught:
+        trainer = read(file, *STATES).train()
+    said = "".join(str(warning.message) for warning in caught)
+    assert "'runs/small/.lock'" in said
+    assert "'runs/small/training_states/.lock'" in said
+    assert trainer.progress.epoch == 2
 
 
 # ---------------------------------------------------------------------------------------- the command line
@@ -586,6 +649,24 @@ def test_predictions_follow_the_data_of_the_file(file, capsys):
         file.write_text(FILE.replace("{size: 8}", f"{{size: {size}}}"))
         assert run("predict", file, "--weights=weights.safetensors", capsys=capsys)[0] == 0
         assert len(read_predictions("runs/small/predictions/eval")) == size
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--accelerator.mixed_precision=no"],
+        ["--train.collate_fn=tests.experiment_parts.as_zeros"],
+        ["--train.eval_dataloader_kwargs={num_workers: 0}"],
+    ],
+)
+def test_predictions_follow_how_data_are_read_and_computed(file, capsys, option):
+    read(file).train().save_model("weights.safetensors")
+    command = ["predict", file, "--weights=weights.safetensors"]
+    run(*command, capsys=capsys)
+    again = "All samples have been predicted before. Delete runs/small/predictions/eval to predict them again."
+    assert again in run(*command, capsys=capsys)[1]
+    assert again not in run(*command, *option, capsys=capsys)[1]
+    assert bool(read_predictions("runs/small/predictions/eval").unique().numel() > 1) == ("as_zeros" not in option[0])
 
 
 def test_weights_of_another_model_are_refused(file, capsys):

@@ -22,6 +22,7 @@ from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions
 from pytorch_accel_lite.experiment import Experiment, run_tests
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.testing import _callbacks
+from pytorch_accel_lite.experiment.weights import find_weights
 from tests import experiment_parts as parts
 from tests.cases import testing
 from tests.launching import SOAK, run_forked
@@ -162,6 +163,55 @@ def test_averages_of_the_best_and_the_last(trained):
         run_tests(trained, parts.load_data(6), ["average_last_4"])
 
 
+class WithHead(parts.ScaledTrainer):
+    """Learns a head and a factor of its loss beside the model."""
+
+    def __init__(self, *callbacks: TrainerCallback) -> None:
+        model, loss = parts.Net(), ScaledError()
+        self.head = nn.Linear(1, 1)
+        learned = [*model.parameters(), *loss.parameters(), *self.head.parameters()]
+        super().__init__(model, loss, torch.optim.SGD(learned, lr=0.05), callbacks, seed=0)
+
+    def calculate_predict_batch_output(self, batch: Any) -> torch.Tensor:
+        return self.head(super().calculate_predict_batch_output(batch))
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        outputs = self.head(self.model(batch[0]))
+        return {"loss": self.loss_func(outputs, batch[1]), "model_outputs": outputs, "batch_size": len(batch[0])}
+
+
+class ScaledError(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs * self.scale - targets) ** 2).mean()
+
+
+def test_averages_contain_what_is_learned_beside_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = parts.load_data()
+    callbacks = SaveBestModelCallback(keep=2), SaveTrainingStateCallback(save_every_n_epochs=1)
+    trained = WithHead(*callbacks)
+    trained.train(data, 3, data, per_device_batch_size=8)
+
+    def tested(name: str) -> tuple[float, float]:
+        fresh = WithHead(*callbacks)  # which no other test has set
+        run_tests(fresh, parts.load_data(6), [name], worst=0)
+        return fresh.loss_func.scale.item(), fresh.head.weight.item()
+
+    for average, paths in (
+        ("average_last_2", sorted(map(str, Path("training_states").glob("update-*")))[-2:]),
+        ("average_best_2", sorted(map(str, Path().glob("best_model-epoch*.pt")))),
+    ):
+        expected = torch.tensor([tested(path) for path in paths]).mean(0)
+        assert tested(average) == pytest.approx(tuple(expected.tolist()))
+    trained.save_model("alone.safetensors")
+    with pytest.warns(UserWarning, match=r"'alone.safetensors' holds only .*: loss_func \(scale\), head\. Pass a"):
+        tested("alone.safetensors")
+
+
 def test_averages_of_the_best_are_of_the_newest_run_in_the_folder(trained):
     data = parts.load_data()
     Path("best_model-epoch0002-mine.pt").touch()
@@ -171,6 +221,38 @@ def test_averages_of_the_best_are_of_the_newest_run_in_the_folder(trained):
     assert sorted(map(str, Path().glob("best_model-*"))) == ["best_model-epoch0001.pt", "best_model-epoch0002-mine.pt"]
     with pytest.raises(FileNotFoundError, match="There are 1 of the 2 best weights"):
         run_tests(second, data, ["average_best_2"])
+
+
+class Odd(TrainerCallback):
+    """Records a metric of which the first epoch has the best value."""
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("odd", trainer.progress.epoch)
+
+
+def test_several_callbacks_do_not_mix_their_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = parts.load_data()
+    by_odd = SaveBestModelCallback("odd.pt", watch_metric="odd", greater_is_better=False, keep=2)
+    trainer = make_trainer(by_odd, SaveTrainingStateCallback("each", save_every_n_steps=1), Odd())
+    trainer.callbacks[0].keep = 1
+    trainer.train(data, 3, data, per_device_batch_size=8)
+    states = [torch.load(path)["model_state_dict"]["layers.0.weight"] for path in sorted(Path().glob("odd-*.pt"))]
+    run_tests(trainer, data, ["average_best_2"], worst=0, predictions=False)
+    assert torch.equal(trainer.model.layers[0].weight, ((states[0].double() + states[1].double()) / 2).float())
+    with pytest.raises(FileNotFoundError, match="There are 2 of the 3 best weights"):
+        run_tests(trainer, data, ["average_best_3"])
+
+
+def test_the_last_weights_are_in_the_newest_state_of_all_callbacks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = parts.load_data()
+    newer = SaveTrainingStateCallback("newer", save_every_n_steps=1)
+    trainer = make_trainer(newer, parts.StopAt(8))
+    trainer.callbacks[1].save_at_end = False
+    trainer.train(data, 3, data, per_device_batch_size=8)
+    assert len(list(Path("training_states").glob("update-*"))) == 2
+    assert find_weights(trainer, "last") == Path("newer/update-000000008")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.plotting import NothingToPlotError, plot_search
@@ -47,6 +47,10 @@ def test_a_space_gives_values_of_the_right_kind():
     assert all(1e-4 <= values["optimizer.lr"] <= 1e-1 for values in found)
     assert {values["model.width"] for values in found} == {2, 4, 6, 8}
     assert {values["optimizer"] for values in found} == {"SGD", "AdamW"}
+    stepped = [suggest_overrides(study.ask(), {"p": {"low": 0, "high": 1, "step": 0.25}})["p"] for _ in range(30)]
+    assert set(stepped) == {0.0, 0.25, 0.5, 0.75, 1.0}
+    with pytest.raises(TypeError, match=r"space\['x'\]\['step'\]='2' must be a number"):
+        suggest_overrides(study.ask(), {"x": {"low": 1, "high": 5, "step": "2"}})
     with pytest.raises(TypeError, match=r"space\['x'\]\['low'\]='1e-4' must be a number"):
         suggest_overrides(study.ask(), {"x": {"low": "1e-4", "high": 1}})
     with pytest.raises(ValueError, match=r"space\['x'\]={'lo': 1} must have choices, or low and high"):
@@ -198,6 +202,23 @@ def test_a_study_of_the_wrong_direction_and_an_unknown_metric_are_refused():
         train(make_trainer(OptunaPruningCallback(trial)))
     with pytest.raises(ValueError, match="accuracy"):
         train(make_trainer(OptunaPruningCallback(trial, "accuracy")))
+
+
+class Accuracy(TrainerCallback):
+    """Records a metric of which only the study knows the direction."""
+
+    def on_training_run_epoch_end(self, trainer, **kwargs):
+        trainer.run_history.update_metric("my_accuracy", trainer.progress.epoch)
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+def test_of_a_metric_that_does_not_tell_the_study_knows_the_direction(direction, recwarn):
+    trial = optuna.create_study(direction=direction).ask()
+    pruning = OptunaPruningCallback(trial, "my_accuracy")
+    train(make_trainer(Accuracy(), pruning))
+    assert trial.study.trials[0].intermediate_values == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+    assert pruning.state_dict()["greater_is_better"] == (direction == "maximize")
+    assert not [warning for warning in recwarn if "greater values are better" in str(warning.message)]
 
 
 def test_all_ranks_end_together(two_ranks):

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import inspect
 import io
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.experiment.expressions import Expression
 from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, dump_yaml, short
 from pytorch_accel_lite.experiment.importing import full_name, import_path
-from pytorch_accel_lite.experiment.messages import explain, tidy_comments, tidy_help
+from pytorch_accel_lite.experiment.messages import UNWRITABLE, explain, tidy_comments, tidy_help, without_unwritable
 from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts, unknown_variables
-from pytorch_accel_lite.experiment.signatures import add_part, takes_anything
+from pytorch_accel_lite.experiment.signatures import add_part, takes_anything, untyped_and_required
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra
@@ -157,6 +158,8 @@ class Parser:
                 raise ExperimentError(f"{self.place(key)} {self._unknown(key)}")
             elif isinstance(value, dict) and value:
                 self._check_keys(value, key)
+            elif isinstance(value, str) and f"{key}.class_path" in self._known:
+                content[name] = {"class_path": value}  # an argument whose default is a class, which it returns
             elif value:
                 raise ExperimentError(f"{self.place(key)}={value!r} must have keys and values.")
             if not content.get(name):
@@ -193,7 +196,18 @@ class Parser:
         except self._library.ArgumentError as error:
             raise ExperimentError(explain(str(error), self._document, self._unknown)) from None
         del found["_file"]
+        self._check_required(found)
         return found
+
+    def _check_required(self, found: Any) -> None:
+        """Refuse to leave out arguments without a type and a default; others the parser has refused."""
+        options = {argument.partition("=")[0] for argument in self._arguments}
+        for key, thing in self.parts.items():
+            in_file = dig(self._document.content, f"{key}.init_args") or {}
+            names = [f"{key}.init_args.{name}" for name in untyped_and_required(thing) if name not in in_file]
+            names = [name for name in names if name in self._known and f"--{name}" not in options]
+            if missing := [short(name) for name in names if found[name] is None]:
+                raise ExperimentError(f"{self.place(key)} needs {' and '.join(missing)}, without a default.")
 
     def _text(self) -> str:
         try:
@@ -224,14 +238,33 @@ class Parser:
             raise
 
     def dump(self, found: Any) -> str:
-        """Return checked contents in YAML, as a file of its own."""
-        self._library.set_dumper("experiment", dump_yaml)
-        return str(self._parser.dump(found, "experiment", skip_unset=False))
+        """Return checked contents in YAML, as a file of its own.
+
+        Defaults that cannot be written, such as ``nn.Tanh()``, are left out, and so are the same when it is read.
+        """
+        lists = {key: value for key, value in found.items() if isinstance(value, list) and value}
+        functions = {key: [*map(full_name, value)] for key, value in lists.items() if all(map(callable, value))}
+
+        def write(content: dict[str, Any]) -> str:
+            for key, names in functions.items():  # the parser writes one by its path, but not several
+                owner, _, name = key.rpartition(".")
+                dig(content, owner)[name] = names
+            return dump_yaml(without_unwritable(content))
+
+        self._library.set_dumper("experiment", write)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", rf"\s*{UNWRITABLE}")
+            return str(self._parser.dump(found, "experiment", skip_unset=False))
 
     def commented(self) -> str:
         """Return the contents in YAML with comments; what is required and missing is ``null``."""
         arguments = ["--_file", self._text(), *self._arguments, "--print_config=comments"]
-        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.suppress(SystemExit),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", rf"\s*{UNWRITABLE}")
             self._parser.parse_args(arguments)
         return "\n".join(tidy_comments(printed.getvalue())) + "\n"
 

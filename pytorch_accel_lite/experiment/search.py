@@ -21,19 +21,41 @@ _PATHS = "paths"
 _CONTINUES = "continues"
 
 
+class _Objective(WatchedMetric):
+    """The metric that a study optimises: unless the metric itself says otherwise, its direction is that of the study.
+
+    :ivar is_maximised: whether the study maximises it; ``None`` without a study
+    """
+
+    is_maximised: bool | None = None
+
+    def settle(self, known: bool | None) -> None:
+        """Determine which values are better; see :meth:`WatchedMetric.settle`."""
+        if self.is_maximised is None:
+            super().settle(known)
+        elif known in (None, self.is_maximised):
+            self.greater_is_better = self.is_maximised
+        else:
+            raise ValueError(
+                f"The study {'maximises' if self.is_maximised else 'minimises'}, but metric={self.name!r} is better "
+                f"the {'smaller' if self.is_maximised else 'larger'} it is. Create the study with "
+                f"direction={'minimize' if self.is_maximised else 'maximize'!r}."
+            )
+
+
 class OptunaPruningCallback(TrainerCallback):
     """Report a metric to an Optuna trial after each epoch, and end the run in order if the trial is to be pruned.
 
     The event is completed by all callbacks, and the run ends like any that is stopped early, so models and states are
     saved. Call :meth:`check_pruned` after ``train``. A trial that resumes from a training state also reports the values
-    of the epochs before it.
+    of the epochs before it. Whether greater values are better is what the study says.
 
     :param trial: the trial; ``None`` on all processes but the first
     :param metric: name of the metric in the run history, the objective of the study
     :ivar is_pruned: whether the run was ended because the trial is to be pruned
     :raises ImportError: if Optuna is not installed (extra ``optuna``)
-    :raises ValueError: before a run, if the study maximises a metric of which smaller values are better, or the
-        reverse; or if a callback writes to a path to which another trial of the study has written
+    :raises ValueError: before a run, if the study maximises a metric of which smaller values are known to be better,
+        or the reverse; or if a callback writes to a path to which another trial of the study has written
     """
 
     def __init__(self, trial: Any, metric: str = "eval_loss_epoch") -> None:
@@ -41,16 +63,22 @@ class OptunaPruningCallback(TrainerCallback):
         self.trial = trial
         self.metric = metric
         self.is_pruned = False
-        self._watched = WatchedMetric(self, "metric", metric)
+        self._watched = _Objective(self, "metric", metric)
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
-        """Require the metric."""
+        """Require the metric, in the direction of the study."""
         if request.kind == "training":
             self.is_pruned = False
+            self._watched.is_maximised = trainer.ranks.broadcast_object(self._maximises)
             request.metrics.watch(self._watched)
 
+    def _maximises(self) -> bool | None:
+        """Return whether the study maximises the metric; ``None`` without a study, as for a FixedTrial."""
+        study = getattr(self.trial, "study", None)
+        return None if study is None else study.direction == self._optuna.study.StudyDirection.MAXIMIZE
+
     def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
-        """Check the direction of the study, and that no other trial has the folder."""
+        """Check that no other trial has the folder."""
         request = trainer.current_run.request
         if request.kind == "training":
             trainer.ranks.run_together(lambda: self._check(request.paths), only_first=True)
@@ -59,13 +87,6 @@ class OptunaPruningCallback(TrainerCallback):
         study = getattr(self.trial, "study", None)  # a FixedTrial has none
         if study is None:
             return
-        maximises = study.direction == self._optuna.study.StudyDirection.MAXIMIZE
-        if maximises != bool(self._watched.greater_is_better):
-            raise ValueError(
-                f"The study {'maximises' if maximises else 'minimises'}, but metric={self.metric!r} is better the "
-                f"{'smaller' if maximises else 'larger'} it is. Create the study with "
-                f"direction={'minimize' if maximises else 'maximize'!r}."
-            )
         mine = sorted(path if "://" in path else os.path.realpath(path) for path in paths)
         self.trial.set_user_attr(_PATHS, mine)  # before looking at those of others, which may start now
         failed = self._optuna.trial.TrialState.FAIL
@@ -134,7 +155,7 @@ def suggest_overrides(
 
     :param trial: the trial; ``None`` on all processes but the first
     :param space: by key, ``{"choices": [...]}``, or ``{"low": ..., "high": ...}`` with optional ``log`` and ``step``;
-        two integers give integers
+        integers alone give integers
     :param folder: folder of the search, in which each trial has an ``output_dir`` named by its number, or by that of
         the killed trial that it continues
     :raises ValueError: for anything else in the space; names the key
@@ -158,8 +179,11 @@ def _suggest(trial: Any, key: str, range_of: Mapping[str, Any]) -> Any:
         return trial.suggest_categorical(key, range_of["choices"])
     if not {"low", "high"} <= names <= {"low", "high", "log", "step"}:
         raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have choices, or low and high, with log or step.")
-    ends = [check_number(f"space[{key!r}][{end!r}]", range_of[end]) for end in ("low", "high")]
-    suggest = trial.suggest_int if all(type(end) is int for end in ends) else trial.suggest_float
+    numbers = [check_number(f"space[{key!r}][{name!r}]", range_of[name]) for name in ("low", "high")]
+    ends = tuple(numbers)
+    if range_of.get("step") is not None:
+        numbers.append(check_number(f"space[{key!r}]['step']", range_of["step"]))
+    suggest = trial.suggest_int if all(type(number) is int for number in numbers) else trial.suggest_float
     return suggest(key, *ends, **{name: range_of[name] for name in names - {"low", "high"}})
 
 

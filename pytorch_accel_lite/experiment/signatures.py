@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
 import functools
 import inspect
 import operator
@@ -17,6 +19,9 @@ from pytorch_accel_lite.experiment.importing import full_name
 
 # Arguments of a trainer that are parts of their own.
 _GIVEN_BY_PARTS = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
+# Names in signatures that a module may import for type checkers only, as that of torch's schedulers does.
+_TYPING = {name: getattr(module, name) for module in (typing, collections.abc) for name in module.__all__}
+_NUMBERS = (int, float)
 
 
 def add_part(parser: Any, key: str, thing: Any) -> None:
@@ -41,6 +46,16 @@ def _add(parser: Any, thing: Any, name: str, skip: set[Any]) -> None:
         parser.add_function_arguments(thing, name, skip=skip, fail_untyped=False)
 
 
+def untyped_and_required(thing: Any) -> list[str]:
+    """Return the names of arguments without a type and a default, for which the parser puts ``None`` if left out."""
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError:  # what is not written in Python has no signature
+        return []
+    empty = inspect.Parameter.empty
+    return [parameter.name for parameter in parameters if parameter.annotation is parameter.default is empty]
+
+
 def takes_anything(thing: Any, known: set[str]) -> bool:
     """Whether a class or function passes on arguments of which nothing is known.
 
@@ -63,10 +78,7 @@ def _with_types(thing: Any, key: str) -> Callable[..., Any]:
     """
     others = [p for p in inspect.signature(thing).parameters.values() if type(p.default) is not object]
     others = others if key == "accelerator" else others[1:]
-    try:
-        hints = typing.get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
-    except (NameError, TypeError, AttributeError):  # of names that are imported for type checkers only
-        hints = {}
+    hints = _hints(thing.__init__ if inspect.isclass(thing) else thing)
 
     def surrogate(**_: Any) -> None: ...
 
@@ -75,7 +87,7 @@ def _with_types(thing: Any, key: str) -> Callable[..., Any]:
     for parameter in others:
         if parameter.name in hints:
             hint = _without_tensors(hints[parameter.name])
-            kinds[parameter.name] = hint | Expression if key == "scheduler" else hint
+            kinds[parameter.name] = _with_expressions(hint) if key == "scheduler" else hint
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             hint = kinds.get(parameter.name, parameter.empty)
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hint))
@@ -84,6 +96,29 @@ def _with_types(thing: Any, key: str) -> Callable[..., Any]:
     surrogate.__doc__ = "\n\n".join(filter(None, map(inspect.getdoc, (thing, getattr(thing, "__init__", None)))))
     surrogate.__name__ = thing.__name__
     return surrogate
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """Return the types of the arguments of a function as far as they are known: one by one, as any may be unknown."""
+    function = inspect.unwrap(function)
+    names = {**_TYPING, **getattr(function, "__globals__", {})}
+    found: dict[str, Any] = {}
+
+    def holder() -> None: ...
+
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        holder.__annotations__ = {name: annotation}
+        with contextlib.suppress(NameError, TypeError, AttributeError):
+            found |= typing.get_type_hints(holder, names)
+    return found
+
+
+def _with_expressions(hint: Any) -> Any:
+    """Return a type that may be an expression; so may the numbers in a list, such as the milestones of a schedule."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (list, collections.abc.Iterable, collections.abc.Sequence) and inner[0] in _NUMBERS:
+        hint = origin[inner[0] | Expression]
+    return hint | Expression
 
 
 def _without_tensors(hint: Any) -> Any:
