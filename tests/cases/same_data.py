@@ -1,0 +1,111 @@
+"""Data that are not the same on every process, or of which samplers give each a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, TensorDataset
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from tests.cases.common import rank, world_size
+
+
+def numbers(size: int = 16) -> TensorDataset:
+    x = torch.arange(float(size))[:, None]
+    return TensorDataset(x, x.clone())
+
+
+class MeanOfTargets(nn.Module):
+    """A loss by which a mean shows which samples were used, each how often."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return targets.mean() + 0 * outputs.sum()
+
+
+class Seen(TrainerCallback):
+    """Keeps the samples of each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[list[int]] = []
+
+    def on_train_epoch_start(self, trainer, **kwargs):
+        self.epochs.append([])
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        if batch_output["batch_size"]:
+            self.epochs[-1] += batch[0].flatten().int().tolist()
+
+
+def trained_on(data: Any, make_loader: Callable[..., Any], num_epochs: int = 2, **kwargs: Any) -> Any:
+    """The samples of this process in each epoch, and the loss of an evaluation of all data; or what is said."""
+
+    class OwnLoader(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return make_loader(self.train_dataset)
+
+        def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
+            return make_loader(self.eval_dataset)
+
+    model, seen = nn.Linear(1, 1), Seen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = OwnLoader(model, MeanOfTargets(), optimizer, callbacks=[seen], **kwargs)
+    try:
+        trainer.train(data, num_epochs, eval_dataset=data)
+    except ValueError as error:
+        return str(error)
+    return seen.epochs, trainer.run_history.get_latest_metric("eval_loss_epoch")
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+class EveryOther(Sampler[int]):
+    """Gives a part of its order, as samplers of several packages do."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        self.names = names
+        vars(self).update(zip(names, (world_size(), rank()), strict=True))
+
+    def __iter__(self):
+        return iter(range(rank(), 16, world_size()))
+
+    def __len__(self):
+        return len(range(rank(), 16, world_size()))
+
+
+NAMES_OF_PARTS = [("num_replicas", "rank"), ("num_processes", "process_index"), ("_world_size", "_rank")]
+
+
+def distributed_samplers() -> Any:
+    """What is seen of all data where torch's sampler is inside others, or makes batches by itself."""
+
+    def by_sampler(data):
+        return DistributedSampler(data, world_size(), rank())
+
+    loaders = {
+        "own batches": lambda data: DataLoader(data, batch_sampler=OwnBatches(by_sampler(data), 4, False)),
+        "batches without collation": lambda data: DataLoader(
+            data, batch_size=None, sampler=BatchSampler(by_sampler(data), 4, False)
+        ),
+        "samples without collation": lambda data: DataLoader(data, batch_size=None, sampler=by_sampler(data)),
+        "whole": lambda data: DataLoader(data, batch_size=None, sampler=BatchSampler(RandomSampler(data), 4, False)),
+    }
+    return {
+        (name, seed): trained_on(numbers(), make, seed=seed) for name, make in loaders.items() for seed in (None, 0)
+    }
+
+
+def other_samplers_of_parts() -> Any:
+    """What is said of samplers of other packages that give a part each."""
+    loaders: dict[Any, Callable[..., Any]] = {}
+    for names in NAMES_OF_PARTS:
+        sampler = EveryOther(names)
+        batches = BatchSampler(sampler, 4, False)
+        loaders[names, "sampler"] = lambda data, sampler=sampler: DataLoader(data, 4, sampler=sampler)
+        loaders[names, "batches"] = lambda data, batches=batches: DataLoader(data, batch_sampler=batches)
+        loaders[names, "uncollated"] = lambda data, batches=batches: DataLoader(data, batch_size=None, sampler=batches)
+    return {name: trained_on(numbers(), make) for name, make in loaders.items()}

@@ -1,0 +1,29 @@
+"""Data and orders that differ between processes, or from those of the run that is resumed."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+from tests import cases
+
+
+@pytest.mark.processes
+def test_a_distributed_sampler_inside_another_stands_for_its_whole_order(ranks):
+    results = ranks(cases.same_data.distributed_samplers)
+    for name, found in results[0].items():
+        of_all = [result[name][0] for result in results]
+        epochs = [list(chain(*parts)) for parts in zip(*of_all, strict=True)]
+        assert [sorted(epoch) for epoch in epochs] == [list(range(16))] * 2, name
+        assert epochs[0] != epochs[1], name  # shuffled again
+        assert found[1] == pytest.approx(7.5), name
+
+
+@pytest.mark.processes
+def test_samplers_of_other_packages_that_give_each_process_a_part_are_refused(ranks):
+    n = ranks.world_size
+    for result in ranks(cases.same_data.other_samplers_of_parts):
+        for name, said in result.items():
+            assert f"gives one of {n} parts of its order" in said, name
+            assert "return OwnShard(DataLoader(...))" in said, name
