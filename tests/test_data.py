@@ -70,9 +70,16 @@ batches = st.integers(1, 8)
 processes = st.integers(1, 5)
 
 
+class AlikeRanks(Ranks):
+    """All of them have the same data and, under a seed, draw the same orders."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
 def rank_of(rank: int, world_size: int) -> Ranks:
-    """One of several ranks that, under a seed, need not communicate to know their shares."""
-    ranks = Ranks(Accelerator())
+    """One of several ranks that, under a seed, know their shares by themselves."""
+    ranks = AlikeRanks(Accelerator())
     ranks.rank, ranks.world_size = rank, world_size
     return ranks
 

@@ -27,3 +27,16 @@ def test_samplers_of_other_packages_that_give_each_process_a_part_are_refused(ra
         for name, said in result.items():
             assert f"gives one of {n} parts of its order" in said, name
             assert "return OwnShard(DataLoader(...))" in said, name
+
+
+@pytest.mark.processes
+def test_datasets_that_differ_between_processes_are_refused_on_all(ranks):
+    results = ranks(cases.same_data.split_datasets)
+    of_all = [result.pop("the same")[0] for result in results]
+    first, second = ([sample for epochs in of_all for sample in epochs[number]] for number in (0, 1))
+    assert len(first) == len(set(first)) == 12
+    assert sorted(first) == sorted(second)
+    for result in results:
+        for name, said in result.items():
+            assert "datasets with different rows, of lengths [" in said, name
+            assert "call torch.manual_seed before random_split" in said, name

@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from tests.cases.common import rank, world_size
@@ -109,3 +120,30 @@ def other_samplers_of_parts() -> Any:
         loaders[names, "batches"] = lambda data, batches=batches: DataLoader(data, batch_sampler=batches)
         loaders[names, "uncollated"] = lambda data, batches=batches: DataLoader(data, batch_size=None, sampler=batches)
     return {name: trained_on(numbers(), make) for name, make in loaders.items()}
+
+
+class Transformed(Dataset[Any]):
+    """A dataset of the user's own around another."""
+
+    def __init__(self, data: Any) -> None:
+        self.parts = {"of it": data}
+
+    def __len__(self) -> int:
+        return len(self.parts["of it"])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.parts["of it"][index]
+
+
+def split_datasets() -> Any:
+    """What is said of parts that differ between processes, and what is seen of the same part."""
+    data = {}
+    torch.manual_seed(rank())
+    data["drawn"] = random_split(numbers(), [12, 4])[0]
+    data["drawn, inside another"] = Transformed(data["drawn"])
+    data["drawn, beside another"] = ConcatDataset([numbers(), data["drawn"]])
+    data["by rank"] = Subset(numbers(), range(rank(), 16 - 16 % world_size(), world_size()))
+    data["longer on the first"] = numbers(16 if rank() == 0 else 14)
+    torch.manual_seed(0)
+    data["the same"] = Transformed(random_split(numbers(), [12, 4])[0])
+    return {name: trained_on(part, lambda data: DataLoader(data, 4, shuffle=True)) for name, part in data.items()}
