@@ -40,3 +40,15 @@ def test_datasets_that_differ_between_processes_are_refused_on_all(ranks):
         for name, said in result.items():
             assert "datasets with different rows, of lengths [" in said, name
             assert "call torch.manual_seed before random_split" in said, name
+
+
+@pytest.mark.processes
+def test_samplers_that_draw_another_order_on_each_process_under_a_seed_are_refused(ranks):
+    results = ranks(cases.same_data.orders_of_their_own)
+    of_all = [result.pop("the same")[0] for result in results]
+    for parts in zip(*of_all, strict=True):
+        assert sorted(chain(*parts)) == list(range(16))
+    for result in results:
+        for name, said in result.items():
+            assert "gives another order on each process, of lengths [" in said, name
+            assert "set_epoch(epoch)" in said, name

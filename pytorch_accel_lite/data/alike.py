@@ -1,4 +1,4 @@
-"""Checking that map datasets, which are about to be sharded, are the same on all processes."""
+"""Checking that map datasets and the orders of samplers are the same on all processes, and in a resumed run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
+from pytorch_accel_lite.data.plan import OrderError
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import find_length
 
@@ -36,8 +37,26 @@ def check_same_data(dataset: Any, ranks: Ranks) -> None:
         )
 
 
+def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
+    """Check that a sampler has drawn the same order, or piece of one, on all processes, and return its checksum.
+
+    :raises OrderError: on all processes, for example if it has a generator of its own, or gives a part by rank
+    """
+    mine = len(order), checksum(order)
+    found = ranks.all_gather_object(mine)
+    if any(other != mine for other in found):
+        raise OrderError(
+            f"The sampler {type(sampler).__name__} gives another order on each process, of lengths "
+            f"{[length for length, _ in found]}. Each would read only a share of its own order, so samples would be "
+            "lost and others repeated. Draw it from torch's, NumPy's or Python's global generators, which are seeded "
+            "alike for each epoch, or from the epoch that set_epoch(epoch) is given. If each process should read its "
+            "own part, return OwnShard(DataLoader(...)) from create_train_dataloader or create_eval_dataloader."
+        )
+    return mine[1]
+
+
 def checksum(indices: Any) -> int:
-    """Return a number to compare indices by, or batches of indices; other objects count by what they show."""
+    """Return a number to compare indices by, also those in batches; other objects count by what they show."""
     if isinstance(indices, torch.Tensor):
         indices = indices.detach().cpu().numpy()
     if isinstance(indices, range):
@@ -57,7 +76,7 @@ def _as_bytes(indices: Any) -> bytes:
 
 def _bytes_of(index: Any) -> bytes:
     if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
-        return b"[" + _as_bytes(index) + b"]"
+        return _as_bytes(index)
     shows_address = type(index).__repr__ is object.__repr__
     return (type(index).__qualname__ if shows_address else repr(index)).encode()
 

@@ -26,7 +26,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import draw_order, indices_at
 from pytorch_accel_lite.data.plan import (
-    WrongLengthError,
+    OrderError,
     count_global_batches,
     ends_in_one,
     global_batches,
@@ -112,6 +112,10 @@ class _EpochShares:
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
         order = draw_order(self._sampler, self._ranks, self._seed, epoch)
+        if isinstance(order, list) and self._seed is not None:  # without one, all have that of the first process
+            from pytorch_accel_lite.data.alike import check_same_order  # not loaded in a plain run
+
+            check_same_order(self._sampler, order, self._ranks)
         if self._own_batches:
             from pytorch_accel_lite.data.skipping import skip_samples  # not loaded in a plain run
 
@@ -267,7 +271,7 @@ class MapLoader(ShardedLoader):
                 except StopIteration:
                     return
                 except Exception as error:
-                    if isinstance(error, WrongLengthError) or not self.options.yields_failures:
+                    if isinstance(error, OrderError) or not self.options.yields_failures:
                         raise
                     batch = FailedRead(error)
                 yield batch

@@ -96,7 +96,7 @@ def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Itera
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed >> 1)
     if find_length(sampler) is None:
-        return _draw_pieces(sampler, seed)
+        return _draw_pieces(sampler, seed, ranks)
     with preserving_generators():
         seed_generators(seed)
         return list(sampler)
@@ -136,8 +136,10 @@ def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
     return chain.from_iterable(pieces)
 
 
-def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
+def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[Any]:
     """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
+    from pytorch_accel_lite.data.alike import check_same_order
+
     with preserving_generators():
         seed_generators(seed)
         drawn = iter(sampler)
@@ -147,6 +149,7 @@ def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
             restore_generators(states)
             piece = list(islice(drawn, _PIECE))
             states = capture_generators()
+        check_same_order(sampler, piece, ranks)
         if not piece:
             return
         yield from piece

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import (
@@ -16,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     random_split,
 )
@@ -88,6 +90,28 @@ class EveryOther(Sampler[int]):
         return len(range(rank(), 16, world_size()))
 
 
+class OwnGenerator(Sampler[int]):
+    """Draws from a generator of its own, which torch.manual_seed does not seed.
+
+    :param seed: ``None`` for another order on each process
+    """
+
+    def __init__(self, size: int, seed: int | None = None, is_endless: bool = False) -> None:
+        self.size, self.is_endless = size, is_endless
+        self.generator_of_its_own = np.random.default_rng(seed)
+
+    def __iter__(self):
+        while True:
+            yield from self.generator_of_its_own.permutation(self.size).tolist()
+            if not self.is_endless:
+                return
+
+    def __len__(self):
+        if self.is_endless:
+            raise TypeError("it has no end")
+        return self.size
+
+
 NAMES_OF_PARTS = [("num_replicas", "rank"), ("num_processes", "process_index"), ("_world_size", "_rank")]
 
 
@@ -147,3 +171,19 @@ def split_datasets() -> Any:
     torch.manual_seed(0)
     data["the same"] = Transformed(random_split(numbers(), [12, 4])[0])
     return {name: trained_on(part, lambda data: DataLoader(data, 4, shuffle=True)) for name, part in data.items()}
+
+
+def orders_of_their_own() -> Any:
+    """What is said under a seed of samplers that draw another order on each process, and of such that draw the same."""
+    samplers = {
+        "each": OwnGenerator(16),
+        "endless": OwnGenerator(16, is_endless=True),
+        "of a subset": SubsetRandomSampler([rank(), 15]),
+        "the same": OwnGenerator(16, seed=0),
+    }
+    loaders: dict[str, Callable[..., Any]] = {
+        name: lambda data, sampler=sampler: DataLoader(data, 4, sampler=sampler) for name, sampler in samplers.items()
+    }
+    batches = BatchSampler(OwnGenerator(16), 4, False)
+    loaders["batches"] = lambda data: DataLoader(data, batch_sampler=batches)
+    return {name: trained_on(numbers(), make, seed=0) for name, make in loaders.items()}
