@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from pytorch_accel_lite.data.plan import OrderError
+from pytorch_accel_lite.data.plan import OrderError, WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import find_length
 
@@ -53,6 +53,29 @@ def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
             "own part, return OwnShard(DataLoader(...)) from create_train_dataloader or create_eval_dataloader."
         )
     return mine[1]
+
+
+def check_order_of_state(sampler: Any, drawn: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Check that the order of an epoch that is resumed in its middle is the one of the run that saved the state.
+
+    :param drawn: ``"length"`` of the order, if it consists of indices; for orders of users' samplers under a seed, also
+        their ``"checksum"`` and the ``"batch_size"`` of the sampler, if it has one
+    :param saved: the same of the state
+    :raises OrderError: if the data have another length, or the sampler gives another order
+    """
+    before, now = saved.get("length"), drawn["length"]
+    remedy = "the training state was saved in the middle of an epoch. Resume it with the data and the sampler it was "
+    remedy += "saved with, or resume a state that was saved at the end of an epoch."
+    if None not in (before, now) and before != now:
+        raise WrongLengthError(f"An epoch now has {now} samples, but had {before} when {remedy}")
+    if "checksum" not in drawn or "checksum" not in saved or drawn["batch_size"] != saved["batch_size"]:
+        return  # with drop_last, the order of other batches differs at its end
+    if drawn["checksum"] != saved["checksum"]:
+        raise OrderError(
+            f"The sampler {type(sampler).__name__} now gives another order for this epoch than when {remedy} A sampler "
+            "must draw its order from torch's, NumPy's or Python's global generators, which are seeded for each epoch, "
+            "or from the epoch that set_epoch(epoch) is given."
+        )
 
 
 def checksum(indices: Any) -> int:
