@@ -808,6 +808,29 @@ def tagged(size: int, offset: int) -> TensorDataset:
     return TensorDataset(column[:, None].expand(-1, 5).contiguous(), regression_data(size).tensors[1])
 
 
+class Scaled(Rows):
+    """Rows that are set up in each worker."""
+
+    scale = 1.0
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * self.scale, y
+
+
+def scale_rows(worker_id):
+    torch.utils.data.get_worker_info().dataset.scale = 2.0
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_workers_can_set_up_their_copy_of_the_dataset(seed):
+    data = regression_data(6)
+    kwargs = {"num_workers": 1, "worker_init_fn": scale_rows}
+    trainer = Trainer(nn.Identity(), None, None, callbacks=[], seed=seed)
+    outputs = trainer.predict(Scaled(data), dataloader_kwargs=kwargs)
+    assert torch.equal(outputs, 2 * data.tensors[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("kind", ["memory", "subset", "map", "batch sampler"])
