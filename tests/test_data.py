@@ -70,9 +70,16 @@ batches = st.integers(1, 8)
 processes = st.integers(1, 5)
 
 
+class AlikeRanks(Ranks):
+    """All of them have the same data and, under a seed, draw the same orders."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
 def rank_of(rank: int, world_size: int) -> Ranks:
-    """One of several ranks that, under a seed, need not communicate to know their shares."""
-    ranks = Ranks(Accelerator())
+    """One of several ranks that, under a seed, know their shares by themselves."""
+    ranks = AlikeRanks(Accelerator())
     ranks.rank, ranks.world_size = rank, world_size
     return ranks
 
@@ -799,6 +806,29 @@ class TwoTasks(Trainer):
 def tagged(size: int, offset: int) -> TensorDataset:
     column = torch.arange(size, dtype=torch.float64) + offset
     return TensorDataset(column[:, None].expand(-1, 5).contiguous(), regression_data(size).tensors[1])
+
+
+class Scaled(Rows):
+    """Rows that are set up in each worker."""
+
+    scale = 1.0
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * self.scale, y
+
+
+def scale_rows(worker_id):
+    torch.utils.data.get_worker_info().dataset.scale = 2.0
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_workers_can_set_up_their_copy_of_the_dataset(seed):
+    data = regression_data(6)
+    kwargs = {"num_workers": 1, "worker_init_fn": scale_rows}
+    trainer = Trainer(nn.Identity(), None, None, callbacks=[], seed=seed)
+    outputs = trainer.predict(Scaled(data), dataloader_kwargs=kwargs)
+    assert torch.equal(outputs, 2 * data.tensors[0])
 
 
 @pytest.mark.slow

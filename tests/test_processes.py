@@ -125,6 +125,18 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
         assert result["all empty"].shape == (0, 3)
 
 
+def test_gather_refuses_tensors_that_differ_in_more_than_their_length(ranks):
+    for said in ranks(cases.processes.gather_unlike):
+        assert (
+            "float32 with rows of shape (3,) on rank 0, but of torch.float32 with rows of shape (5,)" in said["shape"]
+        )
+        assert "but of torch.float32 with rows of shape () on rank 1. Only the number of rows" in said["dimensions"]
+        assert "but of torch.float64 with rows of shape (3,) on rank 1" in said["type"]
+        assert "but of torch.int32 with rows of shape (3,) on rank 1" in said["second"]
+        assert re.search(r"nested as .*'a'.* on rank 0, but as .*'b'.* on rank 1. Nest them", said["keys"])
+        assert re.search(r"nested as .*\[\*\].* on rank 0, but as .*\[\*, \*\].* on rank 1. Nest them", said["number"])
+
+
 def test_gather_leaves_out_rows_that_are_padding(ranks):
     n = ranks.world_size
     for result in ranks(cases.processes.gather):

@@ -56,8 +56,23 @@ def how_divided(stream: Any) -> str:
 
 def over(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
     """Return a loader like another one, but over a part of its dataset."""
+    return _with(loader, "dataset", dataset)
+
+
+def in_whole_order(loader: DataLoader[Any], world_size: int) -> DataLoader[Any]:
+    """Return a loader like one without a batch sampler, whose sampler gives the order of all processes.
+
+    :raises ValueError: if the sampler gives a part of it that cannot be undone
+    """
+    from pytorch_accel_lite.data.samplers import of_all_processes
+
+    return _with(loader, "sampler", of_all_processes(loader.sampler, world_size))
+
+
+def _with(loader: DataLoader[Any], name: str, value: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with another attribute that torch refuses to set: others depend on it, but not here."""
     other = copy.copy(loader)
-    vars(other)["dataset"] = dataset  # torch refuses to set it: its sampler depends on the kind of dataset
+    vars(other)[name] = value
     return other
 
 

@@ -69,11 +69,12 @@ class ReadInTurn(ShardedLoader):
         return f"The samples of this epoch that the run had already seen are read again from {tracker.name}: {reason}."
 
     def _set_epoch(self, epoch: int) -> None:
-        """Tell a stream that shuffles itself which epoch begins; otherwise it might repeat an order."""
+        """Tell a stream or a sampler that shuffles itself which epoch begins; otherwise it might repeat an order."""
         batches = _batches_of(self.source)
-        dataset: Any = getattr(batches, "dataset", None)
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
+        sampler: Any = getattr(self.source, "sampler", None)
+        for part in (getattr(batches, "dataset", None), sampler, getattr(sampler, "sampler", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
     def _steps_alone(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process; their sizes are known only to the steps that use them."""

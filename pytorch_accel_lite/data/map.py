@@ -26,7 +26,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import draw_order, indices_at
 from pytorch_accel_lite.data.plan import (
-    WrongLengthError,
+    OrderError,
     count_global_batches,
     ends_in_one,
     global_batches,
@@ -70,6 +70,8 @@ class _EpochShares:
         self._seed = options.seed
         self._fill = options.fill
         self._rows = rows
+        self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order_of_state
+        self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_Counts]:
         """Set the start of the next iteration without affecting running ones; return the counts that it will fill."""
@@ -111,7 +113,7 @@ class _EpochShares:
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
-        order = draw_order(self._sampler, self._ranks, self._seed, epoch)
+        order = self._draw_order(epoch)
         if self._own_batches:
             from pytorch_accel_lite.data.skipping import skip_samples  # not loaded in a plain run
 
@@ -142,6 +144,21 @@ class _EpochShares:
         from pytorch_accel_lite.data.samplers import in_turn  # not loaded in a plain run
 
         return in_turn(self._sampler, order, start, sizes)
+
+    def _draw_order(self, epoch: int) -> Any:
+        order = draw_order(self._sampler, self._ranks, self._seed, epoch)
+        self.drawn = {"length": None if self._own_batches else find_length(self._sampler)}
+        if isinstance(order, list) and self._seed is not None:  # without one, all have that of the first process
+            from pytorch_accel_lite.data.alike import check_same_order  # not loaded in a plain run
+
+            self.drawn["checksum"] = check_same_order(self._sampler, order, self._ranks)
+            self.drawn["batch_size"] = getattr(self._sampler, "batch_size", None)
+        if self.resumed is not None:
+            from pytorch_accel_lite.data.alike import check_order_of_state
+
+            check_order_of_state(self._sampler, self.drawn, self.resumed)
+            self.resumed = None
+        return order
 
     def __len__(self) -> int:
         return count_global_batches(len(self._sampler), self._per_step, self._drop_last)
@@ -267,7 +284,7 @@ class MapLoader(ShardedLoader):
                 except StopIteration:
                     return
                 except Exception as error:
-                    if isinstance(error, WrongLengthError) or not self.options.yields_failures:
+                    if isinstance(error, OrderError) or not self.options.yields_failures:
                         raise
                     batch = FailedRead(error)
                 yield batch
@@ -305,11 +322,15 @@ class MapLoader(ShardedLoader):
         self._idle = None
 
     def position(self) -> Any:
-        return None if self._shares.mixture is None else self._shares.mixture.state_dict()
+        shares = self._shares
+        return {"order": shares.resumed or shares.drawn} if shares.mixture is None else shares.mixture.state_dict()
 
     def move_to(self, position: Any) -> str:
-        if self._shares.mixture is not None and position is not None:
-            self._shares.mixture.load_state_dict(position)
+        holds = position if isinstance(position, dict) else {}  # nothing in states of earlier versions
+        if self._shares.mixture is None:
+            self._shares.resumed = holds.get("order")
+        elif "parts" in holds:
+            self._shares.mixture.load_state_dict(holds)
         return ""
 
     def steps_left(self, start: int) -> int | None:

@@ -24,10 +24,20 @@ from pytorch_accel_lite.utils import find_length
 
 #: Number of indices drawn at a time from a sampler without a length.
 _PIECE = 1024
+#: Names of the number of parts that a sampler of another package divides its order into, and of the part that it gives.
+_NAMES_OF_PARTS = (
+    ("num_replicas", "rank"),  # timm, transformers
+    ("num_processes", "process_index"),  # Accelerate
+    ("world_size", "rank"),
+    ("_world_size", "_rank"),  # detectron2
+)
 
 
 def of_all_processes(sampler: Any, world_size: int) -> Any:
-    """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here."""
+    """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here.
+
+    :raises ValueError: with several processes, if another sampler gives a part of its order only
+    """
     if hasattr(sampler, "for_processes"):  # of the batches of a mixture
         return sampler.for_processes(world_size)
     if isinstance(sampler, DistributedSampler):
@@ -38,9 +48,30 @@ def of_all_processes(sampler: Any, world_size: int) -> Any:
         sampler.rank = 0
         sampler.num_samples = size
         sampler.total_size = size
-    elif type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
-        return BatchSampler(of_all_processes(sampler.sampler, world_size), sampler.batch_size, sampler.drop_last)
+        return sampler
+    inner = getattr(sampler, "sampler", None)
+    if isinstance(sampler, BatchSampler) and isinstance(inner, DistributedSampler):
+        sampler = copy.copy(sampler)
+        sampler.sampler = of_all_processes(inner, world_size)
+    parts = parts_of(sampler)
+    if world_size > 1 and parts > 1:
+        raise ValueError(
+            f"The sampler {type(sampler).__name__} gives one of {parts} parts of its order. Each process would read "
+            "only a share of its part, so most of the data would be lost. Pass a sampler that gives the whole order on "
+            "every process: the trainer shards it. If each process should read its own part, return "
+            "OwnShard(DataLoader(...)) from create_train_dataloader or create_eval_dataloader."
+        )
     return sampler
+
+
+def parts_of(sampler: Any) -> int:
+    """Return how many parts a sampler, or one inside it, divides its order into, of which it gives one."""
+    for of_all, own in _NAMES_OF_PARTS:
+        parts = getattr(sampler, of_all, None)
+        if isinstance(parts, int) and parts > 1 and hasattr(sampler, own):
+            return parts
+    inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+    return max((parts_of(part) for part in inner if part is not None), default=1)
 
 
 def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
@@ -65,7 +96,7 @@ def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Itera
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed >> 1)
     if find_length(sampler) is None:
-        return _draw_pieces(sampler, seed)
+        return _draw_pieces(sampler, seed, ranks)
     with preserving_generators():
         seed_generators(seed)
         return list(sampler)
@@ -105,8 +136,10 @@ def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
     return chain.from_iterable(pieces)
 
 
-def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
+def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[Any]:
     """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
+    from pytorch_accel_lite.data.alike import check_same_order
+
     with preserving_generators():
         seed_generators(seed)
         drawn = iter(sampler)
@@ -116,6 +149,7 @@ def _draw_pieces(sampler: Iterable[Any], seed: int) -> Iterator[Any]:
             restore_generators(states)
             piece = list(islice(drawn, _PIECE))
             states = capture_generators()
+        check_same_order(sampler, piece, ranks)
         if not piece:
             return
         yield from piece

@@ -1,10 +1,9 @@
-"""Data that are already sharded by process: streams that shard themselves, and tables that were split before."""
+"""Streams that are already sharded by process, as they shard themselves."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch.utils.data
@@ -104,27 +103,3 @@ def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
             "create_train_dataloader or create_eval_dataloader."
         )
     return share
-
-
-def check_same_rows(dataset: Any, ranks: Ranks) -> None:
-    """Check that a Hugging Face ``Dataset``, which is about to be sharded, has the same rows on all processes.
-
-    Call it on every process. Compares a few rows as they are stored, before any transform.
-
-    :raises ValueError: if it has already been split, for example by ``split_dataset_by_node``
-    """
-    is_table = all(hasattr(dataset, name) for name in ("_fingerprint", "with_format", "num_rows"))
-    if ranks.world_size == 1 or not is_table:
-        return
-    stored = dataset.with_format("arrow")
-    rows = [stored[index].to_pydict() for index in sorted({0, len(dataset) // 2, len(dataset) - 1})]
-    mine = len(dataset), sha256(repr(rows).encode()).hexdigest()
-    found = ranks.all_gather_object(mine)
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"The processes have datasets with different rows, of lengths {[length for length, _ in found]}. Each "
-            "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
-            "every process, without split_dataset_by_node or shard(): the trainer shards it. If each process should "
-            "read all of its own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or "
-            "create_eval_dataloader."
-        )

@@ -39,9 +39,9 @@ def shard(
 
         return create_loader(source, ranks, device, chosen, is_loader)
     if ranks.world_size > 1:
-        from pytorch_accel_lite.data.self_sharding import check_same_rows
+        from pytorch_accel_lite.data.alike import check_same_data
 
-        check_same_rows(source.dataset, ranks)
+        check_same_data(source.dataset, ranks)
     return MapLoader(source, ranks, device, chosen)
 
 

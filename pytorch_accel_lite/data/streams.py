@@ -16,7 +16,16 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from pytorch_accel_lite.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
 from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal, Dealt
-from pytorch_accel_lite.data.dividing import PARTS, can_be_divided, how_divided, is_divided, over, own_part_of, part_of
+from pytorch_accel_lite.data.dividing import (
+    PARTS,
+    can_be_divided,
+    how_divided,
+    in_whole_order,
+    is_divided,
+    over,
+    own_part_of,
+    part_of,
+)
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
@@ -326,6 +335,8 @@ def create_loader(
 
     :param is_torchs: whether the source is a ``DataLoader`` of torch
     """
+    if is_torchs and ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
+        source = in_whole_order(source, ranks.world_size)
     share = find_own_share(source.dataset, ranks) if is_torchs else None
     if not is_torchs or share is not None:
         return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)

@@ -7,9 +7,9 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 T = TypeVar("T")
 
@@ -62,5 +62,16 @@ def _begin(
     if leaves_signals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+    _show_users_dataset()
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
+
+
+def _show_users_dataset() -> None:
+    """Let ``get_worker_info().dataset`` be the user's dataset, which is inside another that seeds each sample."""
+    from pytorch_accel_lite.data.seeded_reading import BatchReader
+
+    info: Any = get_worker_info()
+    if isinstance(info.dataset, BatchReader):
+        # The information is read-only, and what torch reads from has been passed to it apart.
+        object.__setattr__(info, "dataset", info.dataset.dataset)

@@ -33,6 +33,7 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, wi
         the rows of all processes and equal those of one process with the whole batch. Pass it for everything that
         enters such a loss, including targets: filler batches, which only keep a process in step with the others, are
         then left out.
+    :raises ValueError: on all processes, if their tensors differ in more than the first dimension
     :raises RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
         ``SkipFailedBatchesCallback``); in the forward and backward passes of logical processes
     """
@@ -106,12 +107,36 @@ def _gather(trainer: Trainer, data: Any, with_gradients: bool, counts: bool) -> 
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
     leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
-    given = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts))
-    counting = [of_rank for _, of_rank in given]
-    lengths = zip(*(of_rank for of_rank, _ in given), strict=True)
+    kinds = " ".join(str(structure).split()), [(leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves]
+    given = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, kinds))
+    _check_alike([of_rank for *_, of_rank in given])
+    counting = [of_rank for _, of_rank, _ in given]
+    lengths = zip(*(of_rank for of_rank, *_ in given), strict=True)
     apply = _Gather.apply if with_gradients else _GatherConstant.apply
     gathered = [apply(leaf, of_ranks, counting, trainer) for leaf, of_ranks in zip(leaves, lengths, strict=True)]
     return torch.utils._pytree.tree_unflatten(gathered, structure)
+
+
+def _check_alike(given: Sequence[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]) -> None:
+    """Check that tensors of all ranks can be concatenated.
+
+    :param given: for each rank, how its tensors are nested, and the type and the shape of the rows of each
+    """
+    first = given[0]
+    for rank, of_rank in enumerate(given):
+        if of_rank == first:
+            continue
+        if of_rank[0] != first[0]:
+            raise ValueError(
+                f"gather() was given tensors nested as {first[0]} on rank 0, but as {of_rank[0]} on rank {rank}. Nest "
+                "them in the same way on every process, with the same keys in the same order."
+            )
+        kinds = next(pair for pair in zip(first[1], of_rank[1], strict=True) if pair[0] != pair[1])
+        theirs, others = (f"{dtype} with rows of shape {shape}" for dtype, shape in kinds)
+        raise ValueError(
+            f"gather() was given a tensor of {theirs} on rank 0, but of {others} on rank {rank}. Only the number of "
+            "rows may differ: pad the tensors to one shape, and convert them to one dtype, before gathering."
+        )
 
 
 def _gather_pieces(ranks: Ranks, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:

@@ -36,6 +36,25 @@ def gather() -> Any:
     }
 
 
+def gather_unlike() -> dict[str, str]:
+    """What is said of tensors that differ in more than their length between the first process and the others."""
+    trainer, said = Trainer(small_model(), None, None, callbacks=[]), {}
+    ones, is_first = torch.ones(2, 3), rank() == 0
+    for name, mine in {
+        "shape": ones if is_first else torch.ones(2, 5),
+        "dimensions": ones if is_first else torch.ones(2),
+        "type": ones if is_first else ones.double(),
+        "second": [ones, ones if is_first else ones.int()],
+        "keys": {"a" if is_first else "b": ones},
+        "number": [ones] * (1 if is_first else 2),
+    }.items():
+        try:
+            trainer.gather(mine)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
 def failures() -> Any:
     """The weights are written by the first process alone, where they cannot be."""
     trainer, said = quiet_trainer(small_model()), []

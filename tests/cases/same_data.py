@@ -1,0 +1,189 @@
+"""Data that are not the same on every process, or of which samplers give each a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    random_split,
+)
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from tests.cases.common import rank, world_size
+
+
+def numbers(size: int = 16) -> TensorDataset:
+    x = torch.arange(float(size))[:, None]
+    return TensorDataset(x, x.clone())
+
+
+class MeanOfTargets(nn.Module):
+    """A loss by which a mean shows which samples were used, each how often."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return targets.mean() + 0 * outputs.sum()
+
+
+class Seen(TrainerCallback):
+    """Keeps the samples of each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[list[int]] = []
+
+    def on_train_epoch_start(self, trainer, **kwargs):
+        self.epochs.append([])
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        if batch_output["batch_size"]:
+            self.epochs[-1] += batch[0].flatten().int().tolist()
+
+
+def trained_on(data: Any, make_loader: Callable[..., Any], num_epochs: int = 2, **kwargs: Any) -> Any:
+    """The samples of this process in each epoch, and the loss of an evaluation of all data; or what is said."""
+
+    class OwnLoader(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return make_loader(self.train_dataset)
+
+        def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
+            return make_loader(self.eval_dataset)
+
+    model, seen = nn.Linear(1, 1), Seen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = OwnLoader(model, MeanOfTargets(), optimizer, callbacks=[seen], **kwargs)
+    try:
+        trainer.train(data, num_epochs, eval_dataset=data)
+    except ValueError as error:
+        return str(error)
+    return seen.epochs, trainer.run_history.get_latest_metric("eval_loss_epoch")
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+class EveryOther(Sampler[int]):
+    """Gives a part of its order, as samplers of several packages do."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        self.names = names
+        vars(self).update(zip(names, (world_size(), rank()), strict=True))
+
+    def __iter__(self):
+        return iter(range(rank(), 16, world_size()))
+
+    def __len__(self):
+        return len(range(rank(), 16, world_size()))
+
+
+class OwnGenerator(Sampler[int]):
+    """Draws from a generator of its own, which torch.manual_seed does not seed.
+
+    :param seed: ``None`` for another order on each process
+    """
+
+    def __init__(self, size: int, seed: int | None = None, is_endless: bool = False) -> None:
+        self.size, self.is_endless = size, is_endless
+        self.generator_of_its_own = np.random.default_rng(seed)
+
+    def __iter__(self):
+        while True:
+            yield from self.generator_of_its_own.permutation(self.size).tolist()
+            if not self.is_endless:
+                return
+
+    def __len__(self):
+        if self.is_endless:
+            raise TypeError("it has no end")
+        return self.size
+
+
+NAMES_OF_PARTS = [("num_replicas", "rank"), ("num_processes", "process_index"), ("_world_size", "_rank")]
+
+
+def distributed_samplers() -> Any:
+    """What is seen of all data where torch's sampler is inside others, or makes batches by itself."""
+
+    def by_sampler(data):
+        return DistributedSampler(data, world_size(), rank())
+
+    loaders = {
+        "own batches": lambda data: DataLoader(data, batch_sampler=OwnBatches(by_sampler(data), 4, False)),
+        "batches without collation": lambda data: DataLoader(
+            data, batch_size=None, sampler=BatchSampler(by_sampler(data), 4, False)
+        ),
+        "samples without collation": lambda data: DataLoader(data, batch_size=None, sampler=by_sampler(data)),
+        "whole": lambda data: DataLoader(data, batch_size=None, sampler=BatchSampler(RandomSampler(data), 4, False)),
+    }
+    return {
+        (name, seed): trained_on(numbers(), make, seed=seed) for name, make in loaders.items() for seed in (None, 0)
+    }
+
+
+def other_samplers_of_parts() -> Any:
+    """What is said of samplers of other packages that give a part each."""
+    loaders: dict[Any, Callable[..., Any]] = {}
+    for names in NAMES_OF_PARTS:
+        sampler = EveryOther(names)
+        batches = BatchSampler(sampler, 4, False)
+        loaders[names, "sampler"] = lambda data, sampler=sampler: DataLoader(data, 4, sampler=sampler)
+        loaders[names, "batches"] = lambda data, batches=batches: DataLoader(data, batch_sampler=batches)
+        loaders[names, "uncollated"] = lambda data, batches=batches: DataLoader(data, batch_size=None, sampler=batches)
+    return {name: trained_on(numbers(), make) for name, make in loaders.items()}
+
+
+class Transformed(Dataset[Any]):
+    """A dataset of the user's own around another."""
+
+    def __init__(self, data: Any) -> None:
+        self.parts = {"of it": data}
+
+    def __len__(self) -> int:
+        return len(self.parts["of it"])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.parts["of it"][index]
+
+
+def split_datasets() -> Any:
+    """What is said of parts that differ between processes, and what is seen of the same part."""
+    data = {}
+    torch.manual_seed(rank())
+    data["drawn"] = random_split(numbers(), [12, 4])[0]
+    data["drawn, inside another"] = Transformed(data["drawn"])
+    data["drawn, beside another"] = ConcatDataset([numbers(), data["drawn"]])
+    data["by rank"] = Subset(numbers(), range(rank(), 16 - 16 % world_size(), world_size()))
+    data["longer on the first"] = numbers(16 if rank() == 0 else 14)
+    torch.manual_seed(0)
+    data["the same"] = Transformed(random_split(numbers(), [12, 4])[0])
+    return {name: trained_on(part, lambda data: DataLoader(data, 4, shuffle=True)) for name, part in data.items()}
+
+
+def orders_of_their_own() -> Any:
+    """What is said under a seed of samplers that draw another order on each process, and of such that draw the same."""
+    samplers = {
+        "each": OwnGenerator(16),
+        "endless": OwnGenerator(16, is_endless=True),
+        "of a subset": SubsetRandomSampler([rank(), 15]),
+        "the same": OwnGenerator(16, seed=0),
+    }
+    loaders: dict[str, Callable[..., Any]] = {
+        name: lambda data, sampler=sampler: DataLoader(data, 4, sampler=sampler) for name, sampler in samplers.items()
+    }
+    batches = BatchSampler(OwnGenerator(16), 4, False)
+    loaders["batches"] = lambda data: DataLoader(data, batch_sampler=batches)
+    return {name: trained_on(numbers(), make, seed=0) for name, make in loaders.items()}

@@ -1,0 +1,136 @@
+"""Data and orders that differ between processes, or from those of the run that is resumed."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
+
+from pytorch_accel_lite import TrainerCallback
+from tests import cases
+from tests.cases.same_data import MeanOfTargets, OwnGenerator, Seen, numbers
+from tests.tasks import Rows, make_trainer
+
+
+@pytest.mark.processes
+def test_a_distributed_sampler_inside_another_stands_for_its_whole_order(ranks):
+    results = ranks(cases.same_data.distributed_samplers)
+    for name, found in results[0].items():
+        of_all = [result[name][0] for result in results]
+        epochs = [list(chain(*parts)) for parts in zip(*of_all, strict=True)]
+        assert [sorted(epoch) for epoch in epochs] == [list(range(16))] * 2, name
+        assert epochs[0] != epochs[1], name  # shuffled again
+        assert found[1] == pytest.approx(7.5), name
+
+
+@pytest.mark.processes
+def test_samplers_of_other_packages_that_give_each_process_a_part_are_refused(ranks):
+    n = ranks.world_size
+    for result in ranks(cases.same_data.other_samplers_of_parts):
+        for name, said in result.items():
+            assert f"gives one of {n} parts of its order" in said, name
+            assert "return OwnShard(DataLoader(...))" in said, name
+
+
+@pytest.mark.processes
+def test_datasets_that_differ_between_processes_are_refused_on_all(ranks):
+    results = ranks(cases.same_data.split_datasets)
+    of_all = [result.pop("the same")[0] for result in results]
+    first, second = ([sample for epochs in of_all for sample in epochs[number]] for number in (0, 1))
+    assert len(first) == len(set(first)) == 12
+    assert sorted(first) == sorted(second)
+    for result in results:
+        for name, said in result.items():
+            assert "datasets with different rows, of lengths [" in said, name
+            assert "call torch.manual_seed before random_split" in said, name
+
+
+@pytest.mark.processes
+def test_samplers_that_draw_another_order_on_each_process_under_a_seed_are_refused(ranks):
+    results = ranks(cases.same_data.orders_of_their_own)
+    of_all = [result.pop("the same")[0] for result in results]
+    for parts in zip(*of_all, strict=True):
+        assert sorted(chain(*parts)) == list(range(16))
+    for result in results:
+        for name, said in result.items():
+            assert "gives another order on each process, of lengths [" in said, name
+            assert "set_epoch(epoch)" in said, name
+
+
+class SavesAll(TrainerCallback):
+    saves_training_states = True
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        trainer.save_training_state(self.folder / str(trainer.progress.update))
+
+    def on_epoch_checkpoint(self, trainer, **kwargs):
+        trainer.save_training_state(self.folder / f"epoch {trainer.progress.epoch}")
+
+
+def seen_in_training(data: Any, callbacks: Any = (), resume_from: Any = None, **loader: Any) -> list[list[int]]:
+    """The samples of each epoch, of two."""
+    seen = Seen()
+    trainer = make_trainer([seen, *callbacks], nn.Linear(1, 1), loss_func=MeanOfTargets(), seed=0)
+    loader.setdefault("num_workers", 0)
+    trainer.train(data, 2, per_device_batch_size=4, train_dataloader_kwargs=loader, resume_from=resume_from)
+    return seen.epochs
+
+
+def in_batches(sampler: Any) -> dict[str, Any]:
+    return {"batch_sampler": BatchSampler(sampler, 4, False)}
+
+
+class ByEpoch(Sampler[int]):
+    """Shuffles by the epoch alone."""
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self.epoch).permutation(12).tolist())
+
+    def __len__(self):
+        return 12
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("wrap", [lambda sampler: {"sampler": sampler}, in_batches], ids=["samples", "batches"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_is_resumed_in_the_order_it_was_begun_in_or_not_at_all(tmp_path, wrap, workers):
+    whole = seen_in_training(numbers(12), [SavesAll(tmp_path / "by epoch")], **wrap(ByEpoch()))
+    rest = seen_in_training(numbers(12), resume_from=tmp_path / "by epoch/4", **wrap(ByEpoch()))
+    assert rest == [whole[1][4:]]
+    saving = SavesAll(tmp_path / "of its own")
+    seen_in_training(Rows(numbers(12)), [saving], **wrap(OwnGenerator(12, seed=0)))
+    with pytest.raises(ValueError, match="now gives another order for this epoch than when the training state was"):
+        seen_in_training(
+            Rows(numbers(12)), resume_from=saving.folder / "4", num_workers=workers, **wrap(OwnGenerator(12, seed=0))
+        )
+    # As many batches have been drawn as before: the next epoch has the second order now, too.
+    again = OwnGenerator(12, seed=0)
+    list(again)
+    assert seen_in_training(numbers(12), resume_from=saving.folder / "4", **wrap(again))[0] != []
+
+
+@pytest.mark.parametrize(("size", "shuffle"), [(4, True), (8, True), (20, True), (20, False)])
+def test_an_epoch_is_not_resumed_over_data_of_another_length(tmp_path, size, shuffle):
+    seen_in_training(numbers(12), [SavesAll(tmp_path)], shuffle=shuffle)
+    with pytest.raises(ValueError, match=f"An epoch now has {size} samples, but had 12 when the training state was"):
+        seen_in_training(numbers(size), resume_from=tmp_path / "2", shuffle=shuffle)
+    [epoch] = seen_in_training(numbers(size), resume_from=tmp_path / "epoch 1", shuffle=shuffle)
+    assert sorted(epoch) == [*range(size)]
+
+
+def test_batches_of_another_size_do_not_change_the_order_that_is_resumed(tmp_path):
+    def in_batches_of(size):
+        return {"batch_sampler": BatchSampler(RandomSampler(range(13)), size, drop_last=True)}
+
+    whole = seen_in_training(numbers(13), [SavesAll(tmp_path)], **in_batches_of(4))
+    rest = seen_in_training(numbers(13), resume_from=tmp_path / "4", **in_batches_of(6))
+    assert rest[0][:6] == whole[1][4:10]
