@@ -756,6 +756,22 @@ def test_a_resumed_run_whose_best_model_is_missing_says_so_and_keeps_what_it_tra
     assert (tmp_path / "best.pt").exists() is is_saved
 
 
+@pytest.mark.parametrize(("last", "best"), [(3.0, None), (0.5, 4)])
+def test_the_model_of_an_abandoned_attempt_is_not_loaded_as_the_best_of_a_resumed_run(last, best, tmp_path, capsys):
+    def run(script: list[float], **kwargs: Any) -> Any:
+        states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=2, save_at_end=False)
+        callbacks = states, SaveBestModelCallback(tmp_path / "best.pt", "score")
+        return scripted(script, *callbacks, epochs=len(script), **kwargs)
+
+    run([3.0, 2.0, 1.0])  # its third epoch is as good as in no other attempt, and is not in its state
+    match = r"holds the model of another attempt \(epoch 3, score: 1.0\).*epoch 2, score: 2 "
+    with pytest.warns(UserWarning, match=match):
+        trainer = run([3.0, 2.0, 4.0, last], resume_from="latest")
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[-1])
+    assert ("The best model is not in" in capsys.readouterr().out) is (best is None)
+    assert torch.load(tmp_path / "best.pt")["epoch"] == (best or 3)
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_the_best_of_an_earlier_run_counts_only_when_it_is_not_reset(reset, tmp_path):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=reset)
