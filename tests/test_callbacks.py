@@ -966,6 +966,24 @@ def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update)
     assert f"has not improved for 2 {patience_in[:-1]}" in trainer.stop_reason
 
 
+@pytest.mark.parametrize("saves_first", [True, False])
+def test_a_run_resumed_from_any_state_stops_early_where_it_would_have_stopped(saves_first, tmp_path):
+    def run(folder: str, **kwargs: Any) -> Any:
+        states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1, save_at_end=False)
+        stopping = EarlyStoppingCallback(3, 5.0, "intermediate_eval_loss", patience_in="evaluations")
+        evaluation = StepBasedEvaluationCallback(2)
+        callbacks = [evaluation, states, stopping] if saves_first else [evaluation, stopping, states]
+        return train(make_trainer(callbacks, seed=1), epochs=9, eval_dataset=True, **kwargs)
+
+    whole = run("whole")
+    assert whole.progress.update == 8  # the first evaluation, after two updates, and three without an improvement
+    for state in sorted((tmp_path / "whole").glob("update-*")):
+        resumed = run(f"after {state.name}", resume_from=state)
+        assert resumed.stop_reason == whole.stop_reason
+        assert resumed.progress == whole.progress
+        assert equal(weights(resumed.model), weights(whole.model))
+
+
 def test_a_run_pauses_at_a_limit_of_time_and_resumed_goes_on(here):
     whole = train(make_trainer(seed=1), epochs=2, eval_dataset=True)
     updates, trainer = [], make_trainer()
