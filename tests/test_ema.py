@@ -413,3 +413,15 @@ def test_it_is_part_of_a_training_state_after_the_run(tmp_path):
     trainer = quiet_trainer(small_model(1), callbacks=[again, SaveTrainingStateCallback(tmp_path / "other")])
     trainer.train(regression_data(22), 1, regression_data(9), resume_from=state)
     assert equal(again.ema.module.state_dict(), ema.ema.module.state_dict())
+
+
+def test_added_to_a_resumed_run_it_starts_from_the_resumed_weights(tmp_path):
+    saving = SaveTrainingStateCallback(tmp_path / "states")
+    trained = quiet_trainer(small_model(), callbacks=[saving])
+    trained.train(regression_data(22), 2)
+    weights = copy.deepcopy(trained.model.state_dict())
+    ema = ModelEmaCallback(decay=1.0, evaluate_during_training=False, save_path=None)
+    trainer = quiet_trainer(small_model(1), callbacks=[SaveTrainingStateCallback(tmp_path / "states"), ema])
+    with pytest.warns(UserWarning, match="holds nothing for the callback 'ModelEmaCallback'"):
+        trainer.train(regression_data(22), 3, resume_from="latest")
+    assert equal(ema.ema.module.state_dict(), weights)

@@ -114,8 +114,9 @@ class ModelEmaCallback(TrainerCallback):
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
         self._average.to(trainer.device)
-        if not trainer.progress.update:  # rank 0's weights have been broadcast to all ranks by now
-            self._average.set(trainer.get_model(keep_torch_compile=False))
+        # Rank 0's weights have been broadcast to all ranks by now. A resumed run restores the average later, if its
+        # state has one.
+        self._average.set(trainer.get_model(keep_torch_compile=False))
 
     def _create(self, trainer: Trainer, model_ema: Callable[..., ModelEma]) -> ModelEma:
         model = trainer.get_model(keep_torch_compile=False)
