@@ -425,3 +425,14 @@ def test_added_to_a_resumed_run_it_starts_from_the_resumed_weights(tmp_path):
     with pytest.warns(UserWarning, match="holds nothing for the callback 'ModelEmaCallback'"):
         trainer.train(regression_data(22), 3, resume_from="latest")
     assert equal(ema.ema.module.state_dict(), weights)
+
+
+def test_lazy_layers_are_an_error_that_says_what_to_do(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 1)).double()
+    ema = ModelEmaCallback(save_path=tmp_path / "ema.pt")
+    with pytest.raises(
+        ValueError, match=r"ModelEmaCallback cannot average.*lazy layers. Pass the model a batch before"
+    ):
+        quiet_trainer(model, callbacks=[ema]).train(regression_data(8), 1, regression_data(4))
+    model(regression_data(8).tensors[0])
+    quiet_trainer(model, callbacks=[ema]).train(regression_data(8), 1, regression_data(4))

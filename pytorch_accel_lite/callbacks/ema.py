@@ -6,7 +6,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import sharded_like
@@ -120,6 +123,11 @@ class ModelEmaCallback(TrainerCallback):
 
     def _create(self, trainer: Trainer, model_ema: Callable[..., ModelEma]) -> ModelEma:
         model = trainer.get_model(keep_torch_compile=False)
+        if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+            raise ValueError(
+                "ModelEmaCallback cannot average uninitialised lazy layers. Pass the model a batch before training: "
+                "model(inputs)."
+            )
         return model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
 
     def _average_shards(self, trainer: Trainer) -> None:
