@@ -29,8 +29,8 @@ class SaveBestModelCallback(TrainerCallback):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
     The best model is also loaded when a run is stopped or interrupted. If a run fails, the model is left as it is, and
-    a message says where the best one is; likewise if its file is missing, or holds the model of an attempt that was
-    killed after a state was saved, of which a resumed run warns. Non-finite
+    a message says where the best one is; likewise if its file is missing, of which a resumed run warns, or holds the
+    model of an attempt that was killed and, after a resume, was not surpassed. Non-finite
     weights are never saved; they end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`.
 
     :param save_path: the checkpoint file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
@@ -155,7 +155,11 @@ class SaveBestModelCallback(TrainerCallback):
         if self._failed:
             trainer.print(f"The run failed, so the best model is not loaded. It is in {path!r}: {best}")
         elif not all(trainer.all_gather_object(self._is_in_file())):
-            trainer.print(f"The best model is not in {path!r}, so the model stays as the last epoch left it: {best}")
+            found = self._found() if os.path.exists(self.save_path) else None
+            holds = "" if found is None else f", which holds epoch {found[0]} of another attempt ({found[1]})"
+            trainer.print(
+                f"The best model is not in {path!r}{holds}. So the model stays as the last epoch left it: {best}"
+            )
         else:
             trainer.print(f"Loading the best model: {best}")
             trainer.load_checkpoint(self.save_path)
@@ -190,25 +194,13 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric = state["best_metric"]
             self.best_metric_epoch = state["best_metric_epoch"]
             self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
-            if self.best_metric is not None:
-                self._warn_unless_saved()
-
-    def _warn_unless_saved(self) -> None:
-        there = f"SaveBestModelCallback: save_path={str(self.save_path)!r}"
-        if not os.path.exists(self.save_path):
-            warnings.warn(
-                f"{there} does not exist, but the resumed run has saved its best model there: {self._describe_best()}. "
-                "Copy it there before the run ends, or only an epoch that is even better will be saved and loaded.",
-                stacklevel=3,
-            )
-        elif not self._is_in_file():
-            epoch, value = self._found() or (None, None)
-            warnings.warn(
-                f"{there} holds the model of another attempt (epoch {epoch}, {self.watch_metric}: {value}) in place of "
-                f"the resumed run's best: {self._describe_best()}. An epoch that is even better will replace it; if "
-                "there is none, no model is loaded at the end. Copy the file if you want to keep it.",
-                stacklevel=3,
-            )
+            if self.best_metric is not None and not os.path.exists(self.save_path):
+                warnings.warn(
+                    f"SaveBestModelCallback: save_path={str(self.save_path)!r} does not exist, but the resumed run has "
+                    f"saved its best model there: {self._describe_best()}. Copy it there before the run ends, or "
+                    "only an epoch that is even better will be saved and loaded.",
+                    stacklevel=2,
+                )
 
 
 def find_kept_models(save_path: str | os.PathLike[str]) -> dict[int, Path]:
