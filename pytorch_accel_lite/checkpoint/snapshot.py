@@ -150,11 +150,17 @@ def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
     return named
 
 
+def _time_of_saving(trainer: Trainer) -> float:
+    """Return the time, or one right after those of the states there are: the clock may be behind the one before."""
+    sources = trainer.current_run.request.state_sources
+    return max([time.time(), *(source.next_time() for source in sources if hasattr(source, "next_time"))])
+
+
 def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
     """Return the facts about the run for the manifest of a state, in JSON types."""
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     return {
-        "saved_at": time.time(),
+        "saved_at": _time_of_saving(trainer),
         "progress": trainer.progress.state_dict(),
         "stop_reason": trainer.current_run.stop_reason,
         "interrupted": trainer.current_run.interruption is not None,
