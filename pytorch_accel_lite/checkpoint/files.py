@@ -141,7 +141,8 @@ def write_tensors(
     storages = set()
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in storages else tensor.contiguous()
+        again = storage in storages
+        separate[name] = tensor.clone(memory_format=torch.contiguous_format) if again else tensor.contiguous()
         storages.add(storage)
     path.touch()
     mode = path.stat().st_mode
