@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytorch_accel_lite.utils import did_you_mean
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.history import RunHistory
     from pytorch_accel_lite.trainer import Trainer
 
 
@@ -30,6 +31,7 @@ class WatchedMetric:
         self._where = f"{type(owner).__name__}({argument}={name!r})"
         self._given = greater_is_better
         self._came = False
+        self._history: RunHistory | None = None
 
     def __str__(self) -> str:
         return self._where
@@ -61,7 +63,8 @@ class WatchedMetric:
 
     def start(self, trainer: Trainer) -> None:
         """Skip the values of earlier runs."""
-        self.seen = len(trainer.run_history.get_metric_values(self.name))
+        self._history = trainer.run_history
+        self.seen = len(self._history.get_metric_values(self.name))
         self._came = False
         if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
             self.settle(trainer.current_run.request.metrics.directions.get(self.name))
@@ -121,6 +124,8 @@ class WatchedMetric:
             self.greater_is_better = theirs["greater_is_better"]
         self.seen = theirs["seen"]
         self._came = self.seen > 0
+        if self._history is not None:  # a history that is not saved has none of the values seen
+            self.seen = min(self.seen, len(self._history.get_metric_values(self.name)))
         return True
 
 

@@ -756,6 +756,21 @@ def test_a_resumed_run_whose_best_model_is_missing_says_so_and_keeps_what_it_tra
     assert (tmp_path / "best.pt").exists() is is_saved
 
 
+@pytest.mark.parametrize(("last", "best"), [(3.0, None), (0.5, 4)])
+def test_the_model_of_an_abandoned_attempt_is_not_loaded_as_the_best_of_a_resumed_run(last, best, tmp_path, capsys):
+    def run(script: list[float], **kwargs: Any) -> Any:
+        states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=2, save_at_end=False)
+        callbacks = states, SaveBestModelCallback(tmp_path / "best.pt", "score")
+        return scripted(script, *callbacks, epochs=len(script), **kwargs)
+
+    run([3.0, 2.0, 1.0])  # its third epoch is as good as in no other attempt, and is not in its state
+    trainer = run([3.0, 2.0, 4.0, last], resume_from="latest")
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[-1])
+    says = r"The best model is not in .*best.pt', which holds epoch 3 of another attempt \(1.0\)\. So the model stays"
+    assert bool(re.search(says, capsys.readouterr().out)) is (best is None)
+    assert torch.load(tmp_path / "best.pt")["epoch"] == (best or 3)
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_the_best_of_an_earlier_run_counts_only_when_it_is_not_reset(reset, tmp_path):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=reset)
@@ -948,6 +963,24 @@ def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update)
     train(trainer, epochs=5, eval_dataset=True)
     assert trainer.progress.update == update  # an epoch has three; the first value is the best
     assert f"has not improved for 2 {patience_in[:-1]}" in trainer.stop_reason
+
+
+@pytest.mark.parametrize("saves_first", [True, False])
+def test_a_run_resumed_from_any_state_stops_early_where_it_would_have_stopped(saves_first, tmp_path):
+    def run(folder: str, **kwargs: Any) -> Any:
+        states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1, save_at_end=False)
+        stopping = EarlyStoppingCallback(3, 5.0, "intermediate_eval_loss", patience_in="evaluations")
+        evaluation = StepBasedEvaluationCallback(2)
+        callbacks = [evaluation, states, stopping] if saves_first else [evaluation, stopping, states]
+        return train(make_trainer(callbacks, seed=1), epochs=9, eval_dataset=True, **kwargs)
+
+    whole = run("whole")
+    assert whole.progress.update == 8  # the first evaluation, after two updates, and three without an improvement
+    for state in sorted((tmp_path / "whole").glob("update-*")):
+        resumed = run(f"after {state.name}", resume_from=state)
+        assert resumed.stop_reason == whole.stop_reason
+        assert resumed.progress == whole.progress
+        assert equal(weights(resumed.model), weights(whole.model))
 
 
 def test_a_run_pauses_at_a_limit_of_time_and_resumed_goes_on(here):

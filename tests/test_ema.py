@@ -413,3 +413,26 @@ def test_it_is_part_of_a_training_state_after_the_run(tmp_path):
     trainer = quiet_trainer(small_model(1), callbacks=[again, SaveTrainingStateCallback(tmp_path / "other")])
     trainer.train(regression_data(22), 1, regression_data(9), resume_from=state)
     assert equal(again.ema.module.state_dict(), ema.ema.module.state_dict())
+
+
+def test_added_to_a_resumed_run_it_starts_from_the_resumed_weights(tmp_path):
+    saving = SaveTrainingStateCallback(tmp_path / "states")
+    trained = quiet_trainer(small_model(), callbacks=[saving])
+    trained.train(regression_data(22), 2)
+    weights = copy.deepcopy(trained.model.state_dict())
+    ema = ModelEmaCallback(decay=1.0, evaluate_during_training=False, save_path=None)
+    trainer = quiet_trainer(small_model(1), callbacks=[SaveTrainingStateCallback(tmp_path / "states"), ema])
+    with pytest.warns(UserWarning, match="holds nothing for the callback 'ModelEmaCallback'"):
+        trainer.train(regression_data(22), 3, resume_from="latest")
+    assert equal(ema.ema.module.state_dict(), weights)
+
+
+def test_lazy_layers_are_an_error_that_says_what_to_do(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 1)).double()
+    ema = ModelEmaCallback(save_path=tmp_path / "ema.pt")
+    with pytest.raises(
+        ValueError, match=r"ModelEmaCallback cannot average.*lazy layers. Pass the model a batch before"
+    ):
+        quiet_trainer(model, callbacks=[ema]).train(regression_data(8), 1, regression_data(4))
+    model(regression_data(8).tensors[0])
+    quiet_trainer(model, callbacks=[ema]).train(regression_data(8), 1, regression_data(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -11,11 +12,15 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
+    AdviceCallback,
     DeviceMemoryCallback,
     GradientNormCallback,
     LearningRateMonitorCallback,
     LossScaleCallback,
     ModelSummaryCallback,
+    ProgressBarCallback,
+    ProgressTableCallback,
+    RunLogCallback,
     SaveTrainingStateCallback,
     ThroughputCallback,
 )
@@ -205,3 +210,23 @@ def test_a_lazy_layer_is_not_known_yet():
 def test_bad_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}])
+def test_optimizers_without_a_rate_are_trained_with_what_shows_rates(defaults, tmp_path):
+    class FindsItsOwn(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, defaults)
+
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.01)
+
+    model = make_model()
+    shows = [ProgressTableCallback(show_always=True), ProgressBarCallback(show_always=True), AdviceCallback()]
+    records = [RunLogCallback(tmp_path), LearningRateMonitorCallback()]
+    trainer = make_trainer([*shows, *records], model, optimizer=FindsItsOwn(model.parameters()))
+    train(trainer, 2, eval_dataset=True)
+    assert trainer.progress.update == 6
+    assert not [name for name in trainer.run_history if name.startswith("lr")]
+    assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == "FindsItsOwn()"

@@ -282,6 +282,24 @@ def test_the_guard_goes_on_in_a_resumed_run(tmp_path):
         assert again == state
 
 
+def test_a_resumed_run_clips_a_spike_to_the_same_bits(tmp_path):
+    def grow(trainer: Trainer, **_: Any) -> None:
+        if trainer.progress.update >= 3:
+            for parameter in trainer.model.parameters():
+                parameter.grad.mul_(100 + 7.13 * trainer.progress.update)
+
+    def run(folder: str, **kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        guard = GradientSpikeCallback(action="clip", factor=1.7, warm_up_updates=3)
+        saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
+        trainer = make_trainer([guard, saving, listener(on_backward_end=grow)], nn.Linear(5, 1), seed=2)
+        return weights(fit(trainer, regression_data(50, dtype=torch.float32), epochs=1, **kwargs).model)
+
+    whole = run("whole")
+    for state in sorted((tmp_path / "whole").glob("update-*"))[3:]:
+        assert equal(run("resumed", resume_from=state), whole), state.name
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -37,6 +37,17 @@ def test_logged_numbers_are_means_over_samples(two_ranks):
             assert values == pytest.approx(alone[name]), name
 
 
+def test_rows_have_the_numbers_of_all_ranks_under_whatever_names(two_ranks):
+    of_first, of_second = two_ranks(cases.training.rows_of_ranks_that_log_differently)
+    assert of_first == of_second
+    assert [row["of_0"] for row in of_first] == [10.0] * 8
+    assert [row["of_1"] for row in of_first[:3]] == [20.0] * 3
+    assert [row["everywhere"] for row in of_first[:3]] == [1.5] * 3
+    assert [row["first"] for row in of_first] == [float(update) for update in range(8)]
+    assert ["late" in row for row in of_first[:3]] == [False] * 3
+    assert [row["late"] for row in of_first[4:7]] == [row["later"] for row in of_first[4:7]] == [7.0] * 3
+
+
 def test_what_a_failed_step_has_logged_is_forgotten():
     class FailsOnce(Trainer):
         attempts = 0

@@ -341,48 +341,75 @@ def test_a_run_of_a_model_with_lazy_layers_can_be_resumed(here):
         make_trainer(model=lazy()).find_lr(make_data(40), num_steps=10)
 
 
+class Own(RunHistory):
+    """A history as users of the ancestor wrote them."""
+
+    def __init__(self) -> None:
+        self.inner = InMemoryRunHistory()
+
+    def get_metric_names(self):
+        return self.inner.get_metric_names()
+
+    def get_metric_values(self, metric_name):
+        return self.inner.get_metric_values(metric_name)
+
+    def get_latest_metric(self, metric_name):
+        return self.inner.get_latest_metric(metric_name)
+
+    def update_metric(self, metric_name, metric_value):
+        self.inner.update_metric(metric_name, metric_value)
+
+    @property
+    def current_epoch(self):
+        return self.inner.current_epoch
+
+    def _increment_epoch(self):
+        self.inner._increment_epoch()
+
+    def reset(self):
+        self.inner.reset()
+
+    def delete_metric(self, metric_name):
+        self.inner.delete_metric(metric_name)
+
+    def set_metric_name_prefix(self, prefix):
+        self.inner.set_metric_name_prefix(prefix)
+
+    @property
+    def metric_name_prefix(self):
+        return self.inner.metric_name_prefix
+
+
 def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
-    class Own(RunHistory):
-        def __init__(self) -> None:
-            self.inner = InMemoryRunHistory()
-
-        def get_metric_names(self):
-            return self.inner.get_metric_names()
-
-        def get_metric_values(self, metric_name):
-            return self.inner.get_metric_values(metric_name)
-
-        def get_latest_metric(self, metric_name):
-            return self.inner.get_latest_metric(metric_name)
-
-        def update_metric(self, metric_name, metric_value):
-            self.inner.update_metric(metric_name, metric_value)
-
-        @property
-        def current_epoch(self):
-            return self.inner.current_epoch
-
-        def _increment_epoch(self):
-            self.inner._increment_epoch()
-
-        def reset(self):
-            self.inner.reset()
-
-        def delete_metric(self, metric_name):
-            self.inner.delete_metric(metric_name)
-
-        def set_metric_name_prefix(self, prefix):
-            self.inner.set_metric_name_prefix(prefix)
-
-        @property
-        def metric_name_prefix(self):
-            return self.inner.metric_name_prefix
-
     trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
     trainer.evaluate(make_data())
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
     with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own lacks. Derive it from"):
         train(make_trainer([MetricsFileCallback], run_history=Own()))
+
+
+def test_a_run_resumed_with_a_history_that_is_not_saved_goes_on_with_the_next_epoch(here):
+    def run(epochs: int, *callbacks: Any, **kwargs: Any) -> Trainer:
+        scores = [3.0, 2.0, 4.0, 1.0, 5.0]
+
+        def note(trainer: Trainer, **_: Any) -> None:
+            trainer.run_history.update_metric("score", scores[trainer.progress.epoch - 1])
+
+        saver = SaveTrainingStateCallback("states", save_every_n_steps=1)
+        trainer = make_trainer([listener(on_eval_epoch_end=note), saver, *callbacks], run_history=Own(), seed=1)
+        with pytest.warns(UserWarning, match=r"run_history: training states do not hold the metrics of a Own"):
+            return train(trainer, epochs, eval_dataset=True, **kwargs)
+
+    def watchers() -> list[Any]:
+        return [SaveBestModelCallback("best.pt", "score", False), EarlyStoppingCallback(9, 0.0, "score", False)]
+
+    run(2, *watchers())
+    best, stopping = watchers()
+    resumed = run(5, best, stopping, resume_from="latest")
+    assert resumed.run_history.current_epoch == 6
+    assert list(resumed.run_history.get_metric_values("score")) == [4.0, 1.0, 5.0]
+    assert (best.best_metric, best.best_metric_epoch) == (1.0, 4)
+    assert stopping.early_stopping_patience_counter == 1
 
 
 def test_states_hold_what_a_loss_function_has_learned_and_nothing_else(here):

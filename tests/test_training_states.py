@@ -472,6 +472,50 @@ def test_rotation_keeps_the_newest_and_the_best_and_foreign_files(tmp_path):
     assert not list((tmp_path / "states").glob(".update*"))
 
 
+@pytest.mark.parametrize("keep", [1, None])
+def test_a_state_is_the_newest_even_if_the_clock_is_behind_that_of_those_before(keep, tmp_path, capsys):
+    def run(epochs: int) -> Trainer:
+        saver = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1, max_checkpoints=keep)
+        return train(make_trainer([saver], seed=0), epochs, resume_from="latest")
+
+    run(2)
+    for path in tmp_path.glob("update-*/manifest.json"):
+        manifest = json.loads(path.read_bytes())
+        manifest["saved_at"] += 300.0  # as on a machine whose clock is ahead of this one's
+        path.write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    run(4)
+    saved = sorted(path.name for path in tmp_path.glob("update-*"))
+    assert saved == [f"update-{update:09d}" for update in ([12] if keep else [3, 6, 9, 12])]
+    run(5)
+    assert "update-000000012': epoch 4" in capsys.readouterr().out
+
+
+class Transposed(torch.nn.Module):
+    """Has a weight that is another one transposed, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = torch.nn.Linear(4, 3, bias=False)
+        self.decode = torch.nn.Linear(3, 4, bias=False)
+        self.decode.weight = torch.nn.Parameter(self.encode.weight.data.t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x)).sum(1, keepdim=True)
+
+
+def test_weights_that_share_memory_in_another_order_are_saved(tmp_path):
+    def new() -> Trainer:
+        return make_trainer([SaveTrainingStateCallback(tmp_path / "states")], Transposed())
+
+    trainer = train(new())
+    trainer.save_model(tmp_path / "model.safetensors")
+    trained = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    other = new()
+    other.load_checkpoint(tmp_path / "model.safetensors")
+    assert equal(other.model.state_dict(), trained)
+    assert equal(train(new(), resume_from="latest").model.state_dict(), trained)
+
+
 @pytest.mark.parametrize("arguments", [{"save_every_n_steps": 4}, {"save_every_n_epochs": 4}, {}])
 def test_the_best_epoch_is_saved_whenever_else_states_are(tmp_path, arguments):
     values = [2.0, 1.0, 3.0, 4.0, 5.0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
+from pytorch_accel_lite.checkpoint.files import load_plain
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
 from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.events import TrainerCallback
@@ -28,7 +29,8 @@ class SaveBestModelCallback(TrainerCallback):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
     The best model is also loaded when a run is stopped or interrupted. If a run fails, the model is left as it is, and
-    a message says where the best one is; likewise if its file is missing, of which a resumed run warns. Non-finite
+    a message says where the best one is; likewise if its file is missing, of which a resumed run warns, or holds the
+    model of an attempt that was killed and, after a resume, was not surpassed. Non-finite
     weights are never saved; they end the run with :class:`~pytorch_accel_lite.NonFiniteLossError`.
 
     :param save_path: the checkpoint file, usually ending in ``.pt``; see :meth:`Trainer.save_checkpoint`
@@ -152,11 +154,27 @@ class SaveBestModelCallback(TrainerCallback):
         path = str(self.save_path)
         if self._failed:
             trainer.print(f"The run failed, so the best model is not loaded. It is in {path!r}: {best}")
-        elif not all(trainer.all_gather_object(os.path.exists(self.save_path))):
-            trainer.print(f"The best model is not in {path!r}, so the model stays as the last epoch left it: {best}")
+        elif not all(trainer.all_gather_object(self._is_in_file())):
+            found = self._found() if os.path.exists(self.save_path) else None
+            holds = "" if found is None else f", which holds epoch {found[0]} of another attempt ({found[1]})"
+            trainer.print(
+                f"The best model is not in {path!r}{holds}. So the model stays as the last epoch left it: {best}"
+            )
         else:
             trainer.print(f"Loading the best model: {best}")
             trainer.load_checkpoint(self.save_path)
+
+    def _is_in_file(self) -> bool:
+        """Whether the file is there and holds the best model, rather than that of an attempt that was killed."""
+        return os.path.exists(self.save_path) and self._found() in (None, (self.best_metric_epoch, self.best_metric))
+
+    def _found(self) -> tuple[Any, Any] | None:
+        """Return the epoch and the value that the file holds, or ``None`` if the trainer writes other files."""
+        try:
+            checkpoint = load_plain(Path(self.save_path), mapped=True)
+            return checkpoint["epoch"], checkpoint[self.watch_metric]
+        except (ValueError, KeyError, TypeError):
+            return None
 
     def _describe_best(self) -> str:
         value = f"{self.watch_metric}: {self.best_metric:.6g}"

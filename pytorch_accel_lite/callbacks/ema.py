@@ -6,7 +6,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.checkpoint.weights import sharded_like
@@ -114,11 +117,17 @@ class ModelEmaCallback(TrainerCallback):
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
         self._average.to(trainer.device)
-        if not trainer.progress.update:  # rank 0's weights have been broadcast to all ranks by now
-            self._average.set(trainer.get_model(keep_torch_compile=False))
+        # Rank 0's weights have been broadcast to all ranks by now. A resumed run restores the average later, if its
+        # state has one.
+        self._average.set(trainer.get_model(keep_torch_compile=False))
 
     def _create(self, trainer: Trainer, model_ema: Callable[..., ModelEma]) -> ModelEma:
         model = trainer.get_model(keep_torch_compile=False)
+        if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+            raise ValueError(
+                "ModelEmaCallback cannot average uninitialised lazy layers. Pass the model a batch before training: "
+                "model(inputs)."
+            )
         return model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
 
     def _average_shards(self, trainer: Trainer) -> None:

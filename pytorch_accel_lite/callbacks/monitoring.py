@@ -34,7 +34,7 @@ class LearningRateMonitorCallback(TrainerCallback):
     """Record the learning rate of each parameter group at the last update of an epoch.
 
     The metric is named ``lr``; ``lr_0``, ``lr_1`` ... if there are several groups; ``lr_<name>`` if there are several
-    optimizers.
+    optimizers. Groups whose optimizer finds a rate of its own, such as Adafactor's, have none.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,8 @@ class LearningRateMonitorCallback(TrainerCallback):
         groups = trainer.optimizer.param_groups
         if self._names is None or len(self._names) != len(groups):
             self._names = _rate_names(trainer)
-        self._latest = {name: group["lr"] for name, group in zip(self._names, groups, strict=True)}
+        rates = {name: group.get("lr") for name, group in zip(self._names, groups, strict=True)}
+        self._latest = {name: rate for name, rate in rates.items() if rate is not None}
         trainer.step_metrics.update(self._latest)
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:

@@ -226,7 +226,7 @@ def shown_rates(trainer: Trainer) -> dict[str, float]:
     """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
     parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
-    return {name: float(group["lr"]) for name, group in first.items() if "lr" in group}
+    return {name: float(group["lr"]) for name, group in first.items() if group.get("lr") is not None}
 
 
 def _is_watched() -> bool:

@@ -262,9 +262,12 @@ def describe_optimizer(optimizer: Any) -> str:
     """Return an optimizer's class, its initial learning rate, and its other settings that are not defaults."""
     known = inspect.signature(type(optimizer)).parameters
     groups = optimizer.param_groups
-    rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
-    lowest, highest = format_metric(min(rates)), format_metric(max(rates))
-    settings = [f"lr={lowest}" if lowest == highest else f"lr={lowest} to {highest}"]
+    known_rates = [group.get("initial_lr", group.get("lr")) for group in groups]
+    rates = [float(rate) for rate in known_rates if rate is not None]  # some optimizers find their own
+    settings = []
+    if rates:
+        lowest, highest = format_metric(min(rates)), format_metric(max(rates))
+        settings.append(f"lr={lowest}" if lowest == highest else f"lr={lowest} to {highest}")
     for name, value in groups[0].items():
         if name in known and name not in ("params", "lr") and value != known[name].default:
             settings.append(f"{name}={format_metric(value)}")

@@ -93,6 +93,9 @@ class GradientSpikeCallback(TrainerCallback):
     def _clip(self, trainer: Trainer, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
         """Clip and average without reading any number from the device."""
         largest: Any = math.inf
+        average = self._averages.get(self._name)
+        if isinstance(average, float):  # of a resumed run: dividing a number by a norm is less precise
+            self._averages[self._name] = torch.full_like(norm, average, dtype=accumulation_dtype(norm.device))
         if trainer.progress.update >= self.warm_up_updates:
             largest = self.factor * self._usual()
             now = torch.nn.utils.get_total_norm(gradients)  # they may have been clipped

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -115,6 +116,8 @@ class StepLogger(TrainerCallback, ABC):
         #: negative if the last row was in an epoch before: the part of that epoch after the row is then still to add.
         self._sums = (0, 0.0, 0.0)
         self._last_row: dict[str, Any] = {}
+        #: Names of step metrics that all processes know, in the order in which they are summed.
+        self._known_names: list[str] = []
 
     @abstractmethod
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
@@ -122,7 +125,8 @@ class StepLogger(TrainerCallback, ABC):
 
         :param update: number of updates made
         :param epoch: number of the epoch, from 1
-        :param values: the mean ``loss`` since the last row, and the step metrics, averaged over all processes
+        :param values: the mean ``loss`` since the last row, and the step metrics, averaged over the processes that
+            have them
         """
 
     def in_background(self, job: Callable[[], None]) -> None:
@@ -137,6 +141,7 @@ class StepLogger(TrainerCallback, ABC):
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
         self._last_row = {}
+        self._known_names = []
 
     def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
@@ -176,9 +181,21 @@ class StepLogger(TrainerCallback, ABC):
         mine = [next(copied) if number is None else number for number in row.numbers]
         if row.logical is not None:
             return row.logical.mean_row(self._ranks, row.names, mine)
-        total, count, *summed = self._ranks.sum(mine)
-        means = {name: value / self._ranks.world_size for name, value in zip(row.names, summed, strict=True)}
-        return total, count, means
+        return self._sum_by_name(self._ranks, row.names, mine)
+
+    def _sum_by_name(self, ranks: Ranks, names: list[str], mine: list[float]) -> tuple[float, float, dict[str, float]]:
+        """Do this for numbers that processes may have logged under different names, as their steps decide."""
+        total, count, *values = mine
+        own = dict(zip(names, values, strict=True))
+        while True:
+            is_new = float(not own.keys() <= {*self._known_names})
+            found = [number for name in self._known_names for number in (own.get(name, 0.0), float(name in own))]
+            anything_new, *sums = ranks.sum([is_new, total, count, *found])
+            if not anything_new:
+                break
+            self._known_names = sorted({*self._known_names, *chain.from_iterable(ranks.all_gather_object(names))})
+        pairs = zip(self._known_names, sums[2::2], sums[3::2], strict=True)
+        return sums[0], sums[1], {name: value / having for name, value, having in pairs if having}
 
     def _sums_before(self, epoch: int) -> tuple[float, float]:
         """Return the sums from which the mean of the next row in an epoch starts."""

@@ -14,7 +14,7 @@ import torch
 from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, wrapped
+from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, is_overridden, wrapped
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -135,6 +135,8 @@ class EarlyStoppingCallback(TrainerCallback):
     """
 
     _message = ""  # printed after the metrics of the epoch
+    _stop = ""  # why the run is to stop, until it does
+    _trainer: Trainer | None = None
 
     def __init__(
         self,
@@ -177,11 +179,19 @@ class EarlyStoppingCallback(TrainerCallback):
             request.metrics.watch(self._watched)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._trainer = trainer
+        self._stop = ""
+        trainer.callback_handler.set_listening(self, True, "on_train_step_start")
         self._watched.start(trainer)
         self._evaluated = False
         if self.reset_on_train:
             self.best_metric = self.baseline
             self.early_stopping_patience_counter = 0
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        if not is_overridden(self, "on_train_step_start"):
+            trainer.callback_handler.set_listening(self, False, "on_train_step_start")
+        self._stop_if_due()  # the resumed state was saved when the run was about to stop
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._evaluated = True
@@ -189,9 +199,14 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         if self._evaluated and self.patience_in == "evaluations":
             self._look(trainer, mid_epoch=True)
+            self._evaluated = False
+            self._stop_if_due()
+            self._say(trainer)
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._look(trainer, mid_epoch=False)
+        self._evaluated = False
+        self._stop_if_due()
 
     def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         self._say(trainer)
@@ -200,7 +215,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self._say(trainer)
 
     def _look(self, trainer: Trainer, mid_epoch: bool) -> None:
-        self._evaluated = False
+        """Take account of a new value of the metric, if there is one."""
         metric = self._watched.new_value(trainer, mid_epoch)
         if metric is None:
             return
@@ -217,19 +232,29 @@ class EarlyStoppingCallback(TrainerCallback):
             self.early_stopping_patience_counter = 0
             return
         self.early_stopping_patience_counter += 1
-        stands_at = f"best {'none' if best is None else format(best, '.6g')}, {self._watched.direction}"
         self._message = (
-            f"{self.watch_metric}: {metric:.6g} has not improved by more than {threshold:.6g} ({stands_at}); "
+            f"{self.watch_metric}: {metric:.6g} has not improved by more than {threshold:.6g} ({self._stands_at}); "
             f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in} of patience "
             "used."
         )
+        self._use_up_patience()
+
+    @property
+    def _stands_at(self) -> str:
+        best = self.best_metric
+        return f"best {'none' if best is None else format(best, '.6g')}, {self._watched.direction}"
+
+    def _use_up_patience(self) -> None:
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            raise StopTrainingError(
+            self._stop = (
                 f"Stopping: {self.watch_metric} has not improved for {self.early_stopping_patience} "
-                f"{self.patience_in[:-1]}(s) ({stands_at})."
+                f"{self.patience_in[:-1]}(s) ({self._stands_at})."
             )
-        if mid_epoch:
-            self._say(trainer)
+
+    def _stop_if_due(self) -> None:
+        reason, self._stop = self._stop, ""
+        if reason:
+            raise StopTrainingError(reason)
 
     def _say(self, trainer: Trainer) -> None:
         if self._message:
@@ -238,6 +263,10 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the patience used so far."""
+        trainer = self._trainer
+        counts = trainer is not None and trainer.progress.is_mid_epoch and self.patience_in == "evaluations"
+        if trainer is not None and counts and self._evaluated:
+            self._look(trainer, mid_epoch=True)  # the state may be taken before this callback's turn
         return {
             **self._watched.state_dict(),
             "best_metric": self.best_metric,
@@ -249,6 +278,7 @@ class EarlyStoppingCallback(TrainerCallback):
         if self._watched.load_state_dict(state, self):
             self.best_metric = state["best_metric"]
             self.early_stopping_patience_counter = state["patience_counter"]
+            self._use_up_patience()
 
 
 class TimeLimitCallback(TrainerCallback):

@@ -269,9 +269,10 @@ class TrackerCallback(StepLogger):
         """
         super().load_state_dict(state)
         self.run_id = state["run_id"]
-        self._logged = dict(state["logged"])
-        self._latest = dict(state.get("latest", {}))
         trainer = self._trainer
+        counts = state["logged"] if trainer is None else self._counts(trainer)  # 0 in a history that is not saved
+        self._logged = {name: min(count, counts.get(name, 0)) for name, count in state["logged"].items()}
+        self._latest = dict(state.get("latest", {}))
         row = self._last_row
         latest = self._latest
         if trainer is None or self._is_over or not trainer.accelerator.is_main_process:

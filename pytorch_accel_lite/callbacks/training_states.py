@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -125,6 +126,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved: dict[str, Any] | None = None
         self._latest: StrPath = self.save_dir  # path of the state saved last
         self._saved_clock = 0.0
+        self._newest_time = 0.0  # of all states in save_dir, on the first process
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
@@ -166,6 +168,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._watched.start(trainer)
         self._saved = None
         self._saved_clock = 0.0
+        trainer.ranks.run_together(self._note_newest_time, only_first=True)
         self._resumed_at = trainer.progress.samples or None
         self._best = {}
         self._value = math.nan
@@ -173,6 +176,14 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:
             trainer.ranks.run_together(lambda: self._check_requeue(trainer), only_first=True)
+
+    def _note_newest_time(self) -> None:
+        self._newest_time = self._store.newest_time()
+
+    def next_time(self) -> float:
+        """Return the time of the state to be saved now: later than that of all others, whatever the clock says."""
+        self._newest_time = max(time.time(), self._newest_time + 0.001)
+        return self._newest_time
 
     def _check_requeue(self, trainer: Trainer) -> None:
         from pytorch_accel_lite.integrations import slurm
@@ -270,12 +281,12 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._best_before = self._best
         if not trainer.progress.is_mid_epoch:
             self._best = self._ranked(state_name(trainer.progress.update))
-        best = set(self._best)
+        protected = {*self._best, state_name(trainer.progress.update)}
         is_main = trainer.accelerator.is_main_process
 
         def rotate() -> None:
             if is_main:
-                self._store.rotate(self.max_checkpoints, best)
+                self._store.rotate(self.max_checkpoints, protected)
 
         how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):

@@ -118,14 +118,15 @@ def write_plain(value: Any, path: Path, synced: bool = True) -> None:
         sync(path)
 
 
-def load_plain(path: Path) -> Any:
+def load_plain(path: Path, mapped: bool = False) -> Any:
     """Load a file written by ``torch.save`` onto the CPU, without running code from the file.
 
+    :param mapped: whether to leave the tensors in the file until they are used
     :raises ValueError: if it cannot be loaded this way
     """
     try:
         with torch.serialization.safe_globals(_NUMPY_NUMBERS):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged file makes torch raise almost anything
         raise ValueError(
             f"The file {os.fspath(path)!r} cannot be loaded as plain tensors and values: it is damaged, or holds "
@@ -158,7 +159,8 @@ def write_tensors(
     storages = set()
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in storages else tensor.contiguous()
+        again = storage in storages
+        separate[name] = tensor.clone(memory_format=torch.contiguous_format) if again else tensor.contiguous()
         storages.add(storage)
     path.touch()
     mode = path.stat().st_mode

@@ -339,6 +339,11 @@ class RemoteStore:
         """Whether there are any complete states."""
         return bool(self._complete())
 
+    def newest_time(self) -> float:
+        """Return when the newest state was saved, by the clock of the machine that did so; 0 if there is none."""
+        manifests = [self._manifest(name) or {} for name in self._complete()]
+        return max((float(manifest.get("saved_at", 0.0)) for manifest in manifests), default=0.0)
+
     def rotate(self, keep: int | None, protected: set[str]) -> None:
         """Remove all but the newest ``keep`` states, sparing those with protected names; ``None`` keeps all."""
         names = self._complete()

@@ -35,6 +35,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     without_compile,
 )
 from pytorch_accel_lite.distributed.prepared import PLAIN
+from pytorch_accel_lite.history import is_saved
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
         **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
-        "history": pack_numbers(history.state_dict()) if hasattr(history, "state_dict") else None,
+        "history": pack_numbers(history.state_dict()) if is_saved(history) else None,
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
@@ -149,11 +150,17 @@ def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
     return named
 
 
+def _time_of_saving(trainer: Trainer) -> float:
+    """Return the time, or one right after those of the states there are: the clock may be behind the one before."""
+    sources = trainer.current_run.request.state_sources
+    return max([time.time(), *(source.next_time() for source in sources if hasattr(source, "next_time"))])
+
+
 def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
     """Return the facts about the run for the manifest of a state, in JSON types."""
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     return {
-        "saved_at": time.time(),
+        "saved_at": _time_of_saving(trainer),
         "progress": trainer.progress.state_dict(),
         "stop_reason": trainer.current_run.stop_reason,
         "interrupted": trainer.current_run.interruption is not None,
@@ -221,16 +228,25 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     model.load_state_dict(weights, strict=not left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory, is_final=False)
-    if shared["history"] is not None and hasattr(trainer.run_history, "load_state_dict"):
-        trainer.run_history.load_state_dict(shared["history"])
     trainer.progress.load_state_dict(state.metadata["progress"])
+    _restore_history(trainer, shared)
     _restore_each("registered object", trainer.registered_objects, shared["objects"], is_final=False)
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
     trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
-    trainer.current_run.set_apart |= {name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()}
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
     for name, window in _own_windows(trainer).items():
         window.items_per_batch = shared.get("own_items_per_batch", {}).get(name)  # older states have none
+
+
+def _restore_history(trainer: Trainer, shared: Mapping[str, Any]) -> None:
+    """Restore the history and what refers to its values, or at least the epoch of one that is not saved."""
+    history: Any = trainer.run_history
+    if shared["history"] is not None and is_saved(history):
+        history.load_state_dict(shared["history"])
+        trainer.current_run.set_apart |= {name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()}
+        return
+    for _ in range(history.current_epoch, trainer.progress.epochs_completed + 1):
+        history._increment_epoch()
 
 
 def finish_restoring(trainer: Trainer, state: TrainingState) -> None:

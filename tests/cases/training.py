@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ from pytorch_accel_lite.callbacks import (
     GradualUnfreezingCallback,
     LimitBatchesCallback,
     LogOutputsCallback,
+    MetricsFileCallback,
 )
 from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.finetuning import ModelFreezer
-from tests.cases.common import IN_ORDER, Recorder, global_batch, rank
+from tests.cases.common import IN_ORDER, Recorder, global_batch, rank, shared_folder
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
 
@@ -429,6 +431,34 @@ def logged_numbers() -> dict[str, Any]:
     trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
     trainer.evaluate(data)
     return {name: list(values) for name, values in trainer.run_history.to_dict().items()}
+
+
+class LogsByRank(Trainer):
+    """Logs a number in every step, one only on the first rank, one under a name for each rank, one in some steps."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        update = self.progress.update
+        self.log("everywhere", 1.0 + rank())
+        self.log(f"of_{rank()}", 10.0 * (1 + rank()))
+        if rank() == 0:
+            self.log("first", float(update))
+        if update >= 3:
+            self.log("late" if rank() else "later", 7.0)
+        return super().calculate_train_batch_loss(batch)
+
+
+def rows_of_ranks_that_log_differently() -> list[dict[str, float]]:
+    """The rows of seven samples, whose last batches are fillers on some ranks."""
+    with shared_folder() as folder:
+        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = LogsByRank(model, nn.MSELoss(), optimizer, callbacks=[log])
+        trainer.train(regression_data(7), 2, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER)
+        trainer.barrier()
+        rows = (folder / "m_updates.jsonl").read_text().splitlines()
+        trainer.barrier()
+    return [json.loads(row) for row in rows]
 
 
 class EvaluatesByError(Trainer):
