@@ -109,7 +109,7 @@ class StateStore:
 
     def newest_time(self) -> float:
         """Return when the newest state was saved, by the clock of the machine that did so; 0 if there is none."""
-        return max(map(_saved_at, self._states()), default=0.0)
+        return max(map(saved_at, self._states()), default=0.0)
 
     def find_latest(self, report: Callable[[str], object]) -> Path | None:
         """Return the newest intact state, or ``None`` if there is no state at all.
