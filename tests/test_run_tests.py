@@ -162,6 +162,55 @@ def test_averages_of_the_best_and_the_last(trained):
         run_tests(trained, parts.load_data(6), ["average_last_4"])
 
 
+class WithHead(parts.ScaledTrainer):
+    """Learns a head and a factor of its loss beside the model."""
+
+    def __init__(self, *callbacks: TrainerCallback) -> None:
+        model, loss = parts.Net(), ScaledError()
+        self.head = nn.Linear(1, 1)
+        learned = [*model.parameters(), *loss.parameters(), *self.head.parameters()]
+        super().__init__(model, loss, torch.optim.SGD(learned, lr=0.05), callbacks, seed=0)
+
+    def calculate_predict_batch_output(self, batch: Any) -> torch.Tensor:
+        return self.head(super().calculate_predict_batch_output(batch))
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        outputs = self.head(self.model(batch[0]))
+        return {"loss": self.loss_func(outputs, batch[1]), "model_outputs": outputs, "batch_size": len(batch[0])}
+
+
+class ScaledError(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs * self.scale - targets) ** 2).mean()
+
+
+def test_averages_contain_what_is_learned_beside_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = parts.load_data()
+    callbacks = SaveBestModelCallback(keep=2), SaveTrainingStateCallback(save_every_n_epochs=1)
+    trained = WithHead(*callbacks)
+    trained.train(data, 3, data, per_device_batch_size=8)
+
+    def tested(name: str) -> tuple[float, float]:
+        fresh = WithHead(*callbacks)  # which no other test has set
+        run_tests(fresh, parts.load_data(6), [name], worst=0)
+        return fresh.loss_func.scale.item(), fresh.head.weight.item()
+
+    for average, paths in (
+        ("average_last_2", sorted(map(str, Path("training_states").glob("update-*")))[-2:]),
+        ("average_best_2", sorted(map(str, Path().glob("best_model-epoch*.pt")))),
+    ):
+        expected = torch.tensor([tested(path) for path in paths]).mean(0)
+        assert tested(average) == pytest.approx(tuple(expected.tolist()))
+    trained.save_model("alone.safetensors")
+    with pytest.warns(UserWarning, match=r"'alone.safetensors' holds only .*: loss_func \(scale\), head\. Pass a"):
+        tested("alone.safetensors")
+
+
 def test_averages_of_the_best_are_of_the_newest_run_in_the_folder(trained):
     data = parts.load_data()
     Path("best_model-epoch0002-mine.pt").touch()

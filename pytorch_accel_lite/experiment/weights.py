@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.best_model import find_kept_models
-from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state
-from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, write_tensors
+from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state, loss_state
+from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.sharded import put_back_whole
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import open_state, read_state, read_weights, verify_state
@@ -25,6 +27,8 @@ from pytorch_accel_lite.utils import check_positive_int
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
+# What is averaged, by its place in a checkpoint.
+_MODEL, _LOSS, _ATTRIBUTES = "model_state_dict", "loss_func_state_dict", "attribute_state_dicts"
 _AVERAGE = re.compile(r"average_(best|last)_(\d+)")
 
 
@@ -40,9 +44,8 @@ def find_weights(trainer: Trainer, name: str | os.PathLike[str], folder: Path | 
     average = _AVERAGE.fullmatch(os.fspath(name))
     if average and folder is not None:
         found = _several(trainer, average[1], check_positive_int(os.fspath(name), int(average[2])))
-        path = folder / f"{name}.safetensors"
-        trainer.ranks.run_together(lambda: _write_average(found, path), only_first=True)
-        return path
+        modules = set(attributes.modules(trainer))
+        return trainer.ranks.broadcast_object(lambda: _write_average(found, folder / name, modules))
     if name in ("best", "last"):
         return _several(trainer, os.fspath(name), 1)[0]
     if not Path(name).exists():
@@ -88,31 +91,65 @@ def _last(trainer: Trainer, folder: Path, count: int) -> list[Path]:
     return [newest, *others][:count]
 
 
-def _write_average(paths: Sequence[Path], target: Path) -> None:
-    """Write the mean of weights as safetensors; what are no floating-point numbers is that of the first."""
-    first, *others = (_read_weights(path) for path in paths)
-    sums = {name: tensor.double() for name, tensor in first.items() if tensor.is_floating_point()}
+def _write_average(paths: Sequence[Path], target: Path, modules: Collection[str]) -> Path:
+    """Write the mean of all that was learned; what are no floating-point numbers is that of the first.
+
+    :param target: where to write it, without a suffix
+    :param modules: names of the trainer's attributes that are modules
+    :return: the path of the safetensors, or of a checkpoint if the model is not all that was learned
+    """
+    first, *others = (_read_learned(path, modules) for path in paths)
+    sums = {key: tensor.double() for key, tensor in first.items() if tensor.is_floating_point()}
     for other in others:
-        for name, total in sums.items():
-            total += other[name]
-    mean = first | {name: (total / len(paths)).to(first[name].dtype) for name, total in sums.items()}
-    before = load_file(target) if target.exists() else {}
-    if before.keys() == mean.keys() and all(torch.equal(before[name], mean[name]) for name in mean):
-        return  # so that its results are still those of this file
-    with replacing(target) as temporary:
-        write_tensors(mean, temporary)
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    if path.is_dir():
-        weights = read_weights(open_state(path, verify_state(path)))
+        for key, total in sums.items():
+            total += other[key]
+    mean = first | {key: (total / len(paths)).to(first[key].dtype) for key, total in sums.items()}
+    is_model_alone = all(part == _MODEL for part, *_ in mean)
+    target = target.with_name(f"{target.name}{'.safetensors' if is_model_alone else '.pt'}")
+    before = _read_learned(target, modules) if target.exists() else {}
+    if before.keys() == mean.keys() and all(torch.equal(before[key], mean[key]) for key in mean):
+        return target  # so that its results are still those of this file
+    if is_model_alone:
+        with replacing(target) as temporary:
+            write_tensors({name: tensor for (_, name), tensor in mean.items()}, temporary)
     else:
-        weights = read_checkpoint(path)["model_state_dict"]
-    return {name: tensor for name, tensor in weights.items() if isinstance(tensor, torch.Tensor)}
+        write_checkpoint(_nested(mean), target)
+    return target
+
+
+def _read_learned(path: Path, modules: Collection[str]) -> dict[tuple[str, ...], torch.Tensor]:
+    """Return the tensors of the model, of the loss function and of attributes, by their places in a checkpoint."""
+    if path.is_dir():
+        state = open_state(path, verify_state(path))
+        parts = {_MODEL: read_weights(state)}
+        put_back_whole(state)
+        parts |= {_LOSS: state.shared.get("loss_func", {}), _ATTRIBUTES: state.shared.get("attributes", {})}
+    else:
+        parts = read_checkpoint(path)
+    owners: dict[tuple[str, ...], Any] = {(part,): parts.get(part, {}) for part in (_MODEL, _LOSS)}
+    owners |= {(_ATTRIBUTES, name): held for name, held in parts.get(_ATTRIBUTES, {}).items() if name in modules}
+    return {
+        (*owner, name): tensor
+        for owner, held in owners.items()
+        for name, tensor in held.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for (*owners, name), value in flat.items():
+        inner = found
+        for owner in owners:
+            inner = inner.setdefault(owner, {})
+        inner[name] = value
+    return found
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:
     """Load the weights of the model, of the loss function and of attributes, from any file that holds some.
+
+    Warns if it holds only those of the model, though something else was learned too.
 
     :raises ValueError: if they are those of another model; lists what differs
     """
@@ -125,8 +162,21 @@ def load_weights(trainer: Trainer, path: Path) -> None:
         load_attribute_states(trainer, state.shared.get("attributes", {}), path, is_final=False)
     elif path.suffix == ".safetensors":
         model.load_state_dict(fit_model_state(model, load_file(path), path))
+        _warn_of_others(trainer, path)
     else:
         trainer.load_checkpoint(path, load_optimizer=False, load_scheduler=False)
+
+
+def _warn_of_others(trainer: Trainer, path: Path) -> None:
+    """Warn if something beside the model is trained, which a file of weights does not hold."""
+    others = [f"loss_func ({', '.join(learned)})"] if (learned := loss_state(trainer)) else []
+    others += [name for name, owner in attributes.trained(trainer).items() if isinstance(owner, torch.nn.Module)]
+    if others:
+        warnings.warn(
+            f"{os.fspath(path)!r} holds only the weights of the model. What is trained beside it stays as it is: "
+            f"{', '.join(others)}. Pass a checkpoint or a training state, which hold that too.",
+            stacklevel=3,
+        )
 
 
 def source_of(weights: Path, **settings: Any) -> dict[str, Any]:
