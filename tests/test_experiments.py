@@ -389,11 +389,23 @@ def test_a_schedule_counts_in_the_units_of_the_run(file):
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 / 4
 
 
+def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
+    experiment = read(file, "--model=tests.experiment_parts.create_with", "--model.width=3")
+    assert experiment.config["model"]["init_args"] == {"width": 3}
+    experiment.save("again.yaml")
+    again = Experiment.from_file("again.yaml", {"model.width": 4}, environment={})
+    assert isinstance(again.trainer.get_model().layers[1][0], nn.Tanh)
+    code, printed, _ = run("train", "again.yaml", "--print_config", capsys=capsys)
+    assert (code, yaml.safe_load(printed)["model"]["init_args"]) == (0, {"width": 3})
+    assert not [warning for warning in recwarn if "serialize" in str(warning.message)]
+
+
 @pytest.mark.parametrize(
     ("scheduler", "arguments", "rate"),
     [
         ("MultiStepLR", {"milestones": [1, "2 * NUM_UPDATE_STEPS_PER_EPOCH - 1"]}, 0.01 / 100),
         ("LambdaLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**6),
+        ("LambdaLR", {"lr_lambda": ["tests.experiment_parts.half"]}, 0.01 / 2**6),
         ("MultiplicativeLR", {"lr_lambda": "tests.experiment_parts.half"}, 0.01 / 2**21),
     ],
 )

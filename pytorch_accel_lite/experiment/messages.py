@@ -6,11 +6,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pytorch_accel_lite.checks.known_elsewhere import suggest
 from pytorch_accel_lite.experiment.files import Document, short
 from pytorch_accel_lite.experiment.importing import import_path
 
+#: How the parser begins the text that it writes in place of an object that has none.
+UNWRITABLE = "Unable to serialize instance"
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -107,9 +110,19 @@ def tidy_help(text: str) -> str:
     return text
 
 
+def without_unwritable(content: Any) -> Any:
+    """Return nested contents without the values that could not be written."""
+    if isinstance(content, dict):
+        written = {key: value for key, value in content.items() if not str(value).startswith(UNWRITABLE)}
+        return {key: without_unwritable(value) for key, value in written.items()}
+    return [without_unwritable(value) for value in content] if isinstance(content, list) else content
+
+
 def tidy_comments(text: str) -> Iterable[str]:
     """Yield the lines of a commented file with comments that fit a terminal, without the markup of docstrings."""
     comment: list[str] = []
+    # What cannot be written, with its comment, and the lines on which it goes on.
+    text = re.sub(rf"^( *)(# .*\n\1)*\w+: ['\"]?{UNWRITABLE}.*\n(?:\1 .*\n)*", "", text, flags=re.MULTILINE)
     for line in text.splitlines():
         if line.lstrip().startswith("#"):
             comment.append(line)

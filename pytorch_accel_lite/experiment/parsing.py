@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import inspect
 import io
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.experiment.expressions import Expression
 from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, dump_yaml, short
 from pytorch_accel_lite.experiment.importing import full_name, import_path
-from pytorch_accel_lite.experiment.messages import explain, tidy_comments, tidy_help
+from pytorch_accel_lite.experiment.messages import UNWRITABLE, explain, tidy_comments, tidy_help, without_unwritable
 from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts, unknown_variables
 from pytorch_accel_lite.experiment.signatures import add_part, takes_anything, untyped_and_required
 from pytorch_accel_lite.experiment.testing import run_tests
@@ -235,14 +236,33 @@ class Parser:
             raise
 
     def dump(self, found: Any) -> str:
-        """Return checked contents in YAML, as a file of its own."""
-        self._library.set_dumper("experiment", dump_yaml)
-        return str(self._parser.dump(found, "experiment", skip_unset=False))
+        """Return checked contents in YAML, as a file of its own.
+
+        Defaults that cannot be written, such as ``nn.Tanh()``, are left out, and so are the same when it is read.
+        """
+        lists = {key: value for key, value in found.items() if isinstance(value, list) and value}
+        functions = {key: [*map(full_name, value)] for key, value in lists.items() if all(map(callable, value))}
+
+        def write(content: dict[str, Any]) -> str:
+            for key, names in functions.items():  # the parser writes one by its path, but not several
+                owner, _, name = key.rpartition(".")
+                dig(content, owner)[name] = names
+            return dump_yaml(without_unwritable(content))
+
+        self._library.set_dumper("experiment", write)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", rf"\s*{UNWRITABLE}")
+            return str(self._parser.dump(found, "experiment", skip_unset=False))
 
     def commented(self) -> str:
         """Return the contents in YAML with comments; what is required and missing is ``null``."""
         arguments = ["--_file", self._text(), *self._arguments, "--print_config=comments"]
-        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.suppress(SystemExit),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", rf"\s*{UNWRITABLE}")
             self._parser.parse_args(arguments)
         return "\n".join(tidy_comments(printed.getvalue())) + "\n"
 
