@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Trainer
 from tests import cases
@@ -135,3 +136,17 @@ def test_bad_input():
         trainer.diagnose(regression_data(0))
     with pytest.raises(ValueError, match="train_dataset gave no batch"):
         trainer.diagnose(Stream(0))
+
+
+def test_a_stream_that_can_be_read_only_once_is_refused():
+    class Once(IterableDataset):
+        def __init__(self, size: int) -> None:
+            self.samples = iter(regression_data(size))
+
+        def __iter__(self) -> Iterator[object]:
+            return self.samples
+
+    trainer = quiet_trainer(small_model())
+    with pytest.raises(ValueError, match="train_dataset is exhausted: it gave no batch when it was read again"):
+        trainer.diagnose(Once(40), per_device_batch_size=4, num_steps=9)
+    assert trainer.diagnose(Once(400), per_device_batch_size=4, num_steps=1).steps == 1

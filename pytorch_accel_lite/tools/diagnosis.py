@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -126,8 +126,24 @@ def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
 
 def _read(loader: Any, num_steps: int) -> Iterable[Batch]:
     """Read a number of batches, from several epochs if necessary."""
-    batches = itertools.chain.from_iterable(map(loader.steps, itertools.count(1)))
-    return itertools.islice(batches, num_steps)
+    return itertools.islice(_read_on(loader), num_steps)
+
+
+def _read_on(loader: Any) -> Iterator[Batch]:
+    """Read epoch after epoch.
+
+    :raises ValueError: if one is empty, as the next would be, without end
+    """
+    for epoch in itertools.count(1):
+        empty = True
+        for batch in loader.steps(epoch):
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(
+                "train_dataset is exhausted: it gave no batch when it was read again, as diagnose() does several "
+                "times. Let its __iter__ begin anew each time, or pass fewer num_steps."
+            )
 
 
 def _time(trainer: Trainer, batches: Iterable[Batch], step: Callable[[Trainer, Batch], None]) -> tuple[float, int]:
