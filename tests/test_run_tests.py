@@ -22,6 +22,7 @@ from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions
 from pytorch_accel_lite.experiment import Experiment, run_tests
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.testing import _callbacks
+from pytorch_accel_lite.experiment.weights import find_weights
 from tests import experiment_parts as parts
 from tests.cases import testing
 from tests.launching import SOAK, run_forked
@@ -220,6 +221,38 @@ def test_averages_of_the_best_are_of_the_newest_run_in_the_folder(trained):
     assert sorted(map(str, Path().glob("best_model-*"))) == ["best_model-epoch0001.pt", "best_model-epoch0002-mine.pt"]
     with pytest.raises(FileNotFoundError, match="There are 1 of the 2 best weights"):
         run_tests(second, data, ["average_best_2"])
+
+
+class Odd(TrainerCallback):
+    """Records a metric of which the first epoch has the best value."""
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("odd", trainer.progress.epoch)
+
+
+def test_several_callbacks_do_not_mix_their_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = parts.load_data()
+    by_odd = SaveBestModelCallback("odd.pt", watch_metric="odd", greater_is_better=False, keep=2)
+    trainer = make_trainer(by_odd, SaveTrainingStateCallback("each", save_every_n_steps=1), Odd())
+    trainer.callbacks[0].keep = 1
+    trainer.train(data, 3, data, per_device_batch_size=8)
+    states = [torch.load(path)["model_state_dict"]["layers.0.weight"] for path in sorted(Path().glob("odd-*.pt"))]
+    run_tests(trainer, data, ["average_best_2"], worst=0, predictions=False)
+    assert torch.equal(trainer.model.layers[0].weight, ((states[0].double() + states[1].double()) / 2).float())
+    with pytest.raises(FileNotFoundError, match="There are 2 of the 3 best weights"):
+        run_tests(trainer, data, ["average_best_3"])
+
+
+def test_the_last_weights_are_in_the_newest_state_of_all_callbacks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = parts.load_data()
+    newer = SaveTrainingStateCallback("newer", save_every_n_steps=1)
+    trainer = make_trainer(newer, parts.StopAt(8))
+    trainer.callbacks[1].save_at_end = False
+    trainer.train(data, 3, data, per_device_batch_size=8)
+    assert len(list(Path("training_states").glob("update-*"))) == 2
+    assert find_weights(trainer, "last") == Path("newer/update-000000008")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class StateStore:
     def _states(self) -> list[Path]:
         """Return all states, newest first."""
         found = [path for path in self.directory.iterdir() if path.is_dir() and STATE_NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (_saved_at(path), path.name), reverse=True)
+        return sorted(found, key=lambda path: (saved_at(path), path.name), reverse=True)
 
     def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
         """Return the newest intact state, as :meth:`find_latest` finds it. All ranks take part."""
@@ -141,7 +141,8 @@ class StateStore:
                 shutil.rmtree(removed, ignore_errors=True)
 
 
-def _saved_at(path: Path) -> float:
+def saved_at(path: Path) -> float:
+    """Return when a state was saved, also if it is damaged."""
     try:
         return float(read_manifest(path)["saved_at"])
     except (ValueError, OSError, KeyError):

@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks.best_model import find_kept_models
 from pytorch_accel_lite.checkpoint.beside_model import load_attribute_states, load_loss_state, loss_state
 from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, write_checkpoint, write_tensors
 from pytorch_accel_lite.checkpoint.sharded import put_back_whole
-from pytorch_accel_lite.checkpoint.store import StateStore
+from pytorch_accel_lite.checkpoint.store import StateStore, saved_at
 from pytorch_accel_lite.checkpoint.training_state import open_state, read_state, read_weights, verify_state
 from pytorch_accel_lite.checkpoint.weights import fit_model_state
 from pytorch_accel_lite.utils import check_positive_int
@@ -54,17 +54,21 @@ def find_weights(trainer: Trainer, name: str | os.PathLike[str], folder: Path | 
 
 
 def _several(trainer: Trainer, kind: str, count: int) -> list[Path]:
-    """Return the paths of the best or the last weights, the best or the last first."""
-    found: list[Path] = []
+    """Return the paths of the best or the last weights, the best or the last first, all of the same callback.
+
+    Of several callbacks, these are the first that has saved as many best models, and that with the newest state.
+    """
+    of_each: list[list[Path]] = []
     for callback in trainer.callbacks:
         if isinstance(callback, SaveBestModelCallback) and kind == "best":
-            found += _best(callback, count)
+            of_each.append(_best(callback, count))
         if isinstance(callback, SaveTrainingStateCallback) and kind == "last":
             if isinstance(callback.save_dir, str):
                 raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
-            found += _last(trainer, callback.save_dir, count) if callback.save_dir.is_dir() else []
-    if len(found) >= count:
-        return found[:count]
+            of_each.append(_last(trainer, callback.save_dir, count) if callback.save_dir.is_dir() else [])
+    if enough := [found[:count] for found in of_each if len(found) >= count]:
+        return enough[0] if kind == "best" else max(enough, key=lambda found: saved_at(found[0]))
+    found = max(of_each, key=len, default=[])
     saver = "SaveBestModelCallback" if kind == "best" else "SaveTrainingStateCallback"
     keeping = f" with {'keep' if kind == 'best' else 'max_checkpoints'}={count} or more" if count > 1 else ""
     there_are = f"{len(found)} of the {count} {kind} weights" if count > 1 else f"no {kind} weights yet"
