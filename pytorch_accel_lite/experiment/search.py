@@ -155,7 +155,7 @@ def suggest_overrides(
 
     :param trial: the trial; ``None`` on all processes but the first
     :param space: by key, ``{"choices": [...]}``, or ``{"low": ..., "high": ...}`` with optional ``log`` and ``step``;
-        two integers give integers
+        integers alone give integers
     :param folder: folder of the search, in which each trial has an ``output_dir`` named by its number, or by that of
         the killed trial that it continues
     :raises ValueError: for anything else in the space; names the key
@@ -179,8 +179,11 @@ def _suggest(trial: Any, key: str, range_of: Mapping[str, Any]) -> Any:
         return trial.suggest_categorical(key, range_of["choices"])
     if not {"low", "high"} <= names <= {"low", "high", "log", "step"}:
         raise ValueError(f"space[{key!r}]={dict(range_of)!r} must have choices, or low and high, with log or step.")
-    ends = [check_number(f"space[{key!r}][{end!r}]", range_of[end]) for end in ("low", "high")]
-    suggest = trial.suggest_int if all(type(end) is int for end in ends) else trial.suggest_float
+    numbers = [check_number(f"space[{key!r}][{name!r}]", range_of[name]) for name in ("low", "high")]
+    ends = tuple(numbers)
+    if range_of.get("step") is not None:
+        numbers.append(check_number(f"space[{key!r}]['step']", range_of["step"]))
+    suggest = trial.suggest_int if all(type(number) is int for number in numbers) else trial.suggest_float
     return suggest(key, *ends, **{name: range_of[name] for name in names - {"low", "high"}})
 
 
