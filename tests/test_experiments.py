@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -554,6 +556,19 @@ def test_two_runs_cannot_write_into_one_folder(file):
     assert done.returncode == 0, done.stdout
     record._leave_folder()
     experiment.train()
+
+
+def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    with pytest.warns(UserWarning, match=r"cannot be locked, as its disk has no file locks") as caught:
+        trainer = read(file, *STATES).train()
+    said = "".join(str(warning.message) for warning in caught)
+    assert "'runs/small/.lock'" in said
+    assert "'runs/small/training_states/.lock'" in said
+    assert trainer.progress.epoch == 2
 
 
 # ---------------------------------------------------------------------------------------- the command line

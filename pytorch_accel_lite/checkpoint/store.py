@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pytorch_accel_lite.checkpoint.files import try_lock
 from pytorch_accel_lite.checkpoint.training_state import (
     DamagedStateError,
     TrainingState,
@@ -63,16 +63,14 @@ class StateStore:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         file = open(self.directory / ".lock", "a+")  # noqa: SIM115
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked workers
-        except OSError:
+        if not try_lock(file):
             file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
             raise RuntimeError(
                 f"Another run (process {owner}) is saving its training states in {os.fspath(self.directory)!r}. Wait "
                 "for it, end it, or give this run another save_dir."
-            ) from None
+            )
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from pytorch_accel_lite.checkpoint.files import try_lock
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.experiment.files import short
 
@@ -70,14 +70,12 @@ class ExperimentRecord(TrainerCallback):
         folder = self._experiment.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+")  # noqa: SIM115
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(file):
             file.close()
             raise RuntimeError(
                 f"Another run is training in output_dir={os.fspath(folder)!r}. Wait for it, end it, or give this run "
                 "another output_dir."
-            ) from None
+            )
         weakref.finalize(self, file.close)  # a run that fails before it begins never leaves the folder
         self._lock = file
 
