@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from sklearn import model_selection as splitters
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
@@ -255,3 +257,23 @@ def test_all_ranks_have_the_same_results(two_ranks):
     assert sorted(index for fold in indices for index in fold) == list(range(11))
     for found, tested in zip(metrics, indices, strict=True):
         assert losses[tested].mean().item() == pytest.approx(found["evaluation_loss"], rel=1e-5)
+
+
+def test_what_is_resumed_must_have_had_the_same_arguments(tmp_path):
+    pairs = [([*range(4, 12)], [0, 1, 2, 3]), ([*range(8)], [8, 9, 10, 11])]
+    schedule = partial(StepLR, step_size=2)
+    arguments = {**ARGUMENTS, "save_dir": tmp_path, "predictions": False, "num_epochs": 1, "y": LABELS}
+    arguments |= {"create_scheduler_fn": schedule, "train_dataloader_kwargs": {"drop_last": False}}
+    first = cross_validate(make_trainer, DATA, pairs, **arguments)
+    alike = {"create_scheduler_fn": partial(StepLR, step_size=2), "y": torch.tensor(LABELS)}
+    assert cross_validate(make_trainer, DATA, iter(pairs), resume=True, **arguments | alike).rows() == first.rows()
+    with pytest.raises(ValueError, match="has a cross-validation with other indices than those of splitter"):
+        cross_validate(make_trainer, DATA, pairs[::-1], resume=True, **arguments)
+    for name, other in (
+        ("create_scheduler_fn", partial(StepLR, step_size=3)),
+        ("train_dataloader_kwargs", {"drop_last": True}),
+        ("y", LABELS[::-1]),
+        ("groups", GROUPS),
+    ):
+        with pytest.raises(ValueError, match=f"has a cross-validation with {name}=.*, not .* Resume it with the same"):
+            cross_validate(make_trainer, DATA, pairs, resume=True, **arguments | {name: other})

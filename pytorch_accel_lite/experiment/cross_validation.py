@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
 import json
 import math
@@ -9,7 +11,7 @@ import os
 import shutil
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,9 +197,12 @@ def cross_validate(
     named = _describe(splitter)
     if seed is not None:
         set_seed(seed)
-    about = {"splitter": named, "samples": len(dataset), "seed": seed, **_as_settings(train_arguments)}
+    about = {"splitter": named, "samples": len(dataset), "seed": seed}
+    about |= {name: _fingerprint(values) for name, values in (("y", y), ("groups", groups)) if values is not None}
+    about |= {name: _as_setting(value) for name, value in train_arguments.items()}
+    is_drawn = hasattr(splitter, "split")
     splits = result_of_first(
-        lambda: _find_splits(folder, about, resume, lambda: _split(splitter, len(dataset), y, groups))
+        lambda: _find_splits(folder, about, resume, is_drawn, lambda: _split(splitter, len(dataset), y, groups))
     )
     validation = _Validation(make_trainer, dataset, folder, resume, seed, predictions, train_arguments)
     folds = []
@@ -241,16 +246,35 @@ def _describe(splitter: Any) -> str:
     return type(splitter).__name__ if " at 0x" in text else " ".join(text.split())
 
 
-def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments as JSON can hold them; of objects, their class."""
-    plain = (bool, int, float, str, type(None))
-    return {name: value if isinstance(value, plain) else type(value).__name__ for name, value in arguments.items()}
+def _as_setting(value: Any) -> Any:
+    """Return an argument as JSON can hold it, the same whenever it is created alike; of other objects, their class."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _as_setting(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_setting(item) for item in value]
+    if isinstance(value, functools.partial):
+        return {"partial": [_as_setting(part) for part in (value.func, value.args, value.keywords)]}
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
 
 
-def _find_splits(folder: Path, about: dict[str, Any], resume: bool, make: Callable[[], list[Split]]) -> list[Split]:
+def _fingerprint(values: Any) -> str:
+    """Return a text that differs for other labels or groups."""
+    content = repr(np.asarray(values).tolist()).encode()
+    return f"{find_length(values)} values ({hashlib.sha256(content).hexdigest()[:8]})"
+
+
+def _find_splits(
+    folder: Path, about: dict[str, Any], resume: bool, is_drawn: bool, make: Callable[[], list[Split]]
+) -> list[Split]:
     """Return the split of a cross-validation that is resumed, or make one, and write it.
 
     :param about: what must be the same if it is resumed
+    :param is_drawn: whether a splitter makes it, perhaps another one each time
     """
     path = folder / _SPLITS
     if resume and path.exists():
@@ -262,7 +286,13 @@ def _find_splits(folder: Path, about: dict[str, Any], resume: bool, make: Callab
                     f"save_dir={os.fspath(folder)!r} has a cross-validation with {name}={before.get(name)}, not "
                     f"{about.get(name)}. Resume it with the same arguments, or choose another save_dir."
                 )
-        return [(train, test) for train, test in content["splits"]]
+        splits = [(train, test) for train, test in content["splits"]]
+        if not is_drawn and make() != splits:
+            raise ValueError(
+                f"save_dir={os.fspath(folder)!r} has a cross-validation with other indices than those of splitter. "
+                "Resume it with the same, or choose another save_dir."
+            )
+        return splits
     splits = make()
     if path.exists():
         for old in folder.glob("fold-*"):
