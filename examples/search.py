@@ -86,7 +86,11 @@ def main() -> None:
     print(f"\n{len(states)} trials, of which {states.count(ended[1])} were pruned")
     print(f"Best {metric}: {study.best_value:.4f} in trial {study.best_trial.number}")
     for name, value in study.best_params.items():
-        print(f"  {name}: {value:.4g}")
+        print(
+            f"  {name}: {value:.4g}"
+            if isinstance(value, float)
+            else f"  {name}: {value}"
+        )
     print(f"Plot: {args.output / 'search.png'}")
 
 

@@ -174,7 +174,11 @@ def test_values_that_are_not_finite_and_many_runs(tmp_path):
     assert found.rows()[0] == {"run": "0", "epochs": 2, "eval_loss_epoch": 1.0, "share": None}
     assert math.isnan(found.runs[0].metrics["share"][1][-1])
     assert list(map(str, found.metrics)) == ["eval_loss_epoch (min)", "share (last)"]
-    assert compare_runs(tmp_path, sort_by="share").runs[-1].name == "0"
+    assert compare_runs(tmp_path, sort_by="share", directions={"share": True}).runs[-1].name == "0"
+    with pytest.raises(ValueError, match=r"sort_by='share': the runs do not tell .* --maximize share or --minimize"):
+        compare_runs(tmp_path, sort_by="share")
+    with pytest.raises(ValueError, match=r"directions has 'shar' .* no run has such a metric\. Did you mean 'share'\?"):
+        compare_runs(tmp_path, directions={"shar": True})
     assert "Their settings are the same, as far as they are known." in repr(found)
     page = found.save(tmp_path / "page.html").read_text()
     assert page.count('stroke-dasharray="6 3"') == 7

@@ -115,6 +115,17 @@ def test_a_search_tries_settings_from_a_file_and_draws_what_it_found(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_search_may_choose_among_names(tmp_path):
+    pytest.importorskip("optuna")
+    pytest.importorskip("jsonargparse")
+    space = (ROOT / "examples" / "search.yaml").read_text().replace("digits.yaml", f"{ROOT}/examples/digits.yaml")
+    space = space.replace("space:\n", "space:\n  optimizer: {choices: [AdamW, Adam]}\n")
+    (tmp_path / "names.yaml").write_text(space)
+    output = run_script("examples/search.py", str(tmp_path / "names.yaml"), "--trials=1", "--output", str(tmp_path))
+    assert re.search(r"\n  optimizer: Adam", output)
+
+
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_changes_its_processes_ends_in_the_same_bits():
     command = [sys.executable, "examples/elastic.py", "--epochs", "1", "--processes", "2", "1"]
     output = launch(command, warm=True).stdout

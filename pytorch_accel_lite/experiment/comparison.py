@@ -188,17 +188,26 @@ def compare_runs(
     :param sort_by: a metric, to have the best run first, or a setting that differs; by default they are in the given
         order
     :raises FileNotFoundError: if a path does not exist
-    :raises ValueError: if there are no runs, or a file cannot be read, or ``sort_by`` is unknown
+    :raises ValueError: if there are no runs, or a file cannot be read, or ``sort_by`` is unknown, or a metric of which
+        it is unknown which values are better, or if no run has a metric in ``directions``
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     runs, left_out = find_runs(given)
     known: dict[str, bool | None] = {}
     for run in runs:
         known |= run.directions
-    metrics = _compared_metrics(runs, known | dict(directions or {}))
+    names = {name for run in runs for name in run.metrics}
+    for name in directions or {}:
+        if name not in names:
+            raise ValueError(
+                f"directions has {name!r} (on the command line: --maximize or --minimize), but no run has such a "
+                f"metric.{did_you_mean(name, names)}"
+            )
+    known |= directions or {}
+    metrics = _compared_metrics(runs, known)
     differences = _differences(runs) if len(runs) > 1 else []
     if sort_by is not None:
-        runs = _sorted(runs, sort_by, metrics, differences)
+        runs = _sorted(runs, sort_by, metrics, known, differences)
     return RunComparison(runs, metrics, differences, left_out)
 
 
@@ -233,12 +242,23 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _sorted(
-    runs: Sequence[RecordedRun], sort_by: str, metrics: Sequence[ComparedMetric], differences: Sequence[str]
+    runs: Sequence[RecordedRun],
+    sort_by: str,
+    metrics: Sequence[ComparedMetric],
+    directions: Mapping[str, bool | None],
+    differences: Sequence[str],
 ) -> list[RecordedRun]:
     by_name = {metric.name: metric for metric in metrics}
     if sort_by in by_name:
         metric = by_name[sort_by]
-        sign = -1 if metric.kind == "max" else 1
+        direction = direction_of(sort_by, directions)
+        if direction is None:
+            raise ValueError(
+                f"sort_by={sort_by!r}: the runs do not tell whether greater values of this metric are better. Pass "
+                f"directions={{{sort_by!r}: True}} or False, on the command line --maximize {sort_by} or --minimize "
+                f"{sort_by}."
+            )
+        sign = -1 if direction else 1
         values = {id(run): metric.value_in(run) for run in runs}
         return sorted(runs, key=lambda run: (values[id(run)] is None, sign * (values[id(run)] or 0.0)))
     if sort_by not in differences:
