@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,13 @@ def weighted_mse(outputs, targets, weight: float = 1.0):
 def create_with(width: int = 2, activation=nn.Sequential(nn.Tanh(), nn.Hardtanh()), scale=lambda x: x):  # noqa: B008
     """With defaults that no file can hold."""
     return Net(width, activation)
+
+
+def create_by(activation: Callable[..., nn.Module] = nn.ReLU):
+    return Net(3, activation())
+
+
+MADE = partial(Net, width=3)
 
 
 def anything(x):

@@ -186,6 +186,12 @@ def test_an_argument_may_be_an_object_of_its_own(file):
     assert trainer.optimizer.name == "partial(AdamW, lr=0.01)"
 
 
+@pytest.mark.parametrize("given", ["torch.nn.GELU", "{class_path: torch.nn.GELU}"])
+def test_an_argument_may_be_a_class_by_its_path(file, given):
+    file.write_text(FILE.replace("Net\n", "create_by\n").replace("width: 5", f"activation: {given}"))
+    assert isinstance(read(file).trainer.get_model().layers[1], nn.GELU)
+
+
 def test_an_accelerator_is_described_by_its_arguments(file):
     trainer = read(file, "--accelerator.project_dir", "here").trainer
     assert trainer.accelerator.project_dir == "here"

@@ -158,6 +158,8 @@ class Parser:
                 raise ExperimentError(f"{self.place(key)} {self._unknown(key)}")
             elif isinstance(value, dict) and value:
                 self._check_keys(value, key)
+            elif isinstance(value, str) and f"{key}.class_path" in self._known:
+                content[name] = {"class_path": value}  # an argument whose default is a class, which it returns
             elif value:
                 raise ExperimentError(f"{self.place(key)}={value!r} must have keys and values.")
             if not content.get(name):
