@@ -71,6 +71,10 @@ def anything(x):
     return [x]
 
 
+def as_zeros(samples: list[Any]) -> list[torch.Tensor]:
+    return [torch.zeros(len(samples), len(part)) for part in samples[0]]
+
+
 def half(update: int) -> float:
     return 0.5**update
 

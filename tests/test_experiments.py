@@ -650,6 +650,24 @@ def test_predictions_follow_the_data_of_the_file(file, capsys):
         assert len(read_predictions("runs/small/predictions/eval")) == size
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--accelerator.mixed_precision=no"],
+        ["--train.collate_fn=tests.experiment_parts.as_zeros"],
+        ["--train.eval_dataloader_kwargs={num_workers: 0}"],
+    ],
+)
+def test_predictions_follow_how_data_are_read_and_computed(file, capsys, option):
+    read(file).train().save_model("weights.safetensors")
+    command = ["predict", file, "--weights=weights.safetensors"]
+    run(*command, capsys=capsys)
+    again = "All samples have been predicted before. Delete runs/small/predictions/eval to predict them again."
+    assert again in run(*command, capsys=capsys)[1]
+    assert again not in run(*command, *option, capsys=capsys)[1]
+    assert bool(read_predictions("runs/small/predictions/eval").unique().numel() > 1) == ("as_zeros" not in option[0])
+
+
 def test_weights_of_another_model_are_refused(file, capsys):
     read(file, "--callbacks+", "SaveBestModelCallback").train()
     more = ["--callbacks+", "SaveBestModelCallback", "--model.width=7"]

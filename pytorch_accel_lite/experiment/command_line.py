@@ -210,14 +210,16 @@ def _predict(options: argparse.Namespace, rest: list[str]) -> None:
     trainer, weights, dataset, arguments = _load(experiment, options, "test")
     directory = experiment.output_dir / "predictions" / _source(experiment, options, "test")
     trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory, **_described(experiment)))
-    for _ in trainer.predict_iter(dataset, **arguments):
-        pass
+    if not sum(1 for _ in trainer.predict_iter(dataset, **arguments)):
+        trainer.print(f"All samples have been predicted before. Delete {directory} to predict them again.")
     trainer.print(f"The predictions are in {directory}: read_predictions({os.fspath(directory)!r}) returns them")
 
 
 def _described(experiment: Experiment) -> dict[str, Any]:
     """Return what results depend on besides the weights."""
-    return {name: experiment.config.get(name) for name in ("model", "loss_func", "data", "trainer", "callbacks")}
+    parts = ("model", "loss_func", "data", "trainer", "accelerator", "callbacks")
+    reading = {name: experiment.config["train"].get(name) for name in ("collate_fn", "eval_dataloader_kwargs")}
+    return {name: experiment.config.get(name) for name in parts} | reading
 
 
 def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:
