@@ -355,6 +355,8 @@ def test_a_placeholder_that_a_scheduler_keeps_is_an_error_before_training(argume
 OF_EACH_ELEMENT = [
     *(nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss()),
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+    *(nn.PoissonNLLLoss(), nn.KLDivLoss(reduction="sum"), functional.poisson_nll_loss),
+    *(partial(functional.kl_div, reduction="sum"), partial(functional.mse_loss, reduction="sum")),
 ]
 
 

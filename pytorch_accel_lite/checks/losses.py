@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 _OF_EACH_ELEMENT = {
-    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss),
     *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+    *(functional.poisson_nll_loss, functional.kl_div),
 }
 _OF_CLASSES = {nn.CrossEntropyLoss, functional.cross_entropy}
 
@@ -33,7 +35,8 @@ class _FirstCall:
 
     def __call__(self, loss_func: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        if shapes_are_known(type(loss_func), given.get("input"), given.get("target")):
+        outputs = given.get("input", given.get("log_input"))  # the latter of a PoissonNLLLoss
+        if shapes_are_known(type(loss_func), outputs, given.get("target")):
             self._handle.remove()
 
 
@@ -45,6 +48,8 @@ def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True
+    while isinstance(loss, partial):
+        loss = loss.func
     if loss in _OF_EACH_ELEMENT:
         _check_broadcasting(tuple(outputs.shape), tuple(targets.shape))
         return outputs.numel() > 1
