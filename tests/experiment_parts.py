@@ -64,6 +64,10 @@ def create_by(activation: Callable[..., nn.Module] = nn.ReLU):
     return Net(3, activation())
 
 
+def create_numbered(options: dict[int, int]):
+    return Net(options[1] + options[2])
+
+
 MADE = partial(Net, width=3)
 
 

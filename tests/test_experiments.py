@@ -353,6 +353,13 @@ def test_files_build_on_others(file, tmp_path):
 # ---------------------------------------------------------------------------------------------- schedules
 
 
+def test_keys_that_are_numbers_are_merged_and_a_base_may_be_null(file, tmp_path):
+    (tmp_path / "other.yaml").write_text("base: null\nmodel: {init_args: {options: {1: 3, 2: 4}}}")
+    created = FILE.replace("Net\n", "create_numbered\n").replace("width: 5", "options: {2: 5}")
+    file.write_text("base: other.yaml" + created)
+    assert read(file).trainer.get_model().layers[0].out_features == 8
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -493,6 +500,12 @@ WRONG = [
         ["--scheduler=StepLR", "--scheduler.step_size", "NUM_EPOCH"],
         "must be a whole number, or an expression: 'NUM_EPOCH' is not a placeholder. Did you mean 'NUM_EPOCHS'?",
     ),
+    ("base: 3", [], "small.yaml, line 1: base=3 must be the path of a file, or a list of paths."),
+    (
+        "model: tests.experiment_parts.MADE",
+        [],
+        "'tests.experiment_parts.MADE' must be a class or a function, not partial",
+    ),
     (FILE, ["--scheduler=MultiStepLR"], "command line: scheduler needs scheduler.milestones, without a default."),
     (FILE, ["--scheduler=LambdaLR"], "command line: scheduler needs scheduler.lr_lambda, without a default."),
     (
@@ -512,6 +525,25 @@ def test_what_is_wrong_is_named_with_its_place_and_the_remedy(file, capsys, text
     assert error in errors
     assert "Traceback" not in errors
     assert printed == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "error"),
+    [
+        ("evaluate", FILE.partition("data:")[0], "data.eval: there is none. Name a class, or a function"),
+        ("predict", FILE.partition("data:")[0], "data.test: there is none. Name a class, or a function"),
+        (
+            "test",
+            FILE + "test: {inference: {beam: {beam_widht: 4}}}",
+            "the setting 'beam' sets 'beam_widht', but Trainer",
+        ),
+    ],
+)
+def test_commands_name_what_the_file_lacks(file, capsys, command, text, error):
+    file.write_text(text)
+    code, _, errors = run(command, file, capsys=capsys)
+    assert code == 2
+    assert error in errors
 
 
 def test_a_variable_of_the_wrong_type_is_named(file):

@@ -224,7 +224,7 @@ def _described(experiment: Experiment) -> dict[str, Any]:
 
 def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:
     """Return the name of the dataset to evaluate: the one asked for, or else the first that there is."""
-    data = experiment.config["data"]
+    data = experiment.config.get("data") or {}
     return getattr(options, "on", None) or next((name for name in (first, "test", "eval") if data.get(name)), first)
 
 

@@ -92,15 +92,21 @@ def _read_into(
         raise ExperimentError(f"{where}{path} builds on itself: {chain}. Remove one of these references.")
     above = (*above, path.resolve())
     content, places = _load(path, under, where)
-    bases = content.pop("base", [])
     named_at = places.get(f"{under}.base" if under else "base")
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in _bases(content.pop("base", None), named_at):
         _read_into(document, path.parent / base, above, under, named_at)
     content = _spelt_out(_placed(under, content))
     nested = dict(_named_files(content))
     document.update(content, places)
     for key, file in nested.items():
         _read_into(document, path.parent / file, above, key, f"{document.place(key)}")
+
+
+def _bases(given: Any, place: str | None) -> list[str]:
+    bases = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(base, str) for base in bases):
+        raise ExperimentError(f"{place}: base={given!r} must be the path of a file, or a list of paths.")
+    return bases
 
 
 def _named_files(content: dict[str, Any], under: str = "") -> Iterator[tuple[str, str]]:
@@ -206,7 +212,7 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: s
     for name, value in over.items():
         inner = f"{key}.{name}" if key else name
         inherited.discard(inner)
-        if name.endswith("+"):
+        if str(name).endswith("+"):
             added = value if isinstance(value, list) else [value]
             base[name[:-1]] = [*(base.get(name[:-1]) or []), *added]
         elif isinstance(value, Mapping) and isinstance(base.get(name), dict):
