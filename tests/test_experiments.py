@@ -353,6 +353,17 @@ def test_files_build_on_others(file, tmp_path):
 # ---------------------------------------------------------------------------------------------- schedules
 
 
+def test_the_arguments_of_a_nested_class_go_with_it(file, tmp_path):
+    leaky = "activation: {class_path: torch.nn.LeakyReLU, init_args: {negative_slope: 0.3}}"
+    (tmp_path / "other.yaml").write_text(FILE.replace("width: 5", leaky))
+    text = "base: other.yaml\nmodel: {init_args: {activation: {class_path: torch.nn.%s}}}"
+    for name, kind in (("Tanh", nn.Tanh), ("LeakyReLU", nn.LeakyReLU)):
+        file.write_text(text % name)
+        activation = read(file).trainer.get_model().layers[1]
+        assert isinstance(activation, kind)
+    assert activation.negative_slope == 0.3
+
+
 def test_keys_that_are_numbers_are_merged_and_a_base_may_be_null(file, tmp_path):
     (tmp_path / "other.yaml").write_text("base: null\nmodel: {init_args: {options: {1: 3, 2: 4}}}")
     created = FILE.replace("Net\n", "create_numbered\n").replace("width: 5", "options: {2: 5}")

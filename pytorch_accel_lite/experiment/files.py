@@ -207,8 +207,9 @@ def _places(node: Any, path: Path, key: str) -> Iterator[tuple[str, str]]:
 def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
     named = {"class_path"} & base.keys() & over.keys()
     if named and base["class_path"] != over["class_path"]:
-        given = base.get("init_args") or {}
-        inherited |= {f"{key}.init_args.{name}" for name in given}
+        nested = ".init_args." in key  # the value of an argument, of which only the parser knows what it takes
+        given = base.pop("init_args", None) if nested else base.get("init_args")
+        inherited |= {f"{key}.init_args.{name}" for name in given or {}}
     for name, value in over.items():
         inner = f"{key}.{name}" if key else name
         inherited.discard(inner)
