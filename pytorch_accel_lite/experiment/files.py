@@ -6,9 +6,10 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import yaml
 
 from pytorch_accel_lite.utils import import_extra
@@ -180,6 +181,11 @@ _Dumper.add_implicit_resolver(
     re.compile(r"(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?)$"),
     list("-+.0123456789"),
 )
+
+
+# Values that overrides in Python may have.
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+_Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represent_data(number.item()))
 
 
 def dump_yaml(content: Any) -> str:
