@@ -47,6 +47,10 @@ def load_data(size: int = 24, noise: float = 0.1):
     return TensorDataset(x, x.sum(1, keepdim=True) + noise * torch.randn(size, 1))
 
 
+def create_plain(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def create_optimizer(model, lr: float = 0.1):
     return torch.optim.SGD([{"params": list(model.parameters())}], lr=lr)
 
@@ -62,6 +66,10 @@ def create_with(width: int = 2, activation=nn.Sequential(nn.Tanh(), nn.Hardtanh(
 
 def create_by(activation: Callable[..., nn.Module] = nn.ReLU):
     return Net(3, activation())
+
+
+def create_numbered(options: dict[int, int]):
+    return Net(options[1] + options[2])
 
 
 MADE = partial(Net, width=3)

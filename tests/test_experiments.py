@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -121,6 +122,19 @@ def test_a_rate_that_the_schedule_replaces_is_said(file):
     experiment = Experiment.from_file(file, {"optimizer.lr": 3e-4})
     with pytest.warns(UserWarning, match=r"optimizer.lr=0.0003 has no effect, as OneCycleLR .* scheduler.max_lr=0.01"):
         _ = experiment.train_arguments
+
+
+def test_nothing_is_said_of_an_optimizer_without_a_rate(file, recwarn):
+    file.write_text(FILE.replace("AdamW", "tests.experiment_parts.create_plain").replace("lr: 1e-2", "") + SCHEDULE)
+    _ = read(file).train_arguments
+    assert not [warning for warning in recwarn if "has no effect" in str(warning.message)]
+
+
+def test_python_overrides_may_be_paths_and_numbers_of_numpy(file):
+    overrides = {"output_dir": Path("x/y"), "train.num_epochs": np.int64(3), "optimizer.lr": np.float64(0.5)}
+    config = Experiment.from_file(file, overrides).config
+    assert (config["output_dir"], config["train"]["num_epochs"]) == ("x/y", 3)
+    assert config["optimizer"]["init_args"]["lr"] == 0.5
 
 
 def test_nothing_is_made_before_it_is_needed(file):
@@ -353,6 +367,24 @@ def test_files_build_on_others(file, tmp_path):
 # ---------------------------------------------------------------------------------------------- schedules
 
 
+def test_the_arguments_of_a_nested_class_go_with_it(file, tmp_path):
+    leaky = "activation: {class_path: torch.nn.LeakyReLU, init_args: {negative_slope: 0.3}}"
+    (tmp_path / "other.yaml").write_text(FILE.replace("width: 5", leaky))
+    text = "base: other.yaml\nmodel: {init_args: {activation: {class_path: torch.nn.%s}}}"
+    for name, kind in (("Tanh", nn.Tanh), ("LeakyReLU", nn.LeakyReLU)):
+        file.write_text(text % name)
+        activation = read(file).trainer.get_model().layers[1]
+        assert isinstance(activation, kind)
+    assert activation.negative_slope == 0.3
+
+
+def test_keys_that_are_numbers_are_merged_and_a_base_may_be_null(file, tmp_path):
+    (tmp_path / "other.yaml").write_text("base: null\nmodel: {init_args: {options: {1: 3, 2: 4}}}")
+    created = FILE.replace("Net\n", "create_numbered\n").replace("width: 5", "options: {2: 5}")
+    file.write_text("base: other.yaml" + created)
+    assert read(file).trainer.get_model().layers[0].out_features == 8
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -493,6 +525,20 @@ WRONG = [
         ["--scheduler=StepLR", "--scheduler.step_size", "NUM_EPOCH"],
         "must be a whole number, or an expression: 'NUM_EPOCH' is not a placeholder. Did you mean 'NUM_EPOCHS'?",
     ),
+    (FILE, ["--data", "null"], "--data takes no value itself, unlike what is under it, such as data.eval."),
+    ("output_dir: on", [], "line 1: output_dir=True must be text: put it in quotes."),
+    ("output_dir: 12:30:00", [], "line 1: output_dir=45000 must be text: put it in quotes."),
+    (
+        FILE,
+        ["--scheduler=StepLR", "--scheduler.step_size=floor(1e400)"],
+        "must be a whole number, or an expression: 'floor(1e400)' is too large.",
+    ),
+    ("base: 3", [], "small.yaml, line 1: base=3 must be the path of a file, or a list of paths."),
+    (
+        "model: tests.experiment_parts.MADE",
+        [],
+        "'tests.experiment_parts.MADE' must be a class or a function, not partial",
+    ),
     (FILE, ["--scheduler=MultiStepLR"], "command line: scheduler needs scheduler.milestones, without a default."),
     (FILE, ["--scheduler=LambdaLR"], "command line: scheduler needs scheduler.lr_lambda, without a default."),
     (
@@ -514,6 +560,29 @@ def test_what_is_wrong_is_named_with_its_place_and_the_remedy(file, capsys, text
     assert printed == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "text", "error"),
+    [
+        ("evaluate", FILE.partition("data:")[0], "data.eval: there is none. Name a class, or a function"),
+        ("predict", FILE.partition("data:")[0], "data.test: there is none. Name a class, or a function"),
+        (
+            "test",
+            FILE + "test: {inference: {beam: {beam_widht: 4}}}",
+            "the setting 'beam' sets 'beam_widht', but Trainer",
+        ),
+    ],
+)
+def test_commands_name_what_the_file_lacks(file, capsys, command, text, error):
+    file.write_text(text)
+    code, _, errors = run(command, file, capsys=capsys)
+    assert code == 2
+    assert error in errors
+
+
+def test_a_list_that_is_none_is_named(file, capsys):
+    assert "test.checkpoints='best' must be a list." in run("test", file, "--test.checkpoints=best", capsys=capsys)[2]
+
+
 def test_a_variable_of_the_wrong_type_is_named(file):
     with pytest.raises(
         ExperimentError, match=r"environment variable PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS: train.num_ep"
@@ -521,6 +590,8 @@ def test_a_variable_of_the_wrong_type_is_named(file):
         read(file, PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS="x")
     with pytest.raises(ExperimentError, match=r"TRAIN__EPOCHS: train.epochs is not an .* Did you mean 'num_epochs'"):
         read(file, PYTORCH_ACCEL_LITE_TRAIN__EPOCHS="3", PYTORCH_ACCEL_LITE_TEST__WORST="3")
+    with pytest.raises(ExperimentError, match=r"_RESUME is not known\. Use PYTORCH_ACCEL_LITE_TRAIN__RESUME_FROM"):
+        read(file, PYTORCH_ACCEL_LITE_RESUME="latest")
     with pytest.raises(ExperimentError, match=r"OPTIMIZER__LRR: optimizer.lrr is not an .* Did you mean 'lr'"):
         read(file, PYTORCH_ACCEL_LITE_OPTIMIZER__LRR="3")
 
@@ -599,6 +670,7 @@ def test_a_stopped_run_resumes_to_the_bits_of_the_whole_one_and_says_what_differ
             == 0
         )
         found.append(json.loads((experiment.output_dir / "evaluation_eval.json").read_text()))
+        assert Path(found[-1].pop("weights")) == find_weights(experiment.trainer, "last")
     assert found[0] == found[1]
     resumed = both[1].trainer
     load_weights(resumed, find_weights(resumed, "last"))

@@ -54,9 +54,9 @@ def gpus(list_gpus) -> None:
 def test_idle_devices_are_those_with_the_least_load_and_memory_in_use(monkeypatch):
     assert choose_devices("idle", None) == ["GPU-44"]
     assert choose_devices("idle", 3) == ["GPU-44", "GPU-11", "GPU-22"]
-    assert choose_devices("3, 0", None) == choose_devices([3, 0], 2) == ["3", "0"]
+    assert choose_devices("3, 0", None) == choose_devices([3, 0], 2) == ["GPU-33", "GPU-00"]
     assert choose_devices(None, 2) is None
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,GPU-11")  # what a scheduler gave
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 2, GPU-11")  # what a scheduler gave
     assert choose_devices("idle", 2) == ["GPU-11", "GPU-22"]
     with pytest.raises(ValueError, match=r"there is no GPU 4, only 0, 1, 2\."):
         choose_devices("4", None)

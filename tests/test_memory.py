@@ -293,6 +293,8 @@ def test_what_cannot_be_pretended():
         make_trainer(Sharding).estimate_memory(rows(), world_size=2, sharded=False)
     with pytest.raises(ValueError, match="train_dataset gave no batch"):
         make_trainer().estimate_memory(Stream(0))
+    with pytest.raises(ValueError, match="fewer than 10000 samples, all of which drop_last=True leaves out"):
+        make_trainer().estimate_memory(rows(), 10_000, train_dataloader_kwargs={"drop_last": True})
     with pytest.raises(ValueError, match="uninitialised lazy layers"):
         Trainer(nn.LazyLinear(1), nn.MSELoss(), partial(torch.optim.SGD, lr=1)).estimate_memory(rows())
 

@@ -259,7 +259,11 @@ def test_the_last_weights_are_in_the_newest_state_of_all_callbacks(tmp_path, mon
     ("arguments", "error"),
     [
         ({"checkpoints": ["nowhere.pt"]}, "There are no weights at 'nowhere.pt'"),
-        ({"inference": {"beam": {"beam_width": 3}}}, "beam_width"),
+        (
+            {"inference": {"a": {"scal": 3}}},
+            "the setting 'a' sets 'scal', .*Trainer has no 'scal'. Did you mean 'scale'",
+        ),
+        ({"inference": {"a": {"model.layer": 3}}}, "sets 'model.layer', but Net has no 'layer'. Did you mean 'layers'"),
         ({"inference": {"a/b": {}}}, "The name 'a/b' cannot be that of a folder"),
     ],
 )

@@ -274,6 +274,15 @@ def test_a_run_of_a_few_updates_has_a_schedule_whatever_its_warm_up(updates):
     assert max(trainer.noting.rates) == pytest.approx(0.1) or updates > 1
 
 
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_a_run_of_a_few_updates_has_a_decay(tmp_path, updates):
+    create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0)
+    trainer = run(create, WSDCheckpointCallback(tmp_path), epochs=None, max_num_train_steps=updates)
+    assert trainer.noting.rates == [pytest.approx(0.1)] * updates
+    assert trainer.scheduler.get_updated_values(updates) == [pytest.approx(1e-7)]
+    assert f"checkpoint_{updates}_wsd_post_decay.pt" in files(tmp_path)
+
+
 def test_a_warm_up_that_reaches_into_the_decay_ends_where_it_begins_with_a_warning():
     with pytest.warns(
         UserWarning, match="num_warmup_steps=19 reaches into the first decay, .* after 18 updates. The warm-up"

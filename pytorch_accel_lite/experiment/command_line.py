@@ -194,8 +194,8 @@ def _evaluate(options: argparse.Namespace, rest: list[str]) -> None:
     experiment = _read(options, rest)
     if experiment is None:
         return
-    trainer, _, dataset, arguments = _load(experiment, options, "eval")
-    metrics = trainer.evaluate(dataset, **arguments)
+    trainer, weights, dataset, arguments = _load(experiment, options, "eval")
+    metrics = trainer.evaluate(dataset, **arguments) | {"weights": os.fspath(weights)}
     path = experiment.output_dir / f"evaluation_{_source(experiment, options, 'eval')}.json"
     trainer.ranks.run_together(lambda: _write_json(path, metrics), only_first=True)
     trainer.print(f"The metrics are in {path}")
@@ -224,7 +224,7 @@ def _described(experiment: Experiment) -> dict[str, Any]:
 
 def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> str:
     """Return the name of the dataset to evaluate: the one asked for, or else the first that there is."""
-    data = experiment.config["data"]
+    data = experiment.config.get("data") or {}
     return getattr(options, "on", None) or next((name for name in (first, "test", "eval") if data.get(name)), first)
 
 

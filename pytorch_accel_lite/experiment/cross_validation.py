@@ -325,6 +325,8 @@ def _split(splitter: Any, size: int, y: Any, groups: Any) -> list[Split]:
 
 def _indices(values: Any) -> list[int]:
     indices = np.asarray(values)
+    if indices.shape == (0,):  # whose type tells nothing
+        return []
     if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
         raise TypeError(f"a split must consist of indices, not of {indices.dtype} with shape {indices.shape}.")
     return [int(index) for index in indices]

@@ -232,7 +232,7 @@ class Experiment:
         name = self._parser.parts["scheduler"].__name__
         rate = _arguments_in(self._instances.get("optimizer.init_args")).get("lr")
         used = schedule.get(_OWN_RATES.get(name, ""), rate)
-        if rate != used:
+        if rate not in (None, used):
             warnings.warn(
                 f"optimizer.lr={rate} has no effect, as {name} sets the learning rates: from scheduler."
                 f"{_OWN_RATES[name]}={used}. Change that instead, or both.",

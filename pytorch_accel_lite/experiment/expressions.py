@@ -64,6 +64,8 @@ def parse(text: str) -> Any:
         return _value(tree.body)
     except ZeroDivisionError as error:
         raise ValueError(f"{text!r} divides by zero") from error
+    except OverflowError as error:
+        raise ValueError(f"{text!r} is too large") from error
 
 
 def replace_expressions(value: Any) -> Any:

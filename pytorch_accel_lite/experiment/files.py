@@ -6,9 +6,10 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import yaml
 
 from pytorch_accel_lite.utils import import_extra
@@ -92,15 +93,21 @@ def _read_into(
         raise ExperimentError(f"{where}{path} builds on itself: {chain}. Remove one of these references.")
     above = (*above, path.resolve())
     content, places = _load(path, under, where)
-    bases = content.pop("base", [])
     named_at = places.get(f"{under}.base" if under else "base")
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in _bases(content.pop("base", None), named_at):
         _read_into(document, path.parent / base, above, under, named_at)
     content = _spelt_out(_placed(under, content))
     nested = dict(_named_files(content))
     document.update(content, places)
     for key, file in nested.items():
         _read_into(document, path.parent / file, above, key, f"{document.place(key)}")
+
+
+def _bases(given: Any, place: str | None) -> list[str]:
+    bases = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(base, str) for base in bases):
+        raise ExperimentError(f"{place}: base={given!r} must be the path of a file, or a list of paths.")
+    return bases
 
 
 def _named_files(content: dict[str, Any], under: str = "") -> Iterator[tuple[str, str]]:
@@ -176,6 +183,11 @@ _Dumper.add_implicit_resolver(
 )
 
 
+# Values that overrides in Python may have.
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+_Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represent_data(number.item()))
+
+
 def dump_yaml(content: Any) -> str:
     """Return contents as YAML, of which ``load_yaml`` returns the same."""
     return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
@@ -201,12 +213,13 @@ def _places(node: Any, path: Path, key: str) -> Iterator[tuple[str, str]]:
 def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
     named = {"class_path"} & base.keys() & over.keys()
     if named and base["class_path"] != over["class_path"]:
-        given = base.get("init_args") or {}
-        inherited |= {f"{key}.init_args.{name}" for name in given}
+        nested = ".init_args." in key  # the value of an argument, of which only the parser knows what it takes
+        given = base.pop("init_args", None) if nested else base.get("init_args")
+        inherited |= {f"{key}.init_args.{name}" for name in given or {}}
     for name, value in over.items():
         inner = f"{key}.{name}" if key else name
         inherited.discard(inner)
-        if name.endswith("+"):
+        if str(name).endswith("+"):
             added = value if isinstance(value, list) else [value]
             base[name[:-1]] = [*(base.get(name[:-1]) or []), *added]
         elif isinstance(value, Mapping) and isinstance(base.get(name), dict):

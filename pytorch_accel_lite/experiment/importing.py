@@ -42,7 +42,7 @@ def import_path(document: Document, key: str, path: Any) -> Any:
         hint = did_you_mean(name, dir(found))
         raise ExperimentError(f"{where}={path!r}: the module {module_name!r} has no {name!r}.{hint}")
     thing = getattr(found, name)
-    if not callable(thing):
+    if not callable(thing) or not hasattr(thing, "__qualname__"):  # which instances lack, a partial for example
         raise ExperimentError(f"{where}={path!r} must be a class or a function, not {type(thing).__name__}.")
     return thing
 

@@ -181,12 +181,12 @@ def choose_devices(devices: str | Sequence[int] | None, processes: int | None) -
             f"processes={processes} does not fit devices={devices!r}: each process needs a GPU of its own. Leave "
             "processes out to start one for each."
         )
-    known = {device.number for device in _list_devices()}
+    known = {device.number: device.uuid for device in _list_devices()}
     for number in numbers:
         if number not in known:
             there_are = f"only {', '.join(sorted(known))}" if known else "nor any other"
             raise ValueError(f"devices={devices!r}: there is no GPU {number}, {there_are}.")
-    return numbers
+    return [known[number] for number in numbers]  # as CUDA may number them otherwise, the fastest first
 
 
 def _idle_devices(count: int) -> list[str]:
@@ -221,5 +221,5 @@ def _list_devices() -> list[_Device]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
-    allowed = visible.split(",")
+    allowed = [name.strip() for name in visible.split(",")]
     return [device for device in devices if device.number in allowed or device.uuid in allowed]

@@ -21,6 +21,7 @@ _KINDS = {
     "bool": "true or false",
     "NoneType": "null",
     "list": "a list",
+    "Sequence": "a list",
     "dict": "keys and values",
     "function": "the path of a function",
 }
@@ -78,7 +79,7 @@ def _explain_option(message: str, document: Document, keys: Sequence[str], optio
 def _explain_value(message: str, document: Document, keys: Sequence[str]) -> str:
     value = re.search(r"(?:Got|Given) value: (.*?)(?=\n +(?:- |Given value)|\Z)", message, re.DOTALL)
     message = message[: value.end()] if value else message  # of an item in a list, what follows is about the list
-    expected = re.findall(r"Expected an? (.*?)(?:\.|$)", message, re.MULTILINE)
+    expected = re.findall(r"Expected an? (<class '[^']+'>|.*?)(?:\.|$)", message, re.MULTILINE)
     lines = [line.strip() for line in message.splitlines()]
     place = _deepest(document, keys)
     if not value or not expected:
@@ -90,6 +91,8 @@ def _explain_value(message: str, document: Document, keys: Sequence[str]) -> str
     for pattern, words in _FURTHER.items():
         further = [re.sub(pattern, words, line) for line in further]
     reasons = "".join(further)
+    if kinds == "text" and re.fullmatch(r"True|False|[\d.e+-]+", value[1]):  # what YAML has read as something else
+        return f"{place}={value[1]} must be text: put it in quotes."
     text = f"{place}={value[1]!r} must be {kinds}{reasons}".rstrip(".")
     return text if text.endswith("?") else f"{text}."
 

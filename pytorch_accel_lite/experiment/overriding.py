@@ -16,8 +16,8 @@ _COMMAND_LINE = "command line"
 def override_parts(document: Document, environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
     """Override the classes of parts, on which all other options depend, and return the other arguments in full."""
     for key in PARTS:
-        if (path := environment.get(_variable(key))) is not None:
-            _override_part(document, key, path, f"environment variable {_variable(key)}")
+        if (path := environment.get(variable_of(key))) is not None:
+            _override_part(document, key, path, f"environment variable {variable_of(key)}")
     left: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -48,7 +48,7 @@ def _override_part(document: Document, key: str, path: str, source: str) -> None
 
 def from_environment(document: Document, environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
     """Return what environment variables give, as arguments of a command line."""
-    given = {key: _variable(key) for key in sorted(known) if not key.endswith(".class_path")}
+    given = {key: variable_of(key) for key in sorted(known) if not key.endswith(".class_path")}
     given = {key: variable for key, variable in given.items() if variable in environment}
     document.places |= {key: f"environment variable {variable}" for key, variable in given.items()}
     return [f"--{key}={environment[variable]}" for key, variable in given.items()]
@@ -59,18 +59,19 @@ def without_given(environment: Mapping[str, str], key: str, value: Any) -> Mappi
     if isinstance(value, Mapping):
         for name, part in value.items():
             environment = without_given(environment, f"{key}.{name}", part)
-    return {variable: text for variable, text in environment.items() if variable != _variable(key)}
+    return {variable: text for variable, text in environment.items() if variable != variable_of(key)}
 
 
 def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield variables that look as if they overrode something but do not, with the full keys that they stand for."""
-    taken = {_variable(key) for key in (*known, *PARTS)}
+    taken = {variable_of(key) for key in (*known, *PARTS)}
     for variable in environment:
         if variable.startswith(ENVIRONMENT) and variable not in taken:
             yield variable, spelt_out(variable.removeprefix(ENVIRONMENT).lower().replace("__", "."))
 
 
-def _variable(key: str) -> str:
+def variable_of(key: str) -> str:
+    """Return the name of the environment variable that overrides a key."""
     return ENVIRONMENT + short(key).upper().replace(".", "__")
 
 

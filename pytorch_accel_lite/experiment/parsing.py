@@ -18,7 +18,13 @@ from pytorch_accel_lite.experiment.expressions import Expression
 from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, dump_yaml, short
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.messages import UNWRITABLE, explain, tidy_comments, tidy_help, without_unwritable
-from pytorch_accel_lite.experiment.overriding import dig, from_environment, override_parts, unknown_variables
+from pytorch_accel_lite.experiment.overriding import (
+    dig,
+    from_environment,
+    override_parts,
+    unknown_variables,
+    variable_of,
+)
 from pytorch_accel_lite.experiment.signatures import add_part, takes_anything, untyped_and_required
 from pytorch_accel_lite.experiment.testing import run_tests
 from pytorch_accel_lite.trainer import Trainer
@@ -60,6 +66,8 @@ class Parser:
         self._accept_further(given)
         self._check_keys(content)
         for variable, key in unknown_variables(environment, self._known):
+            if key in self._known:  # by a short name, such as resume, which only options have
+                raise ExperimentError(f"environment variable {variable} is not known. Use {variable_of(key)}.")
             if key.partition(".")[0] not in {*TOOLS} - {tool}:
                 raise ExperimentError(f"environment variable {variable}: {short(key)} {self._unknown(key)}")
         self._arguments = [*from_environment(document, environment, self._known), *given]
@@ -171,6 +179,8 @@ class Parser:
 
     def _unknown(self, key: str) -> str:
         """Return why a key is not known, and which may have been meant."""
+        if inner := sorted(name for name in self._known if name.startswith(f"{key}.")):
+            return f"takes no value itself, unlike what is under it, such as {short(inner[0])}."
         part = next((part for part in self.parts if key.startswith(f"{part}.init_args.")), "")
         section = key.partition(".")[0]
         is_section = section in ("train", self._tool) and section != key

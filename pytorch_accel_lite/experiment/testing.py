@@ -22,7 +22,7 @@ from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.callbacks.prediction_writer import read_failures
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.experiment.weights import find_weights, load_weights, predictions_of, source_of
-from pytorch_accel_lite.utils import format_metric
+from pytorch_accel_lite.utils import did_you_mean, format_metric
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -88,9 +88,9 @@ def run_tests(
     for folder in (*by_name, *settings):
         if not _NAME.fullmatch(folder):
             raise ValueError(f"The name {folder!r} cannot be that of a folder. Use letters, digits and _ . = + - only.")
-    for attributes in settings.values():
+    for setting, attributes in settings.items():
         for attribute in attributes:
-            attrgetter(attribute)(trainer)
+            _check_attribute(trainer, setting, attribute)
     names = [_folder_name(name) for name in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints={[*checkpoints]} would share folders: {names}. Test them with a save_dir each.")
@@ -112,6 +112,21 @@ def run_tests(
                 rows.append(row | metrics)
     trainer.ranks.run_together(lambda: _write_tables(rows, Path(save_dir)), only_first=True)
     return rows
+
+
+class _UnknownAttributeError(AttributeError, ValueError):
+    """A setting names an attribute that does not exist: the user's mistake, unlike other errors of this kind."""
+
+
+def _check_attribute(trainer: Trainer, setting: str, attribute: str) -> None:
+    owner: Any = trainer
+    for name in attribute.split("."):
+        if not hasattr(owner, name):
+            raise _UnknownAttributeError(
+                f"inference: the setting {setting!r} sets {attribute!r}, but {type(owner).__name__} has no "
+                f"{name!r}.{did_you_mean(name, dir(owner))}"
+            )
+        owner = getattr(owner, name)
 
 
 def _folder_name(checkpoint: str) -> str:

@@ -32,7 +32,7 @@ def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int = 3) -> lis
     """
     check_positive_int("total_steps", total_steps)
     check_positive_int("num_checkpoints", num_checkpoints)
-    if total_steps < 2**num_checkpoints:
+    if num_checkpoints > 1 and total_steps < 2**num_checkpoints:  # a single period may be a decay alone
         raise ValueError(
             f"num_checkpoints={num_checkpoints!r} is too many for total_steps={total_steps!r}: each is at half of the "
             f"next, which takes at least {2**num_checkpoints} updates."

@@ -284,5 +284,8 @@ def _read_batch(trainer: Trainer, run: Run, size: int, loader_kwargs: dict[str, 
     finally:
         run.train_loader.stop_workers()
     if batch is None:
-        raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
+        raise ValueError(
+            f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {size} samples, all of which "
+            "drop_last=True leaves out."
+        )
     return batch
