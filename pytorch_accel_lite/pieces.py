@@ -21,10 +21,13 @@ def is_list_of_samples(data: Any, size: int) -> bool:
     """Whether a list has one element per sample, rather than a column over all samples in each element.
 
     If both are possible, because it has as many columns as samples, elements of a list of samples all have the same
-    type and, except for the length, the same shape.
+    type and, except for the length, the same shape. Dicts with the same keys are samples, whatever they hold: detectors
+    return and take such, and an image may have as many boxes as the batch has images.
     """
     if not isinstance(data, (list, tuple)) or len(data) != size:
         return False
+    if size and all(isinstance(element, Mapping) and element.keys() == data[0].keys() for element in data):
+        return True
     as_long = [is_as_long(element, size) for element in data]
     kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
     return not any(as_long) or (not all(as_long) and len(kinds) == 1)

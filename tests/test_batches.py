@@ -323,6 +323,41 @@ def test_predictions_that_are_a_list_of_samples_stay_one(size):
     assert [len(sample["scores"]) for sample in found] == [index % 3 for index in range(8)]
 
 
+def boxes_of(index: int, number: int) -> dict[str, torch.Tensor]:
+    """What a detector finds in an image, or is to find."""
+    return {"boxes": torch.full((number, 4), float(index)), "labels": torch.full((number,), index)}
+
+
+@pytest.mark.parametrize("size", [4, 5, 8])
+def test_each_image_may_have_as_many_boxes_as_a_batch_has_images(size):
+    class Detector(nn.Module):
+        def forward(self, x):
+            return [boxes_of(int(row), 4) for row in x]
+
+    found = Trainer(Detector(), None, None, callbacks=[]).predict(TensorDataset(torch.arange(8.0)[:, None]), size)
+    assert [sample["labels"].tolist() for sample in found] == [[index] * 4 for index in range(8)]
+
+
+def test_targets_with_as_many_boxes_as_a_batch_has_images_are_split_by_images():
+    seen = []
+
+    class Detecting(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            images, targets = batch
+            if len(images) > 2:
+                raise MemoryError
+            seen.append([target["labels"].tolist() for target in targets])
+            return {"loss": self.model(torch.stack(images)).mean(), "batch_size": len(images)}
+
+    model = nn.Linear(1, 1)
+    trainer = Detecting(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    data = [(torch.tensor([float(index)]), boxes_of(index, 4)) for index in range(4)]
+    kwargs: dict[str, Any] = {"train_dataloader_kwargs": {"shuffle": False, "num_workers": 0}, "auto_microbatch": True}
+    kwargs["collate_fn"] = lambda samples: tuple(zip(*samples, strict=True))
+    trainer.train(data, 1, per_device_batch_size=4, **kwargs)
+    assert seen == [[[0] * 4, [1] * 4], [[2] * 4, [3] * 4]]
+
+
 def test_predictions_in_lists_of_unequal_length_are_an_error_in_words():
     class Odd(nn.Module):
         def forward(self, x):

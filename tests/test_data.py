@@ -808,6 +808,33 @@ def tagged(size: int, offset: int) -> TensorDataset:
     return TensorDataset(column[:, None].expand(-1, 5).contiguous(), regression_data(size).tensors[1])
 
 
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("wrong", [[True, False] * 5, np.arange(10) % 2 == 0, torch.ones(10) > 0, [0.0, 2.5], (0.5,)])
+def test_indices_that_are_no_integers_are_refused_over_data_in_memory(seed, wrong):
+    data = regression_data(10)
+    trainer = quiet_trainer(small_model(), seed=seed)
+    with pytest.raises(TypeError, match=r"must be integers, not torch\.(bool|float64|float32) as in \["):
+        trainer.train(Subset(data, wrong), 1)
+    with pytest.raises(TypeError, match=r"Convert a mask by"):
+        trainer.train(data, 1, train_dataloader_kwargs={"sampler": list(wrong)})
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("indices", [[3, -1], np.array([3, 9], np.int32), [np.int64(3), 9], list(torch.arange(3))])
+def test_indices_may_be_integers_of_any_kind(seed, indices):
+    data = regression_data(10)
+    expected = data.tensors[0][[int(index) for index in indices]]
+    for source in (DataLoader(Subset(data, indices), 4), DataLoader(data, 4, sampler=indices)):
+        [(x, _)] = shard(source, rank_of(0, 1), torch.device("cpu"), seed, training=True)
+        assert torch.equal(x, expected)
+
+
+def test_a_subset_may_be_empty():
+    assert (
+        list(shard(DataLoader(Subset(regression_data(10), []), 4), rank_of(0, 1), torch.device("cpu"), 0, True)) == []
+    )
+
+
 class Scaled(Rows):
     """Rows that are set up in each worker."""
 

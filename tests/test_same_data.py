@@ -61,6 +61,19 @@ def test_samplers_that_draw_another_order_on_each_process_under_a_seed_are_refus
             assert "set_epoch(epoch)" in said, name
 
 
+@pytest.mark.processes
+def test_a_dataloader_that_reads_by_a_method_of_its_own_must_not_read_all_on_each_process(ranks):
+    results = ranks(cases.same_data.loaders_with_a_method_of_their_own)
+    for result in results:
+        for name in ("all", "batches"):
+            assert "ReadsAhead has an __iter__ of its own" in result[name]
+            assert f"each sample would be used {ranks.world_size} times" in result[name]
+        assert sorted(result["own"][0][0]) == [*range(16)]
+    for name in ("by its sampler", "by its data"):
+        for parts in zip(*(result[name][0] for result in results), strict=True):
+            assert sorted(chain(*parts)) == [*range(16)]
+
+
 class SavesAll(TrainerCallback):
     saves_training_states = True
 

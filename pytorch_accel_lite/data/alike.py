@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from pytorch_accel_lite.data.plan import OrderError, WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
@@ -25,8 +25,7 @@ def check_same_data(dataset: Any, ranks: Ranks) -> None:
 
     :raises ValueError: on all processes, for example after a ``random_split`` that was not seeded
     """
-    mine = find_length(dataset), [_described(part) for part in _datasets_in(dataset, [])]
-    found = ranks.all_gather_object(mine)
+    found = ranks.all_gather_object(_identity(dataset))
     if any(other != found[0] for other in found):
         raise ValueError(
             f"The processes have datasets with different rows, of lengths {[length for length, _ in found]}. Each "
@@ -34,6 +33,26 @@ def check_same_data(dataset: Any, ranks: Ranks) -> None:
             "every process: call torch.manual_seed before random_split, and do not split by rank, as "
             "split_dataset_by_node and shard() do: the trainer shards the data. If each process should read all of its "
             "own rows, return OwnShard(DataLoader(...)) from create_train_dataloader or create_eval_dataloader."
+        )
+
+
+def check_own_batches(source: Any, ranks: Ranks) -> None:
+    """Check that not every process reads the same samples from batches that are taken to be its own.
+
+    Nothing divides a ``DataLoader`` of a subclass that reads by a method ``__iter__`` of its own. Raises only if its
+    order is one of torch's, over data that are the same on all processes. Call it on every process.
+
+    :raises ValueError: on all processes
+    """
+    if ranks.world_size == 1:
+        return
+    found = ranks.all_gather_object(_identity(source.dataset) if _reads_all(source) else None)
+    if found[0] is not None and all(other == found[0] for other in found):
+        raise ValueError(
+            f"{type(source).__name__} has an __iter__ of its own, by which every process would read all samples of its "
+            f"DataLoader: each sample would be used {ranks.world_size} times. Return a plain DataLoader, which the "
+            "trainer shards. If each process reads its own part, return OwnShard(...) of it from "
+            "create_train_dataloader or create_eval_dataloader."
         )
 
 
@@ -125,6 +144,24 @@ def _is_dataset(value: Any) -> bool:
 def _is_table(value: Any) -> bool:
     """Whether an object is a ``Dataset`` of Hugging Face."""
     return all(hasattr(type(value), name) for name in ("with_format", "num_rows"))
+
+
+def _reads_all(source: Any) -> bool:
+    """Whether a source is a ``DataLoader`` over a map dataset, with a sampler of torch that is known to give all."""
+    dataset = getattr(source, "dataset", None)
+    if not isinstance(source, DataLoader) or isinstance(dataset, (IterableDataset, range)):  # numbers of something else
+        return False
+    if any(base.__module__.startswith("accelerate.") for base in type(source).__mro__):
+        return False
+    sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return type(sampler) in (RandomSampler, SequentialSampler)
+
+
+def _identity(dataset: Any) -> tuple[int | None, list[tuple[str, int]]]:
+    """Return the length of a map dataset, and what identifies it and the datasets inside it."""
+    return find_length(dataset), [_described(part) for part in _datasets_in(dataset, [])]
 
 
 def _described(dataset: Any) -> tuple[str, int]:

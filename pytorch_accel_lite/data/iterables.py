@@ -30,7 +30,8 @@ class OwnShard:
     """Marks batches as this process's own: every process already reads different ones.
 
     Return it from ``create_train_dataloader`` for a ``DataLoader`` over an ``IterableDataset`` that shards itself.
-    Iterables other than a ``torch.utils.data.DataLoader`` are always assumed to be sharded already.
+    Iterables other than a ``torch.utils.data.DataLoader`` are assumed to be sharded already; so are subclasses with an
+    ``__iter__`` of their own, unless all processes would read the same, which is an error.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:

@@ -124,7 +124,8 @@ class _EpochShares:
                 batches = chain([batch[-left:]], batches)
             return grouped(batches, self._per_step)
         if self._rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
-            order = _from_front(np.fromiter(order, dtype=np.int64), self._rows)  # once rather than for each batch
+            given = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
+            order = _from_front(given, self._rows)  # once rather than for each batch
         size = find_length(self._sampler)
         if size is None:
             return grouped(islice(order, start, None), self._per_step)
@@ -390,5 +391,11 @@ def _reader_of(dataset: Any) -> Callable[[Any], Any]:
 
 def _from_front(indices: Any, rows: int) -> torch.Tensor:
     """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
-    tensor = torch.as_tensor(indices, dtype=torch.int64)
+    tensor = torch.as_tensor(indices)
+    if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
+        raise TypeError(
+            f"Indices of samples, of a Subset or a sampler, must be integers, not {tensor.dtype} as in "
+            f"{tensor.flatten()[:4].tolist()}. Convert a mask by torch.as_tensor(mask).nonzero().flatten()."
+        )
+    tensor = tensor.to(torch.int64)
     return torch.where(tensor < 0, tensor + rows, tensor)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from pytorch_accel_lite.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
+from pytorch_accel_lite.data.alike import check_own_batches
 from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal, Dealt
 from pytorch_accel_lite.data.dividing import (
     PARTS,
@@ -335,7 +336,9 @@ def create_loader(
 
     :param is_torchs: whether the source is a ``DataLoader`` of torch
     """
-    if is_torchs and ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
+    if not is_torchs:
+        check_own_batches(source, ranks)
+    elif ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
         source = in_whole_order(source, ranks.world_size)
     share = find_own_share(source.dataset, ranks) if is_torchs else None
     if not is_torchs or share is not None:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.data import OwnShard
 from tests.cases.common import rank, world_size
 
 
@@ -112,6 +113,13 @@ class OwnGenerator(Sampler[int]):
         return self.size
 
 
+class ReadsAhead(DataLoader[Any]):
+    """A subclass with an ``__iter__`` of its own, as for reading in a thread."""
+
+    def __iter__(self):
+        return iter(list(super().__iter__()))
+
+
 NAMES_OF_PARTS = [("num_replicas", "rank"), ("num_processes", "process_index"), ("_world_size", "_rank")]
 
 
@@ -187,3 +195,15 @@ def orders_of_their_own() -> Any:
     batches = BatchSampler(OwnGenerator(16), 4, False)
     loaders["batches"] = lambda data: DataLoader(data, batch_sampler=batches)
     return {name: trained_on(numbers(), make, seed=0) for name, make in loaders.items()}
+
+
+def loaders_with_a_method_of_their_own() -> Any:
+    """What is said of subclasses that read everything on each process, and what is seen of a part for each."""
+    loaders: dict[str, Callable[..., Any]] = {
+        "all": lambda data: ReadsAhead(data, 4, shuffle=True),
+        "batches": lambda data: ReadsAhead(data, batch_sampler=BatchSampler(RandomSampler(data), 4, False)),
+        "by its sampler": lambda data: ReadsAhead(data, 4, sampler=EveryOther(NAMES_OF_PARTS[0])),
+        "by its data": lambda data: ReadsAhead(Subset(data, range(rank(), 16, world_size())), 4),
+        "own": lambda data: OwnShard(ReadsAhead(data, 4)),
+    }
+    return {name: trained_on(numbers(), make) for name, make in loaders.items()}
