@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import gc
+import io
 import json
 import os
 import pickle
@@ -504,6 +506,14 @@ def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path):
     run(torch.optim.SGD, 1)
     with pytest.raises(ValueError, match=r"The optimizer in .* does not fit the trainer's Adam.*: .*without .*betas"):
         run(torch.optim.Adam, 2)
+
+
+def test_runs_that_have_ended_hold_no_files_of_their_locks(tmp_path):
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
+    for _ in range(3):
+        train(trainer)
+    files = [found for found in gc.get_objects() if isinstance(found, io.TextIOWrapper)]
+    assert not [file for file in files if str(file.name) == str(tmp_path / ".lock")]
 
 
 class Transposed(torch.nn.Module):
