@@ -1019,6 +1019,35 @@ def test_a_stopped_run_ends_with_the_best_model(tmp_path):
     assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
+@pytest.mark.parametrize("event", ["on_eval_epoch_end", "on_training_run_epoch_end"])
+@pytest.mark.parametrize("saves_first", [True, False])
+def test_a_run_that_is_stopped_where_it_reaches_its_target_keeps_what_has_reached_it(event, saves_first, tmp_path):
+    def stop(trainer: Trainer, **_: Any) -> None:
+        if trainer.progress.epoch == 3:
+            raise StopTrainingError("the target is reached")
+
+    best = SaveBestModelCallback(tmp_path / "best.pt", "score")
+    keep = KeepBest("score", 1, greater_is_better=False)
+    states = SaveTrainingStateCallback(tmp_path / "states", keep_best=keep, save_at_end=False)
+    target = listener(**{event: stop})
+    trainer = scripted([3, 2, 1, 4], *([best, states, target] if saves_first else [target, best, states]))
+    assert (best.best_metric, best.best_metric_epoch) == (1, 3)
+    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(trainer.model))
+    (kept,) = {path.name for path in (tmp_path / "states").glob("update-*")} - {"update-000000003", "update-000000006"}
+    assert kept == "update-000000009"
+
+
+def test_a_run_that_is_stopped_after_a_step_of_its_own_saves_no_model_for_an_earlier_value(tmp_path):
+    def stop(trainer: Trainer, **_: Any) -> None:
+        if trainer.progress.update == 7:
+            raise StopTrainingError("enough")
+
+    best = SaveBestModelCallback(tmp_path / "best.pt", "score")
+    trainer = scripted([3, 2, 1], best, listener(on_train_step_checkpoint=stop))
+    assert best.best_metric_epoch == 2
+    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [

@@ -446,6 +446,16 @@ def test_an_entry_that_cannot_be_stored_leaves_the_old_file_and_nothing_else(tmp
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
+def test_what_killed_processes_have_left_beside_a_file_is_removed_when_it_is_written(tmp_path):
+    left, under_way, foreign = (tmp_path / f".best.pt.{name}.tmp" for name in ("0123abcd", "89efcdab", "notes"))
+    for path in (left, under_way, foreign):
+        path.touch()
+    for path in (left, foreign):
+        os.utime(path, (0, 0))
+    train(make_trainer([SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch")]))
+    assert {*tmp_path.iterdir()} == {tmp_path / "best.pt", under_way, foreign}
+
+
 def test_a_best_model_that_could_not_be_saved_is_not_taken_for_the_best(tmp_path, file_size):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", greater_is_better=True)
     record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("score", t.progress.epoch))

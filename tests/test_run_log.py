@@ -24,6 +24,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.callbacks.run_page import format_duration
+from tests import cases
 from tests.tasks import listener, make_data, make_trainer, train
 
 
@@ -71,6 +72,13 @@ def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
     assert "<h1>first &lt;try&gt;</h1>" in page
     assert page.count('class="number best"') == 2  # of the loss and of r2
     assert page.index("Curves") < page.index("<h2>Epochs") < page.index("<h2>What was run") < page.index("<h2>Command")
+
+
+def test_the_command_of_several_processes_on_the_cpu_starts_as_many(two_ranks):
+    for command in two_ranks(cases.callbacks.command_to_repeat):
+        how, program = command[:5], command[5:]
+        assert how == ["ACCELERATE_USE_CPU=true", "torchrun", "--standalone", "--nproc_per_node", "2"]
+        assert program == [argument for argument in sys.orig_argv[1:] if argument != "-u"]
 
 
 def test_a_bar_in_the_name_of_a_metric_does_not_divide_its_column(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import gc
+import io
 import json
 import os
 import pickle
@@ -488,6 +490,44 @@ def test_a_state_is_the_newest_even_if_the_clock_is_behind_that_of_those_before(
     assert saved == [f"update-{update:09d}" for update in ([12] if keep else [3, 6, 9, 12])]
     run(5)
     assert "update-000000012': epoch 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "match"),
+    [
+        (True, False, "holds a schedule, but train.. was called without create_scheduler_fn, so learning rates stay"),
+        (False, True, "holds no schedule, so that of create_scheduler_fn starts from the beginning"),
+    ],
+)
+def test_a_run_resumed_with_or_without_a_schedule_unlike_before_warns(first, second, match, tmp_path):
+    def run(epochs: int, is_scheduled: bool) -> Trainer:
+        decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9) if is_scheduled else None
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
+        return train(trainer, epochs, create_scheduler_fn=decay, resume_from="latest")
+
+    run(1, first)
+    with pytest.warns(UserWarning, match=match):
+        run(2, second)
+
+
+def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path):
+    def run(optimizer_class: Any, epochs: int) -> Trainer:
+        model = small_model(features=4, dtype=torch.float32)
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)], model, optimizer=optimizer)
+        return train(trainer, epochs, resume_from="latest")
+
+    run(torch.optim.SGD, 1)
+    with pytest.raises(ValueError, match=r"The optimizer in .* does not fit the trainer's Adam.*: .*without .*betas"):
+        run(torch.optim.Adam, 2)
+
+
+def test_runs_that_have_ended_hold_no_files_of_their_locks(tmp_path):
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
+    for _ in range(3):
+        train(trainer)
+    files = [found for found in gc.get_objects() if isinstance(found, io.TextIOWrapper)]
+    assert not [file for file in files if str(file.name) == str(tmp_path / ".lock")]
 
 
 class Transposed(torch.nn.Module):

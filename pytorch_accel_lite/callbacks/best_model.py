@@ -51,6 +51,7 @@ class SaveBestModelCallback(TrainerCallback):
     """
 
     _failed = False
+    _measured_at = -1  # samples seen when a metric was recorded last: none have changed the weights since, if still so
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class SaveBestModelCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._failed = False
+        self._measured_at = -1
         if self.trainable_only:
             self._check_what_is_frozen(trainer)
         self._watched.start(trainer)
@@ -106,8 +108,23 @@ class SaveBestModelCallback(TrainerCallback):
                 "trains them later, so the best model could not be restored. Save it with trainable_only=False."
             )
 
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._measured_at = trainer.progress.samples
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._measured_at = trainer.progress.samples
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+        """Look at the value for which the run may have been stopped, before the end of the epoch."""
+        if trainer.train_dataloader is not None and self._measured_at == trainer.progress.samples:
+            self._look(trainer, mid_epoch=True)
+
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-        metric = self._watched.new_value(trainer)
+        self._look(trainer)
+
+    def _look(self, trainer: Trainer, mid_epoch: bool = False) -> None:
+        """Save the model if a new value of the metric is the best."""
+        metric = self._watched.new_value(trainer, mid_epoch)
         if metric is None:
             return
         epoch = trainer.run_history.current_epoch

@@ -220,19 +220,21 @@ def _device(trainer: Trainer) -> str:
 def launch_command(trainer: Trainer) -> list[str] | None:
     """Return the command line that started this program, or ``None`` in a notebook.
 
-    A launched process knows only its own command line, so the ``accelerate launch`` command is reconstructed.
+    A launched process knows only its own command line, so that of its launcher is reconstructed: ``accelerate launch``,
+    or on the CPU, where that starts a single process, torchrun.
     """
     if in_notebook():
         return None
     if trainer.ranks.world_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return sys.orig_argv
-    options = ["--num_processes", str(trainer.ranks.world_size)]
-    if trainer.device.type == "cpu":
-        options.append("--cpu")
-    if trainer.accelerator.mixed_precision != "no":
-        options += ["--mixed_precision", trainer.accelerator.mixed_precision]
+    count, precision = str(trainer.ranks.world_size), trainer.accelerator.mixed_precision
     program = sys.orig_argv[1:]
-    return ["accelerate", "launch", *options, *program[program[:1] == ["-u"] :]]
+    program = program[program[:1] == ["-u"] :]
+    if trainer.device.type == "cpu":
+        variables = ["ACCELERATE_USE_CPU=true", *([f"ACCELERATE_MIXED_PRECISION={precision}"] * (precision != "no"))]
+        return [*variables, "torchrun", "--standalone", "--nproc_per_node", count, *program]
+    options = ["--num_processes", count, *(["--mixed_precision", precision] if precision != "no" else [])]
+    return ["accelerate", "launch", *options, *program]
 
 
 def describe(trainer: Trainer) -> dict[str, str]:

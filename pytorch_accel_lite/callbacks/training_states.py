@@ -126,6 +126,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved: dict[str, Any] | None = None
         self._latest: StrPath = self.save_dir  # path of the state saved last
         self._saved_clock = 0.0
+        self._measured_at = -1  # samples seen when a metric was recorded last
         self._newest_time = 0.0  # of all states in save_dir, on the first process
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
@@ -170,6 +171,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved_clock = 0.0
         trainer.ranks.run_together(self._note_newest_time, only_first=True)
         self._resumed_at = trainer.progress.samples or None
+        self._measured_at = -1
         self._best = {}
         self._value = math.nan
         if self.asynchronous:
@@ -202,6 +204,10 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._resumed_at = None
+        self._measured_at = trainer.progress.samples
+
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._measured_at = trainer.progress.samples
 
     def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
         every = self.save_every_n_steps
@@ -220,8 +226,11 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
-        is_evaluation = trainer.train_dataloader is None
-        if is_evaluation or (not self.save_at_end and trainer.current_run.interruption is None):
+        if trainer.train_dataloader is None:  # an evaluation
+            return
+        is_measured = self._measured_at == trainer.progress.samples
+        is_best = is_measured and self._look_at_metric(trainer, mid_epoch=True)
+        if not (is_best or self.save_at_end or trainer.current_run.interruption is not None):
             return
         if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
@@ -233,7 +242,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 "on_train_step_checkpoint."
             )
             return
-        self._save(trainer)
+        self._save(trainer, is_best)
 
     def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
         try:
@@ -270,7 +279,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.print(wrapped(said))
         self._saved = None
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, is_best: bool = False) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.stop_reason}
         if moment == self._saved:  # already saved
             return
@@ -279,7 +288,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._attempt(trainer, self._writer.wait)
         path = self._store.path_for(trainer.progress.update)
         self._best_before = self._best
-        if not trainer.progress.is_mid_epoch:
+        if is_best or not trainer.progress.is_mid_epoch:
             self._best = self._ranked(state_name(trainer.progress.update))
         protected = {*self._best, state_name(trainer.progress.update)}
         is_main = trainer.accelerator.is_main_process
@@ -312,14 +321,14 @@ class SaveTrainingStateCallback(TrainerCallback):
                 raise
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
-    def _look_at_metric(self, trainer: Trainer) -> bool:
+    def _look_at_metric(self, trainer: Trainer, mid_epoch: bool = False) -> bool:
         """Record the value of the epoch that has just ended, and return whether it is among the best."""
         if self.keep_best is None:
             return False
-        value = self._watched.new_value(trainer)
+        value = self._watched.new_value(trainer, mid_epoch)
         self._value = math.nan if value is None else value
         name = state_name(trainer.progress.update)
-        return name in self._ranked(name)
+        return value is not None and name in self._ranked(name)
 
     def _ranked(self, name: str) -> dict[str, float]:
         """Return the best states, including the one with this name if its epoch is among the best."""

@@ -7,11 +7,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
+import time
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+_SECONDS_UNTIL_LEFT = 600  # a process that is still writing a temporary file has changed it more recently
 StrPath = str | os.PathLike[str]
 #: The entry of a file for the fingerprints of weights that were left out of it.
 FROZEN = "frozen_weights"
@@ -53,6 +56,7 @@ def sync(path: Path) -> None:
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces ``target`` when the block succeeds, and is removed when it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_remains(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
@@ -75,6 +79,16 @@ def try_lock(file: IO[Any]) -> bool:
             stacklevel=2,
         )
     return True
+
+
+def _remove_remains(target: Path) -> None:
+    """Remove what processes that were killed while they wrote a file have left beside it."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.tmp")
+    for path in target.parent.iterdir():
+        if name.fullmatch(path.name):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _SECONDS_UNTIL_LEFT:
+                    path.unlink()
 
 
 def checksum(path: Path) -> str:

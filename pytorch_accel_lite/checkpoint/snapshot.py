@@ -153,7 +153,8 @@ def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
 def _time_of_saving(trainer: Trainer) -> float:
     """Return the time, or one right after those of the states there are: the clock may be behind the one before."""
     sources = trainer.current_run.request.state_sources
-    return max([time.time(), *(source.next_time() for source in sources if hasattr(source, "next_time"))])
+    times: list[float] = [source.next_time() for source in sources if hasattr(source, "next_time")]
+    return max([time.time(), *times])
 
 
 def _collect_metadata(trainer: Trainer) -> dict[str, Any]:

@@ -75,13 +75,14 @@ class StateStore:
         file.write(f"{os.getpid()}\n")
         file.flush()
         self._lock = file
-        weakref.finalize(self, file.close)  # a run that fails before it begins never unlocks
+        self._closing = weakref.finalize(self, file.close)  # a run that fails before it begins never unlocks
         self._tidy()
 
     def unlock(self) -> None:
         """Unlock the directory."""
         if self._lock is not None:
             self._lock.close()
+            self._closing.detach()  # it would hold the file of each run for as long as the callback lives
             self._lock = None
 
     def check_lock(self, ranks: Ranks) -> None:

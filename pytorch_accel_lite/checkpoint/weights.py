@@ -118,7 +118,13 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
         for index, values in state["state"].items()
     }
+    had = [group.keys() for group in groups]
     optimizer.load_state_dict({**state, "state": sharded})
+    # What a newer torch has added to a class of optimizers, that class has filled in.
+    now = getattr(optimizer, "param_groups", ())
+    lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
+    if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
+        raise ValueError(f"it is of another class of optimizers, without {', '.join(missing)}")
 
 
 def sharded_like(own: Any, value: Any) -> Any:

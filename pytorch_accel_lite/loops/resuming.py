@@ -45,6 +45,22 @@ def schedule_was_for_others(trainer: Trainer, run: Run, state: TrainingState) ->
     return has_both and counts_updates and is_of_epochs and before != now
 
 
+def warn_of_other_schedule(trainer: Trainer, state: TrainingState) -> None:
+    """Warn if either the saved run or the resumed one has no schedule."""
+    had, has = state.shared["scheduler"] is not None, trainer.scheduler is not None
+    if had and not has:
+        said = "it holds a schedule, but train() was called without create_scheduler_fn, so learning rates stay as set"
+    elif has and not had:
+        said = "it holds no schedule, so that of create_scheduler_fn starts from the beginning"
+    else:
+        return
+    warnings.warn(
+        f"resume_from: the state {str(state.directory)!r} is of another run: {said}. Pass the "
+        "create_scheduler_fn of the run that saved it, unless you mean this.",
+        stacklevel=4,  # the call of train()
+    )
+
+
 def align_windows(run: Run, state: TrainingState) -> None:
     """Resume at the start of an accumulation window, even if the length of windows has changed."""
     steps = run.window.steps

@@ -169,8 +169,14 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         trainer.run_history._increment_epoch()
     state = run.resumed
     if state is not None:
-        from pytorch_accel_lite.loops.resuming import align_windows, resume_schedule, schedule_was_for_others
+        from pytorch_accel_lite.loops.resuming import (
+            align_windows,
+            resume_schedule,
+            schedule_was_for_others,
+            warn_of_other_schedule,
+        )
 
+        warn_of_other_schedule(trainer, state)
         run.recreates_schedule = schedule_was_for_others(trainer, run, state)
         trainer.load_training_state(state.directory)
         align_windows(run, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,6 +17,7 @@ from pytorch_accel_lite import Trainer, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ProgressTableCallback,
+    RunLogCallback,
     SaveBestModelCallback,
     WSDCheckpointCallback,
 )
@@ -51,6 +53,14 @@ def shipped_callbacks() -> Any:
             }
             os.chdir(home)
     return results
+
+
+def command_to_repeat() -> list[str]:
+    """The command that a record of the run shows."""
+    with shared_folder() as folder:
+        quiet_trainer(small_model(), callbacks=[RunLogCallback(folder)]).train(regression_data(8), 1)
+        command: list[str] = json.loads((folder / "run.json").read_text())["command"]
+    return command
 
 
 def default_callbacks() -> Any:
