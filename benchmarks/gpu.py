@@ -19,6 +19,7 @@ nothing is really compiled.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import statistics
@@ -163,8 +164,8 @@ def arrived(copies: Any, event: torch.cuda.Event) -> Any:
     """Let what is launched from now on wait for copies, whose memory is kept until it has used them."""
     current = torch.cuda.current_stream()
     current.wait_event(event)
-    for copy in copies:
-        copy.record_stream(current)
+    for tensor in copies:
+        tensor.record_stream(current)
     return copies
 
 
@@ -326,7 +327,7 @@ def train_ours(workload: Workload, batches: Iterator[Any]) -> None:
     options: dict[str, Any] = {} if compiled is None else {"compile_step": compiled or True}
     trainer = Trainer(
         model,
-        workload.loss_func,
+        copy.deepcopy(workload.loss_func),  # the trainer looks at the first call of its own
         optimizer,
         get_default_callbacks(progress_bar=False),
         accelerator=accelerator,
