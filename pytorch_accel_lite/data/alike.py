@@ -10,11 +10,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from pytorch_accel_lite.data.plan import OrderError, WrongLengthError
+from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import find_length
 
 _PIECE = 1 << 16  # indices
+
+
+class OtherOrderError(WrongLengthError):
+    """A sampler gives another order than it must. Never skipped, like one of another length."""
 
 
 def check_same_data(dataset: Any, ranks: Ranks) -> None:
@@ -59,12 +63,12 @@ def check_own_batches(source: Any, ranks: Ranks) -> None:
 def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
     """Check that a sampler has drawn the same order, or piece of one, on all processes, and return its checksum.
 
-    :raises OrderError: on all processes, for example if it has a generator of its own, or gives a part by rank
+    :raises OtherOrderError: on all processes, for example if it has a generator of its own, or gives a part by rank
     """
     mine = len(order), checksum(order)
     found = ranks.all_gather_object(mine)
     if any(other != mine for other in found):
-        raise OrderError(
+        raise OtherOrderError(
             f"The sampler {type(sampler).__name__} gives another order on each process, of lengths "
             f"{[length for length, _ in found]}. Each would read only a share of its own order, so samples would be "
             "lost and others repeated. Draw it from torch's, NumPy's or Python's global generators, which are seeded "
@@ -74,13 +78,28 @@ def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
     return mine[1]
 
 
-def check_order_of_state(sampler: Any, drawn: dict[str, Any], saved: dict[str, Any]) -> None:
+def check_order(
+    sampler: Any, order: list[Any] | None, ranks: Ranks, drawn: dict[str, Any], resumed: dict[str, Any] | None
+) -> None:
+    """Check the order of an epoch, which each process has drawn itself, and note in ``drawn`` what identifies it.
+
+    :param order: that of a user's sampler; ``None`` for others, which are functions of their length
+    :param resumed: what the training state holds, if the epoch is resumed
+    """
+    if order is not None:
+        drawn["checksum"] = check_same_order(sampler, order, ranks)
+        drawn["batch_size"] = getattr(sampler, "batch_size", None)
+    if resumed is not None:
+        _check_order_of_state(sampler, drawn, resumed)
+
+
+def _check_order_of_state(sampler: Any, drawn: dict[str, Any], saved: dict[str, Any]) -> None:
     """Check that the order of an epoch that is resumed in its middle is the one of the run that saved the state.
 
     :param drawn: ``"length"`` of the order, if it consists of indices; for orders of users' samplers under a seed, also
         their ``"checksum"`` and the ``"batch_size"`` of the sampler, if it has one
     :param saved: the same of the state
-    :raises OrderError: if the data have another length, or the sampler gives another order
+    :raises OtherOrderError: if the data have another length, or the sampler gives another order
     """
     before, now = saved.get("length"), drawn["length"]
     remedy = "the training state was saved in the middle of an epoch. Resume it with the data and the sampler it was "
@@ -90,7 +109,7 @@ def check_order_of_state(sampler: Any, drawn: dict[str, Any], saved: dict[str, A
     if "checksum" not in drawn or "checksum" not in saved or drawn["batch_size"] != saved["batch_size"]:
         return  # with drop_last, the order of other batches differs at its end
     if drawn["checksum"] != saved["checksum"]:
-        raise OrderError(
+        raise OtherOrderError(
             f"The sampler {type(sampler).__name__} now gives another order for this epoch than when {remedy} A sampler "
             "must draw its order from torch's, NumPy's or Python's global generators, which are seeded for each epoch, "
             "or from the epoch that set_epoch(epoch) is given."
@@ -117,9 +136,9 @@ def _as_bytes(indices: Any) -> bytes:
 
 
 def _bytes_of(index: Any) -> bytes:
-    if isinstance(index, (list, tuple, np.ndarray, torch.Tensor)):
+    if isinstance(index, (list, tuple)) or getattr(index, "ndim", False):
         return _as_bytes(index)
-    shows_address = type(index).__repr__ is object.__repr__
+    shows_address = getattr(type(index), "__repr__", None) is object.__repr__
     return (type(index).__qualname__ if shows_address else repr(index)).encode()
 
 

@@ -73,7 +73,8 @@ class ReadInTurn(ShardedLoader):
         """Tell a stream or a sampler that shuffles itself which epoch begins; otherwise it might repeat an order."""
         batches = _batches_of(self.source)
         sampler: Any = getattr(self.source, "sampler", None)
-        for part in (getattr(batches, "dataset", None), sampler, getattr(sampler, "sampler", None)):
+        parts: list[Any] = [getattr(batches, "dataset", None), sampler, getattr(sampler, "sampler", None)]
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 

@@ -26,7 +26,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import draw_order, indices_at
 from pytorch_accel_lite.data.plan import (
-    OrderError,
+    WrongLengthError,
     count_global_batches,
     ends_in_one,
     global_batches,
@@ -70,7 +70,7 @@ class _EpochShares:
         self._seed = options.seed
         self._fill = options.fill
         self._rows = rows
-        self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order_of_state
+        self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_Counts]:
@@ -124,8 +124,7 @@ class _EpochShares:
                 batches = chain([batch[-left:]], batches)
             return grouped(batches, self._per_step)
         if self._rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
-            given = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
-            order = _from_front(given, self._rows)  # once rather than for each batch
+            order = _from_front(np.asarray(list(order)), self._rows)  # once rather than for each batch
         size = find_length(self._sampler)
         if size is None:
             return grouped(islice(order, start, None), self._per_step)
@@ -149,15 +148,11 @@ class _EpochShares:
     def _draw_order(self, epoch: int) -> Any:
         order = draw_order(self._sampler, self._ranks, self._seed, epoch)
         self.drawn = {"length": None if self._own_batches else find_length(self._sampler)}
-        if isinstance(order, list) and self._seed is not None:  # without one, all have that of the first process
-            from pytorch_accel_lite.data.alike import check_same_order  # not loaded in a plain run
+        is_own = isinstance(order, list) and self._seed is not None  # without one, all have that of the first process
+        if is_own or self.resumed is not None:
+            from pytorch_accel_lite.data.alike import check_order  # not loaded in a plain run
 
-            self.drawn["checksum"] = check_same_order(self._sampler, order, self._ranks)
-            self.drawn["batch_size"] = getattr(self._sampler, "batch_size", None)
-        if self.resumed is not None:
-            from pytorch_accel_lite.data.alike import check_order_of_state
-
-            check_order_of_state(self._sampler, self.drawn, self.resumed)
+            check_order(self._sampler, order if is_own else None, self._ranks, self.drawn, self.resumed)
             self.resumed = None
         return order
 
@@ -285,7 +280,7 @@ class MapLoader(ShardedLoader):
                 except StopIteration:
                     return
                 except Exception as error:
-                    if isinstance(error, OrderError) or not self.options.yields_failures:
+                    if isinstance(error, WrongLengthError) or not self.options.yields_failures:
                         raise
                     batch = FailedRead(error)
                 yield batch
@@ -393,9 +388,8 @@ def _from_front(indices: Any, rows: int) -> torch.Tensor:
     """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
     tensor = torch.as_tensor(indices)
     if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
-        raise TypeError(
-            f"Indices of samples, of a Subset or a sampler, must be integers, not {tensor.dtype} as in "
-            f"{tensor.flatten()[:4].tolist()}. Convert a mask by torch.as_tensor(mask).nonzero().flatten()."
-        )
+        from pytorch_accel_lite.data.samplers import no_indices
+
+        raise no_indices(tensor)
     tensor = tensor.to(torch.int64)
     return torch.where(tensor < 0, tensor + rows, tensor)

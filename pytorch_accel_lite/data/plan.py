@@ -54,12 +54,8 @@ def global_batches(
         start += size
 
 
-class OrderError(ValueError):
-    """The order of an epoch cannot be used. Never skipped, unlike a batch that cannot be read."""
-
-
-class WrongLengthError(OrderError):
-    """A sampler gives fewer or more indices than its length, or data end too early."""
+class WrongLengthError(ValueError):
+    """A sampler gives fewer or more indices than its length. Never skipped, unlike a batch that cannot be read."""
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

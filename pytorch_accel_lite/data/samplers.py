@@ -110,6 +110,14 @@ def wrong_length(sampler: object, size: int, given: int) -> WrongLengthError:
     )
 
 
+def no_indices(given: torch.Tensor) -> TypeError:
+    """Return the error for indices that are no integers."""
+    return TypeError(
+        f"Indices of samples, of a Subset or a sampler, must be integers, not {given.dtype} as in "
+        f"{given.flatten()[:4].tolist()}. Convert a mask by torch.as_tensor(mask).nonzero().flatten()."
+    )
+
+
 def in_turn(sampler: Any, order: Iterable[Any], start: int, sizes: list[int]) -> Iterator[Any]:
     """Yield the indices of each step in turn, checking the length reported by the sampler."""
     size = len(sampler)
