@@ -108,11 +108,6 @@ class RunHistory(ABC):
     __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_history")
 
 
-def is_saved(history: object) -> bool:
-    """Whether training states hold a history. They do not if it is the user's own, without methods for its state."""
-    return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
-
-
 def count_values(history: RunHistory) -> dict[str, int]:
     """Return the number of values of each metric in a history, by name."""
     return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}

@@ -35,7 +35,6 @@ from pytorch_accel_lite.checkpoint.weights import (
     without_compile,
 )
 from pytorch_accel_lite.distributed.prepared import PLAIN
-from pytorch_accel_lite.history import is_saved
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
         **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
-        "history": pack_numbers(history.state_dict()) if is_saved(history) else None,
+        "history": pack_numbers(history.state_dict()) if _is_saved(history) else None,
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
@@ -148,6 +147,22 @@ def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
         if hasattr(callback, method):
             named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
     return named
+
+
+def check_history(history: object) -> None:
+    """Warn if training states do not hold a history, as it is the user's own, without methods for its state."""
+    if not _is_saved(history):
+        name = type(history).__name__
+        warnings.warn(
+            f"run_history: training states do not hold the metrics of a {name}, so a resumed run lacks those of "
+            f"earlier epochs. Give {name} the methods state_dict() and load_state_dict(state), or derive it from "
+            "InMemoryRunHistory.",
+            stacklevel=4,  # the call of train()
+        )
+
+
+def _is_saved(history: object) -> bool:
+    return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
 
 
 def _time_of_saving(trainer: Trainer) -> float:
@@ -242,7 +257,7 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
 def _restore_history(trainer: Trainer, shared: Mapping[str, Any]) -> None:
     """Restore the history and what refers to its values, or at least the epoch of one that is not saved."""
     history: Any = trainer.run_history
-    if shared["history"] is not None and is_saved(history):
+    if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
         trainer.current_run.set_apart |= {name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()}
         return

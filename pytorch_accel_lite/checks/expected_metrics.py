@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -130,7 +129,9 @@ class ExpectedMetrics:
             )
         for where, name in self._required:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
-                _refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)
+                from pytorch_accel_lite.checks.missing_metrics import refuse  # not loaded in a plain run
+
+                refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)
             for watched in self.watched:
                 if watched is where:
                     watched.settle(possible.get(name))
@@ -161,19 +162,6 @@ class ExpectedMetrics:
         say_all = [part for part in self._said_all if "configure_run" in vars(type(part))]
         silent = [type(part).__name__ for part in parts if not is_ours(type(part)) and part not in say_all]
         return [*silent, *self._others]
-
-
-def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str]) -> None:
-    """Raise an error for a metric that is never recorded, or warn if a user-defined class might record it."""
-    hint = reason or did_you_mean(name, directions, cutoff=0.85 if others else 0.6)
-    if not others:
-        known = "" if reason else f" It records: {', '.join(directions)}."
-        raise ValueError(f"{where}: the run will not record it.{hint}{known}")
-    if hint:
-        warnings.warn(
-            f"{where}: the run will not record it, unless {' or '.join(dict.fromkeys(others))} does.{hint}",
-            stacklevel=7,  # the call of train()
-        )
 
 
 def _dataset_prefixes(dataset: Any) -> list[str]:

@@ -124,7 +124,8 @@ class _EpochShares:
                 batches = chain([batch[-left:]], batches)
             return grouped(batches, self._per_step)
         if self._rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
-            order = _from_front(np.asarray(list(order)), self._rows)  # once rather than for each batch
+            given = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
+            order = _from_front(given, self._rows)  # once rather than for each batch
         size = find_length(self._sampler)
         if size is None:
             return grouped(islice(order, start, None), self._per_step)

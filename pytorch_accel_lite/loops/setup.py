@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from pytorch_accel_lite.checks.arguments import (
     warn_of_what_is_not_trained,
 )
 from pytorch_accel_lite.gradients import GradientWindow
-from pytorch_accel_lite.history import InMemoryRunHistory, is_saved
+from pytorch_accel_lite.history import InMemoryRunHistory
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
 from pytorch_accel_lite.optimizers import clear_gradients, is_made, needs_closure, optimized_parameters
 from pytorch_accel_lite.randomness import capture_generators, restore_generators, seed_run
@@ -58,8 +57,10 @@ def find_data(
     trainer.callback_handler.configure_run(trainer, request)
     check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # with their changes
     _check_metrics(trainer, run)
-    if (request.saves_training_states or resume_from is not None) and not is_saved(trainer.run_history):
-        _warn_of_history(trainer)
+    if request.saves_training_states or resume_from is not None:
+        from pytorch_accel_lite.checkpoint.snapshot import check_history
+
+        check_history(trainer.run_history)
     state = None
     if resume_from is not None:
         from pytorch_accel_lite.checkpoint.snapshot import find_state
@@ -94,16 +95,6 @@ def _check_metrics(trainer: Trainer, run: Run) -> None:
         raise ValueError(
             f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
         )
-
-
-def _warn_of_history(trainer: Trainer) -> None:
-    name = type(trainer.run_history).__name__
-    warnings.warn(
-        f"run_history: training states do not hold the metrics of a {name}, so a resumed run lacks those of earlier "
-        f"epochs. Give {name} the methods state_dict() and load_state_dict(state), or derive it from "
-        "InMemoryRunHistory.",
-        stacklevel=4,  # the call of train()
-    )
 
 
 def create_train_loader(trainer: Trainer, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
@@ -169,23 +160,18 @@ def start_or_resume(trainer: Trainer, run: Run, reset_run_history: bool) -> None
         trainer.run_history._increment_epoch()
     state = run.resumed
     if state is not None:
-        from pytorch_accel_lite.loops.resuming import (
-            align_windows,
-            resume_schedule,
-            schedule_was_for_others,
-            warn_of_other_schedule,
-        )
+        from pytorch_accel_lite.loops import resuming
 
-        warn_of_other_schedule(trainer, state)
-        run.recreates_schedule = schedule_was_for_others(trainer, run, state)
+        resuming.warn_of_other_schedule(trainer, state)
+        run.recreates_schedule = resuming.schedule_was_for_others(trainer, run, state)
         trainer.load_training_state(state.directory)
-        align_windows(run, state)
+        resuming.align_windows(run, state)
     if trainer.scheduler is not None:
         from pytorch_accel_lite.checks.schedules import check_length
 
         check_length(trainer, run)
     if state is not None and run.recreates_schedule:
-        resume_schedule(trainer, run, state)
+        resuming.resume_schedule(trainer, run, state)
     run.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
     run.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
