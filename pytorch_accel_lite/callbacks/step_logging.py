@@ -112,6 +112,7 @@ class StepLogger(TrainerCallback, ABC):
         self.every_n_updates = every_n_updates
         self._ranks: Ranks | None = None
         self._logged_by: Trainer | None = None
+        self._loaded_latest: list[dict[str, float]] = []
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
         #: An epoch and its sums of losses and weights at the last row, from which the next row's mean follows. They are
@@ -257,7 +258,9 @@ class StepLogger(TrainerCallback, ABC):
     def _latest_by_rank(self) -> list[dict[str, float]]:
         """Return the step metrics of all processes: some may not be measured again before the next row."""
         trainer = self._logged_by
-        if trainer is None or self.every_n_updates is None or trainer.logical is not None:
+        if trainer is None:
+            return self._loaded_latest
+        if self.every_n_updates is None or trainer.logical is not None:
             return []
         own = {name: float(value) for name, value in trainer.step_metrics.items() if is_number(value)}
         return trainer.ranks.all_gather_object(own)
@@ -267,7 +270,8 @@ class StepLogger(TrainerCallback, ABC):
         epoch, total, count = state["sums"]
         self._sums = (int(epoch), total, count)
         self._last_row = dict(state["last_row"])
-        trainer, latest = self._logged_by, state.get("latest_by_rank", [])  # older states have none
+        self._loaded_latest = latest = state.get("latest_by_rank", [])  # older states have none
+        trainer = self._logged_by
         if trainer is not None and len(latest) == trainer.ranks.world_size:
             trainer.step_metrics.update(latest[trainer.ranks.rank])
 
