@@ -120,6 +120,25 @@ def test_logged_numbers_are_resumed_with_their_epoch(tmp_path):
         assert run("again", resume_from=state) == whole
 
 
+def test_rows_of_a_resumed_run_have_the_latest_values_from_before(tmp_path):
+    def log(trainer: Trainer, **_: object) -> None:
+        if trainer.progress.update % 4 == 0:
+            trainer.log("rare", float(trainer.progress.update))
+
+    def run(folder: str, **kwargs):
+        files = MetricsFileCallback(tmp_path / folder / "m.jsonl", every_n_updates=1)
+        states = SaveTrainingStateCallback(tmp_path / folder / "states", save_every_n_steps=1)
+        train(make_trainer([listener(on_backward_start=log), files, states], seed=1), epochs=3, **kwargs)
+        rows = (tmp_path / folder / "m_updates.jsonl").read_text().splitlines()
+        return {row["update"]: row for row in map(json.loads, rows)}
+
+    whole = run("whole")
+    assert [row["rare"] for row in whole.values()] == [0, 0, 0, 0, 4, 4, 4, 4, 8]
+    for state in sorted((tmp_path / "whole" / "states").glob("update-*")):
+        for update, row in run(f"after {state.name}", resume_from=state).items():
+            assert row == whole[update]
+
+
 def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
     logs = listener(on_backward_start=lambda t, step, **_: t.log("noise", float(step)))
     files = MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pytorch_accel_lite.batches import is_number
 from pytorch_accel_lite.devices import AsyncCopy, accumulation_dtype
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
@@ -110,6 +111,8 @@ class StepLogger(TrainerCallback, ABC):
             check_positive_int("every_n_updates", every_n_updates)
         self.every_n_updates = every_n_updates
         self._ranks: Ranks | None = None
+        self._logged_by: Trainer | None = None
+        self._loaded_latest: list[dict[str, float]] = []
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
         #: An epoch and its sums of losses and weights at the last row, from which the next row's mean follows. They are
@@ -137,6 +140,7 @@ class StepLogger(TrainerCallback, ABC):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         self._ranks = trainer.ranks
+        self._logged_by = trainer
         self._background = None
         self._pending.clear()
         self._sums = (0, 0.0, 0.0)
@@ -249,13 +253,27 @@ class StepLogger(TrainerCallback, ABC):
                 self._background.wait()
             except OSError as error:
                 raise RuntimeError(f"{type(self).__name__} could not write its rows: {error}") from error
-        return {"sums": list(self._sums), "last_row": dict(self._last_row)}
+        return {"sums": list(self._sums), "last_row": dict(self._last_row), "latest_by_rank": self._latest_by_rank()}
+
+    def _latest_by_rank(self) -> list[dict[str, float]]:
+        """Return the step metrics of all processes: some may not be measured again before the next row."""
+        trainer = self._logged_by
+        if trainer is None:
+            return self._loaded_latest
+        if self.every_n_updates is None or trainer.logical is not None:
+            return []
+        own = {name: float(value) for name, value in trainer.step_metrics.items() if is_number(value)}
+        return trainer.ranks.all_gather_object(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`."""
         epoch, total, count = state["sums"]
         self._sums = (int(epoch), total, count)
         self._last_row = dict(state["last_row"])
+        self._loaded_latest = latest = state.get("latest_by_rank", [])  # older states have none
+        trainer = self._logged_by
+        if trainer is not None and len(latest) == trainer.ranks.world_size:
+            trainer.step_metrics.update(latest[trainer.ranks.rank])
 
 
 def _number(name: str, value: Any) -> float | None:
