@@ -138,7 +138,8 @@ class _Norms:
     def add(self, norm: Any, limit: float | None) -> None:
         """Add a norm, which on a GPU is a tensor that is not read."""
         if isinstance(norm, torch.Tensor):
-            self.max = torch.clamp(norm, min=self.max) if self.count else norm
+            largest = self.max.to(norm.device) if isinstance(self.max, torch.Tensor) else self.max  # loaded on the CPU
+            self.max = torch.clamp(norm, min=largest) if self.count else norm
             self.sum = norm.to(accumulation_dtype(norm.device)) + self.sum
         else:
             self.max = norm if norm > self.max or math.isnan(norm) else self.max

@@ -74,8 +74,7 @@ class GradientSpikeCallback(TrainerCallback):
 
     def _skip(self, trainer: Trainer, norm: float) -> None:
         usual = self._usual()
-        is_known = trainer.progress.update >= self.warm_up_updates and self._name in self._counts
-        if math.isfinite(norm) and not (is_known and norm > self.factor * usual):
+        if math.isfinite(norm) and not (self._is_known(trainer) and norm > self.factor * usual):
             self._in_a_row = 0
             self._add(norm)
             return
@@ -96,12 +95,16 @@ class GradientSpikeCallback(TrainerCallback):
         average = self._averages.get(self._name)
         if isinstance(average, float):  # of a resumed run: dividing a number by a norm is less precise
             self._averages[self._name] = torch.full_like(norm, average, dtype=accumulation_dtype(norm.device))
-        if trainer.progress.update >= self.warm_up_updates:
+        if self._is_known(trainer):
             largest = self.factor * self._usual()
             now = torch.nn.utils.get_total_norm(gradients)  # they may have been clipped
             torch._foreach_mul_(gradients, (largest / now).clamp(max=1.0).to(gradients[0].dtype))
         norm = norm.to(accumulation_dtype(norm.device))
         self._add(torch.where(torch.isfinite(norm) & (norm <= largest), norm, self._usual()))
+
+    def _is_known(self, trainer: Trainer) -> bool:
+        """Whether there is a usual norm; an optimizer may make its first update after the warm-up."""
+        return trainer.progress.update >= self.warm_up_updates and self._name in self._counts
 
     def _usual(self) -> Any:
         """Return the average, bias-corrected as in Adam."""
