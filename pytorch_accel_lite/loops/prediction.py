@@ -114,9 +114,10 @@ def _predicted(
             self.call_event("on_predict_run_start")
             sync_ddp_buffers(self.model, self.ranks)
             with evaluation_mode(self.model) if run.outer is None else nullcontext():
+                keeps = _keeps(self, only_first)
                 for parts in _steps_of_all(self, run, only_first, is_whole):
-                    with _suspended(self, run):
-                        yield parts if _keeps(self, only_first) else []
+                    with nullcontext() if is_whole else _suspended(self, run):
+                        yield parts if keeps else []
             self.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
             self.call_event("on_predict_run_end")
