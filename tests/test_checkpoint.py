@@ -24,7 +24,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from tests import ancestor
 from tests.launching import run_code
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import equal, listener, make_data, make_model, make_trainer, same, train, weights
 
 
 def trained(seed: int = 0, **kwargs: Any) -> Trainer:
@@ -32,17 +32,6 @@ def trained(seed: int = 0, **kwargs: Any) -> Trainer:
     model = make_model(seed)
     trainer = make_trainer(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
     return train(trainer, epochs=2, create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.9), **kwargs)
-
-
-def equal_states(first: Any, second: Any) -> bool:
-    """Whether two nested states hold the same bits."""
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal_states(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(equal_states, first, second))
-    return bool(first == second)
 
 
 def save_file(path: Path, model: nn.Module, prefix: str = "", **more: Any) -> Path:
@@ -61,8 +50,8 @@ def test_weights_and_the_states_of_optimizer_and_scheduler_make_the_round_trip(t
     assert not equal(weights(saved.model), weights(loaded.model))
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
     assert equal(weights(saved.model), weights(loaded.model))
-    assert equal_states(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
-    assert equal_states(saved.scheduler.state_dict(), loaded.scheduler.state_dict())
+    assert same(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
+    assert same(saved.scheduler.state_dict(), loaded.scheduler.state_dict())
     assert (checkpoint["epoch"], checkpoint["note"], checkpoint["scores"]) == (2, "good", [0.5, 0.75])
     assert set(checkpoint) == {
         "model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "epoch", "note", "scores"
@@ -93,7 +82,7 @@ def test_a_checkpoint_can_be_loaded_when_the_run_has_made_its_scheduler(tmp_path
         [listener(on_training_run_start=load)], model=model, optimizer=torch.optim.Adam(model.parameters())
     )
     train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.9))
-    assert equal_states(seen[0][0], saved.scheduler.state_dict())
+    assert same(seen[0][0], saved.scheduler.state_dict())
     assert equal(seen[0][1], weights(saved.model))
 
 
@@ -115,8 +104,8 @@ def test_what_is_not_to_be_saved_is_not_in_the_file_and_stays_as_it_was(tmp_path
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
     assert ("optimizer_state_dict" in checkpoint, "scheduler_state_dict" in checkpoint) == (optimizer, scheduler)
     assert equal(weights(saved.model), weights(loaded.model))
-    assert equal_states(loaded.optimizer.state_dict(), before[0]) != optimizer
-    assert optimizer or equal_states(loaded.scheduler.state_dict(), before[1])
+    assert same(loaded.optimizer.state_dict(), before[0]) != optimizer
+    assert optimizer or same(loaded.scheduler.state_dict(), before[1])
 
 
 def test_what_is_not_to_be_loaded_stays_as_it_was(tmp_path):
@@ -124,7 +113,7 @@ def test_what_is_not_to_be_loaded_stays_as_it_was(tmp_path):
     loaded = trained(seed=1)
     before = copy.deepcopy(loaded.optimizer.state_dict())
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt", load_optimizer=False, load_scheduler=False)
-    assert equal_states(loaded.optimizer.state_dict(), before)
+    assert same(loaded.optimizer.state_dict(), before)
     assert "optimizer_state_dict" in checkpoint
 
 
@@ -185,7 +174,7 @@ def test_what_was_saved_can_be_loaded_or_is_refused_by_name_when_saved(tmp_path,
         assert not (tmp_path / "model.pt").exists()
         return
     entry = trainer.load_checkpoint(tmp_path / "model.pt")["my_entry"]
-    assert np.array_equal(entry, THINGS[name]) if "array" in name else equal_states(entry, THINGS[name])
+    assert np.array_equal(entry, THINGS[name]) if "array" in name else same(entry, THINGS[name])
 
 
 def test_what_a_model_adds_to_its_state_is_refused_when_saved_if_it_could_not_be_loaded(tmp_path):
@@ -290,7 +279,7 @@ def refuse(path: Path, error: type[Exception], match: str, trainer: Trainer | No
     with pytest.raises(error, match=match) as caught:
         trainer.load_checkpoint(path, **kwargs)
     assert equal(weights(trainer.model), before[0])
-    assert not trainer.optimizer or equal_states(trainer.optimizer.state_dict(), before[1])
+    assert not trainer.optimizer or same(trainer.optimizer.state_dict(), before[1])
     return str(caught.value)
 
 
@@ -526,7 +515,7 @@ def test_a_file_of_the_ancestor_is_loaded_with_optimizer_and_scheduler(exchange)
     trainer = trained(seed=1)
     assert trainer.load_checkpoint(exchange / "ancestor.pt")["epoch"] == 2
     assert equal(weights(trainer.model), theirs["model_state_dict"])
-    assert equal_states(trainer.optimizer.state_dict(), theirs["optimizer_state_dict"])
+    assert same(trainer.optimizer.state_dict(), theirs["optimizer_state_dict"])
     assert trainer.scheduler.state_dict()["_step_count"] == theirs["scheduler_state_dict"]["_step_count"]
     train(trainer)
 
@@ -535,5 +524,5 @@ def test_the_ancestor_loads_our_file_with_optimizer_and_scheduler(exchange):
     ours = torch.load(exchange / "ours.pt", weights_only=True)
     back = torch.load(exchange / "ours_saved_by_the_ancestor.pt", weights_only=True)
     assert equal(ours["model_state_dict"], back["model_state_dict"])
-    assert equal_states(ours["optimizer_state_dict"], back["optimizer_state_dict"])
+    assert same(ours["optimizer_state_dict"], back["optimizer_state_dict"])
     assert back["scheduler_state_dict"]["_step_count"] == ours["scheduler_state_dict"]["_step_count"]

@@ -75,7 +75,7 @@ def try_lock(file: IO[Any]) -> bool:
             return False
         warnings.warn(
             f"{os.fspath(file.name)!r} cannot be locked, as its disk has no file locks ({error.strerror}). The run "
-            "goes on without: give no other run the same folder.",
+            "continues without a lock: do not let another run write to the same folder.",
             stacklevel=2,
         )
     return True

@@ -232,19 +232,18 @@ class _Parts:
 
     def __init__(self, function: FunctionType) -> None:
         self._is_open = is_open = [False]
-        codes: set[CodeType] = set()
-
+        codes: dict[int, CodeType] = {}  # by identity: copies of code are equal, but compiled apart
         gc.collect()  # trainers are cycles; those that are gone still count, with all that was compiled for them
 
         def note(code: CodeType, new_code: CodeType) -> None:
             if is_open[0]:
-                codes.add(code)
+                codes[id(code)] = code
 
         handle = register_bytecode_hook(note)
 
         def free() -> None:
             handle.remove()
-            for code in codes:
+            for code in codes.values():
                 reset_code(code)
 
         weakref.finalize(function, free).atexit = False

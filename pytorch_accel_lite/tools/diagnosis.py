@@ -127,7 +127,9 @@ def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
     samples = sum(find_batch_size(batch.data) for batch in held) / len(held)
     found = Diagnosis(count, samples, data, forward, max(backward - forward, 0), max(update - backward, 0), whole)
     found.advice = list(_advise(trainer, found))
-    if trainer.device.type == "cpu" and not _is_compiled(trainer) and forward + found.backward > _LONG_STEP:
+    # Several processes would have to agree on it, as the backward pass communicates.
+    is_alone_on_cpu = trainer.device.type == "cpu" and trainer.ranks.world_size == 1
+    if is_alone_on_cpu and not _is_compiled(trainer) and forward + found.backward > _LONG_STEP:
         share = fusible_share(lambda: _time(trainer, held, _backward))
         if share > _FUSIBLE_SHARE:
             found.advice.append(
@@ -155,7 +157,7 @@ def _read_on(loader: Any) -> Iterator[Batch]:
         if empty:
             raise ValueError(
                 "train_dataset is exhausted: it gave no batch when it was read again, as diagnose() does several "
-                "times. Let its __iter__ begin anew each time, or pass fewer num_steps."
+                "times. Let its __iter__ start again each time, or pass a smaller num_steps."
             )
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Operations that read and write each element once or a few times: torch's own code for them makes one pass over memory
 # each, while inductor's makes one for several.
 _FUSIBLE = re.compile(
-    r"norm|pool|elu|silu|sigmoid|tanh|threshold|hardtanh|clamp|softmax|dropout|where"
+    r"norm|pool|elu|silu|sigmoid|tanh|threshold|clamp|softmax|dropout|where"
     r"|^aten::(add|sub|mul|div|pow|exp|log|sqrt|rsqrt|abs|neg|copy|fill|erf|sin|cos|lerp|addcmul|addcdiv)_?(\.|$)"
 )
 

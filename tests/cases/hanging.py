@@ -90,7 +90,7 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
 
 
 def _slow_to(read: float, compute: float) -> None:
-    """Train while rank 1 takes so many seconds for a sample and for a forward pass, which takes 1 ms on the others."""
+    """Train while each sample and each forward pass takes this many seconds on rank 1; on others, a pass takes 1 ms."""
 
     class Slow(Rows):
         def __getitem__(self, index: int) -> Any:

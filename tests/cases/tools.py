@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.cases.common import IN_ORDER, global_batch, rank, world_size
-from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import equal, own_clock, quiet_trainer, regression_data, small_model, weights
 
 
 class NotOnTheLast(nn.Module):
@@ -49,8 +50,21 @@ def finding() -> Any:
     }
 
 
+class SlowOnTheLast(nn.Module):
+    """Takes long on the last rank alone, by a clock that stands still otherwise."""
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        super().__init__()
+        self.inner, self.spend = small_model(), spend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.spend(0.02 if rank() == world_size() - 1 else 1e-5)
+        return self.inner(x)
+
+
 def diagnosis() -> Any:
-    model = small_model()
-    before = weights(model)
-    found = quiet_trainer(model).diagnose(regression_data(48), num_steps=4)
+    with own_clock() as spend:
+        model = SlowOnTheLast(spend)
+        before = weights(model)
+        found = quiet_trainer(model).diagnose(regression_data(48), num_steps=4)
     return {"unchanged": equal(weights(model), before), "steps": found.steps, "step": found.step}
