@@ -107,7 +107,7 @@ def test_metrics_and_averages_use_them():
         def evaluate_step(self, x, labels):
             return super().evaluate_step(labels, x)
 
-    trainer = make_trainer(callbacks=[metrics, ModelEmaCallback(decay=0.5)])
+    trainer = make_trainer(callbacks=[metrics, ModelEmaCallback(decay=0.5, save_path=None)])
     history = train(trainer).run_history
     mse = (trainer.model(Named().x) - Named().y).square().mean().item()
     assert history.get_latest_metric("mse") == pytest.approx(mse)

@@ -95,10 +95,10 @@ def test_an_epoch_is_a_row_of_aligned_numbers(capsys):
     assert summary.startswith("Trained 3 epochs, 9 updates, in ")
 
 
-def test_the_best_value_is_marked_and_named_in_the_summary(capsys):
+def test_the_best_value_is_marked_and_named_in_the_summary(capsys, tmp_path):
     values = iter([3.0, 1.0, 2.0, 0.5, 0.7])
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("score", next(values)))
-    best = SaveBestModelCallback(watch_metric="score", greater_is_better=False, load_saved_checkpoint=False)
+    best = SaveBestModelCallback(tmp_path / "best.pt", "score", False, load_saved_checkpoint=False)
     train(make_trainer(table(record, best)), epochs=5, eval_dataset=True)
     lines = printed(capsys)
     assert [re.search(r"\d\.\d{4}\*", line) is not None for line in lines[2:7]] == [True, True, False, True, False]
