@@ -26,10 +26,17 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
+# uv installs in seconds what takes pip minutes. pip follows, as uv does not know of mirrors that pip is configured for.
+define install
+$(1)/python -m pip install --quiet --disable-pip-version-check uv && \
+	$(1)/uv pip install --quiet --python $(1)/python $(2) || \
+	$(1)/python -m pip install --quiet --disable-pip-version-check $(2)
+endef
+
 # A stamp for each set of extras, renewed when pyproject.toml changes.
 $(EXTRAS)-%: pyproject.toml | $(BIN)/python
-	@echo "Installing into .venv; PyTorch alone takes some minutes ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]"
+	@echo "Installing into .venv; PyTorch is large ..."
+	$(call install,$(BIN),-e ".[$*]")
 	@touch $@
 
 demo: $(EXTRAS)-examples
@@ -54,7 +61,7 @@ coverage: $(EXTRAS)-test
 
 $(OLDEST)/.installed: tests/oldest.txt pyproject.toml
 	$(OLDEST_PYTHON) -m venv .venv-oldest
-	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check -r tests/oldest.txt -e .
+	$(call install,$(OLDEST),-r tests/oldest.txt -e .)
 	@touch $@
 
 # Warnings are no errors there: old versions of other packages warn of each other.
@@ -65,8 +72,7 @@ check: $(EXTRAS)-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff check --target-version py314 --ignore UP,B912 .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/mypy --python-version 3.14
+	$(BIN)/mypy --python-version 3.14 & newest=$$!; $(BIN)/mypy; oldest=$$?; wait $$newest && exit $$oldest
 
 format: $(EXTRAS)-test
 	$(BIN)/ruff format .
