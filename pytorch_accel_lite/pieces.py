@@ -213,23 +213,26 @@ class _Column:
 
     def __init__(self, like: torch.Tensor, num_rows: int) -> None:
         self._size = 0
-        self._rows = like.new_empty((max(num_rows, len(like)), *like.shape[1:]))
+        self._room = max(num_rows, len(like))
+        self._dtype, self._shape = like.dtype, like.shape[1:]
+        self._rows = like.new_empty((self._room, *self._shape))
 
     def fits(self, rows: Any) -> bool:
-        return _is_plain(rows) and rows.dtype is self._rows.dtype and rows.shape[1:] == self._rows.shape[1:]
+        return _is_plain(rows) and rows.dtype is self._dtype and rows.shape[1:] == self._shape
 
     def add(self, rows: torch.Tensor) -> None:
         number = rows.shape[0]
         end = self._size + number
-        if end > len(self._rows):
-            grown = self._rows.new_empty((max(end, 2 * len(self._rows)), *self._rows.shape[1:]))
+        if end > self._room:
+            self._room = max(end, 2 * self._room)
+            grown = self._rows.new_empty((self._room, *self._shape))
             grown[: self._size] = self._rows[: self._size]
             self._rows = grown
         self._rows.narrow(0, self._size, number).copy_(rows)
         self._size = end
 
     def result(self) -> torch.Tensor:
-        return self._rows if self._size == len(self._rows) else self._rows[: self._size].clone()
+        return self._rows if self._size == self._room else self._rows[: self._size].clone()
 
 
 def reorder(outputs: Any, order: Sequence[int]) -> Any:

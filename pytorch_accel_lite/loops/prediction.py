@@ -58,8 +58,8 @@ def predict(
     is_empty = True
     for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True):
         is_empty = False
-        for part in parts:
-            outputs.add(part)
+        while parts:
+            outputs.add(parts.pop(0))  # the next outputs take the memory of these
     if is_empty:
         raise ValueError(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
@@ -114,10 +114,9 @@ def _predicted(
             self.call_event("on_predict_run_start")
             sync_ddp_buffers(self.model, self.ranks)
             with evaluation_mode(self.model) if run.outer is None else nullcontext():
-                keeps = _keeps(self, only_first)
-                for parts in _steps_of_all(self, run, only_first, is_whole):
-                    with nullcontext() if is_whole else _suspended(self, run):
-                        yield parts if keeps else []
+                steps = _steps_of_all(self, run, only_first, is_whole)
+                steps = steps if _keeps(self, only_first) else ([] for _ in steps)
+                yield from steps if is_whole else _suspending(self, run, steps)
             self.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
             self.call_event("on_predict_run_end")
@@ -188,6 +187,7 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[list[Any]]:
     """Yield this process's outputs step by step, on the CPU: none of a step that failed and is skipped."""
     logical = trainer.logical
     hears = trainer.callback_handler.listeners
+    compute = _forward_pass(trainer)
     shares: list[Any] = []
     for batch in run.eval_loader.steps(run.progress.epoch, run.request.first_sample):
         run.batch = batch
@@ -196,8 +196,7 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[list[Any]]:
         try:
             if isinstance(batch.data, FailedRead):
                 raise batch.data.error
-            with mixed_precision(trainer.accelerator):
-                output = trainer.calculate_predict_batch_output(batch.data)
+            output = compute(batch.data)
         except Exception as error:
             if not is_skipped(error, trainer, run, "prediction"):
                 raise
@@ -207,19 +206,32 @@ def _outputs(trainer: Trainer, run: Run) -> Iterator[list[Any]]:
             if batch.num_samples != 0:
                 size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
                 shares.append(to_cpu(output, size))
+            del output
         if batch.share is None or batch.share.ends_step:
             yield shares
             shares = []
 
 
-@contextmanager
-def _suspended(trainer: Trainer, run: Run) -> Iterator[None]:
+def _forward_pass(trainer: Trainer) -> Callable[[Any], Any]:
+    compute = trainer.calculate_predict_batch_output
+    if not trainer.accelerator.native_amp:
+        return compute
+
+    def with_autocast(batch: Any) -> Any:
+        with mixed_precision(trainer.accelerator):
+            return compute(batch)
+
+    return with_autocast
+
+
+def _suspending(trainer: Trainer, run: Run, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:
     """Make the run around a prediction the current one while a part of the prediction is being used."""
-    if run.before is not None:
-        trainer.current_run = run.before
-    try:
-        yield
-    finally:
-        if run in trainer.open_runs:
-            run.before = trainer.current_run
-            trainer.current_run = run
+    for parts in steps:
+        if run.before is not None:
+            trainer.current_run = run.before
+        try:
+            yield parts
+        finally:
+            if run in trainer.open_runs:
+                run.before = trainer.current_run
+                trainer.current_run = run
