@@ -121,7 +121,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"given": {"accelerator": bf16}},
     "parts of batches": {"auto_microbatch": True},
     "a compiled model": {"given": {"compile_model": AS_PLAIN}},
-    "an averaged model": {"given": {"callbacks": [partial(ModelEmaCallback, 0.5)]}, "eval_dataset": DATA},
+    "an averaged model": {
+        "given": {"callbacks": [partial(ModelEmaCallback, 0.5, save_path=None)]},
+        "eval_dataset": DATA,
+    },
     "an optimizer with a closure": {"optimizer": partial(torch.optim.LBFGS, max_iter=2)},
 }
 

@@ -200,7 +200,7 @@ def test_what_a_step_returns_is_recorded_and_seen():
 
 
 def test_an_average_follows_the_model_once_a_step():
-    trainer = GAN(callbacks=[average := ModelEmaCallback(decay=0.5, evaluate_during_training=False)])
+    trainer = GAN(callbacks=[average := ModelEmaCallback(decay=0.5, evaluate_during_training=False, save_path=None)])
     trainer.train(FULL, 1, per_device_batch_size=13)
     assert average.ema.num_updates == 2
 
