@@ -381,6 +381,13 @@ def test_a_finished_run_does_nothing_more_and_says_so(tmp_path, capsys):
     assert "Nothing left to do: the run had finished" in capsys.readouterr().out
 
 
+def test_a_finished_run_that_was_killed_too_soon_removes_its_old_states_when_resumed(tmp_path):
+    run(tmp_path)
+    *_, newest = states(tmp_path)
+    run(tmp_path, max_checkpoints=1)
+    assert states(tmp_path) == [newest]
+
+
 DAMAGES = {
     "emptied": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),

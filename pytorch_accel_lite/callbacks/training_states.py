@@ -248,6 +248,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         try:
             if self._writer is not None:
                 self._attempt(trainer, self._writer.wait)
+            if trainer.progress.samples == self._resumed_at:  # killed after its last save, it may have left old states
+                self._attempt(trainer, lambda: trainer.ranks.run_together(self._rotation(trainer), only_first=True))
         finally:
             self._writer = None
             self._store.unlock()
@@ -290,13 +292,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._best_before = self._best
         if is_best or not trainer.progress.is_mid_epoch:
             self._best = self._ranked(state_name(trainer.progress.update))
-        protected = {*self._best, state_name(trainer.progress.update)}
-        is_main = trainer.accelerator.is_main_process
-
-        def rotate() -> None:
-            if is_main:
-                self._store.rotate(self.max_checkpoints, protected)
-
+        rotate = self._rotation(trainer) if trainer.accelerator.is_main_process else lambda: None
         how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
             how["sharded"] = True
@@ -310,7 +306,12 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved_clock = trainer.current_run.clock
         self._attempt(trainer, save)
 
-    def _attempt(self, trainer: Trainer, action: Callable[[], None]) -> None:
+    def _rotation(self, trainer: Trainer) -> Callable[[], None]:
+        """Return what removes all states but those to keep, as of now: it may be called while training goes on."""
+        protected = {*self._best, state_name(trainer.progress.update)}
+        return lambda: self._store.rotate(self.max_checkpoints, protected)
+
+    def _attempt(self, trainer: Trainer, action: Callable[[], object]) -> None:
         """Run an action that may fail for lack of disk space or permissions."""
         try:
             action()
