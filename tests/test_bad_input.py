@@ -493,7 +493,9 @@ def test_no_fsdp_plugin_is_no_error(monkeypatch):
     accelerator = Accelerator()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    train(make_trainer(accelerator=accelerator))
+    trainer = make_trainer(accelerator=accelerator)
+    train(trainer)
+    assert trainer.progress.update == 3
 
 
 # ----------------------------------------------------------------------------- errors of the user's code

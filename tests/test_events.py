@@ -308,7 +308,11 @@ def test_a_custom_event_fired_by_an_overridden_step_is_heard_in_the_run():
 
 
 def test_a_custom_event_that_nobody_defines_is_no_error():
-    make_trainer([recording_callback()]).callback_handler.call_event("on_nothing_of_ours")
+    callback: Any = recording_callback()
+    trainer = make_trainer([callback])
+    before = fired(callback)
+    trainer.callback_handler.call_event("on_nothing_of_ours", trainer)
+    assert fired(callback) == before
 
 
 def test_a_callback_added_later_hears_from_then_on():
@@ -365,7 +369,8 @@ def test_custom_and_right_event_names_do_not_warn(name):
 def test_shipped_callbacks_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_trainer(DEFAULT_CALLBACKS)
+        trainer = make_trainer(DEFAULT_CALLBACKS)
+    assert len(trainer.callback_handler) == len(DEFAULT_CALLBACKS)
 
 
 def test_the_handler_prints_each_event_with_its_listeners_in_order():
