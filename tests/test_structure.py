@@ -1,4 +1,4 @@
-"""The house: which room imports which, what is loaded with the package, how large files are."""
+"""The house: which room imports which, and what is loaded with the package."""
 
 from __future__ import annotations
 
@@ -87,37 +87,6 @@ def test_importing_the_package_loads_the_core_and_the_default_callbacks_alone():
         assert not [name for name in loaded if name.startswith(f"pytorch_accel_lite.{optional}")]
     callbacks = {name.removeprefix("pytorch_accel_lite.callbacks.") for name in loaded if ".callbacks." in name}
     assert callbacks == DEFAULTS
-
-
-#: Rooms that a plain run has no use for.
-OPTIONAL = {"checkpoint", "finetuning", "helpers", "pieces", "placeholders", "plotting", "replicas", "reprs"}
-OPTIONAL |= {"restoring", "schedulers", "schemes", "sharding", "timm_trainer", "tools"}
-PLAIN_RUN = """
-import json, sys, torch
-from torch.utils.data import TensorDataset
-from pytorch_accel_lite import Trainer
-
-model = torch.nn.Linear(4, 2)
-trainer = Trainer(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
-data = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
-trainer.train(data, num_epochs=2, eval_dataset=data)
-loaded = {name: module.__file__ for name, module in sys.modules.items() if name.startswith("pytorch_accel_lite")}
-print(json.dumps(loaded))
-"""
-
-
-@pytest.mark.slow
-def test_a_plain_run_loads_no_more_than_one_can_read_in_a_sitting():
-    loaded = {name: Path(path) for name, path in json.loads(run_python(PLAIN_RUN)).items()}
-    core = {name: path for name, path in loaded.items() if room_of(name) != "callbacks"}
-    assert not OPTIONAL & set(map(room_of, core))
-    assert sum(len(path.read_text().splitlines()) for path in core.values()) < 6_800, sorted(core)
-
-
-def test_files_are_not_longer_than_one_can_read():
-    most = {"trainer.py": 600, "loops/training.py": 250}
-    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in FILES}
-    assert [name for name, length in lengths.items() if length > most.get(name, 450)] == []
 
 
 def test_the_public_interface_is_what_is_written_down():
