@@ -48,7 +48,7 @@ class Placeholder:
     def resolve(self, trainer: Trainer) -> Any:
         """Return the value of the expression in the trainer's current run.
 
-        :raises PlaceholderError: if a value does not exist in this run
+        :raises PlaceholderError: if a value does not exist in this run, or is divided by zero
         """
         return self._compute(trainer)
 
@@ -97,7 +97,10 @@ class Placeholder:
 
 def _expression(text: str, apply: Callable[..., Any], *operands: Any) -> Placeholder:
     def compute(trainer: Trainer) -> Any:
-        return apply(*(replace_trainer_placeholder_values(trainer, operand) for operand in operands))
+        try:
+            return apply(*(replace_trainer_placeholder_values(trainer, operand) for operand in operands))
+        except ArithmeticError as error:
+            raise PlaceholderError(f"{text} cannot be resolved in this run: {error}.") from error
 
     return Placeholder(text, compute)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,18 @@ def create_by(activation: Callable[..., nn.Module] = nn.ReLU):
     return Net(3, activation())
 
 
+def create_folder(name: str) -> None:
+    Path(name).mkdir()
+
+
+def create_model_or_not(width: int = 3) -> Net | None:
+    return Net(width)
+
+
+def create_several(parameters: Iterable[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+    return {"all": torch.optim.SGD(parameters, lr=0.1)}
+
+
 def create_numbered(options: dict[int, int]):
     return Net(options[1] + options[2])
 
@@ -119,6 +131,15 @@ class CrashAtFirst(CrashAt):
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             super().on_train_step_end(trainer, **kwargs)
+
+
+class Settings:
+    """No dataset, but what a trainer that reads data in a way of its own may need."""
+
+
+class ReadsItself(Trainer):
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Any:
+        return [load_data(batch_size).tensors]
 
 
 class OwnTrainer(Trainer):

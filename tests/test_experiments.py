@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra cli")
 from pytorch_accel_lite.experiment import Experiment, ExperimentError
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.expressions import parse
+from pytorch_accel_lite.experiment.files import PARTS
 from pytorch_accel_lite.experiment.weights import find_weights, load_weights
 
 FILE = """
@@ -542,6 +544,29 @@ WRONG = [
     (FILE, ["--scheduler=MultiStepLR"], "command line: scheduler needs scheduler.milestones, without a default."),
     (FILE, ["--scheduler=LambdaLR"], "command line: scheduler needs scheduler.lr_lambda, without a default."),
     (
+        FILE + SCHEDULE.replace("NUM_EPOCHS *", "4 // (NUM_EPOCHS - 2) *"),
+        [],
+        "small.yaml, line 25: scheduler.total_steps: (4 // (TrainerPlaceholderValues.NUM_EPOCHS - 2)) cannot be "
+        "resolved in this run: ",
+    ),
+    (
+        FILE,
+        ["--scheduler=StepLR", "--scheduler.step_size=EVAL_DATALOADER_LEN", "--data.eval=null"],
+        "command line: scheduler.step_size: TrainerPlaceholderValues.EVAL_DATALOADER_LEN cannot be resolved: there is",
+    ),
+    ("train: &all\n  num_epochs: [*all]", [], "small.yaml, line 1: the value with this anchor contains an alias (*)"),
+    (
+        "a: &a [" + "x, " * 9 + "]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in pairwise("abcdefghi")),
+        [],
+        "small.yaml, line 5: aliases (*) repeat more than 10,000 values. Use fewer of them.",
+    ),
+    ("train: " + "[" * 3000 + "]" * 3000, [], "small.yaml is nested too deeply."),
+    (
+        FILE.replace("width: 5", "activation: {class_path: fractions.Fraction}"),
+        [],
+        "must be null. Import path fractions.Fraction does not correspond to a subclass of Module.",
+    ),
+    (
         FILE,
         ["--scheduler=MultiStepLR", "--scheduler.milestones=[2, 3 * NUM_EPOCH]"],
         "scheduler.milestones='3 * NUM_EPOCH' must be a whole number, or an expression: 'NUM_EPOCH' is not a "
@@ -577,6 +602,43 @@ def test_commands_name_what_the_file_lacks(file, capsys, command, text, error):
     code, _, errors = run(command, file, capsys=capsys)
     assert code == 2
     assert error in errors
+
+
+UNFIT = {  # what would make something called "made" if it were called
+    "not makedirs() of Python's standard library": {"class_path": "os.makedirs", "init_args": {"name": "made"}},
+    "not the class ZipFile": {"class_path": "zipfile.ZipFile", "init_args": {"file": "made", "mode": "w"}},
+    "not what create_folder() is annotated to return: None": {
+        "class_path": "tests.experiment_parts.create_folder",
+        "init_args": {"name": "made"},
+    },
+}
+
+
+@pytest.mark.parametrize("key", [*PARTS, "callbacks"])
+@pytest.mark.parametrize("reason", UNFIT)
+def test_what_a_file_names_is_checked_before_it_is_called(file, capsys, key, reason):
+    if key == "loss_func" and "annotated" in reason:
+        pytest.skip("a loss function is not called to make one")
+    content = yaml.safe_load(FILE)
+    owner = content["data"] if key.startswith("data.") else content
+    owner[key.removeprefix("data.")] = [UNFIT[reason]] if key == "callbacks" else UNFIT[reason]
+    file.write_text(yaml.safe_dump(content))
+    code, _, errors = run("train", file, capsys=capsys)
+    assert code == 2
+    assert re.search(rf"small.yaml, line \d+: {key}(\.0)? must be an? .*{re.escape(reason)}\.", errors)
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model=tests.experiment_parts.create_model_or_not"],
+        ["--optimizer=tests.experiment_parts.create_several"],
+        ["--data.train=tests.experiment_parts.Settings", "--trainer=tests.experiment_parts.ReadsItself"],
+    ],
+)
+def test_what_may_be_the_part_that_names_it_is_called(file, arguments):
+    assert read(file, *arguments).train().progress.epoch == 2
 
 
 def test_a_list_that_is_none_is_named(file, capsys):

@@ -198,11 +198,11 @@ def evaluate(tree: Any, names: dict[str, Any], smallest: Any, largest: Any) -> A
 
 
 def outcome(compute: Any) -> Any:
-    """A value with its type, or the type of the error."""
+    """A value with its type, or the type of the error, which for a placeholder is that of its cause."""
     try:
         value = compute()
-    except (ZeroDivisionError, OverflowError) as error:
-        return type(error)
+    except (ZeroDivisionError, OverflowError, PlaceholderError) as error:
+        return type(error.__cause__ or error)
     return type(value), value
 
 
@@ -561,6 +561,8 @@ def test_a_type_error_inside_the_users_length_keeps_its_traceback():
     assert any("NoneType" in text for text in chain)
 
 
-def test_a_division_by_zero_in_an_expression_is_pythons_own_error(trainer):
-    with pytest.raises(ZeroDivisionError):
-        value_in(trainer, 1 / (P.NUM_EPOCHS - 2))
+def test_a_division_by_zero_names_the_expression(trainer):
+    message = r"\(1 / \(TrainerPlaceholderValues.NUM_EPOCHS - 2\)\) cannot be resolved in this run: division by zero\."
+    with pytest.raises(PlaceholderError, match=message) as caught:
+        value_in(trainer, 3 + 1 / (P.NUM_EPOCHS - 2))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

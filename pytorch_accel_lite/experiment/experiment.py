@@ -197,10 +197,8 @@ class Experiment:
         given = {name: value for name, value in given.items() if name not in known or value != known[name].default}
         if key == "scheduler":
             self._check_rate(given)
-            try:
-                given = replace_expressions(given)
-            except ValueError as error:
-                raise ExperimentError(f"{self._parser.place(key)}: {error}.") from error
+            place = self._parser.place
+            given = {name: replace_expressions(given[name], place(f"{key}.init_args.{name}")) for name in given}
         return partial(made, **given) if given else made
 
     def _factory(self, key: str) -> Any:

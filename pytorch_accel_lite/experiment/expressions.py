@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from pytorch_accel_lite.experiment.files import ExperimentError
 from pytorch_accel_lite.placeholders import Placeholder, TrainerPlaceholderValues
+from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import did_you_mean
 
 _NAMES: dict[str, Placeholder] = {
@@ -68,15 +71,37 @@ def parse(text: str) -> Any:
         raise ValueError(f"{text!r} is too large") from error
 
 
-def replace_expressions(value: Any) -> Any:
-    """Return a nested value with placeholders in place of expressions."""
-    if isinstance(value, str):
-        return parse(value) if isinstance(value, Expression) or any(name in value for name in _NAMES) else value
+def replace_expressions(value: Any, place: str) -> Any:
+    """Return a nested value with placeholders in place of expressions.
+
+    :param place: where the value stands, which errors name, also those of placeholders when a run resolves them
+    :raises ExperimentError: if a text contains the name of a placeholder but is no expression
+    """
     if isinstance(value, (list, tuple)):
-        return type(value)(map(replace_expressions, value))
+        return type(value)(replace_expressions(item, place) for item in value)
     if isinstance(value, dict):
-        return {key: replace_expressions(item) for key, item in value.items()}
-    return value
+        return {key: replace_expressions(item, place) for key, item in value.items()}
+    if not isinstance(value, Expression) and not (isinstance(value, str) and any(name in value for name in _NAMES)):
+        return value
+    with _naming(place):
+        found = parse(value)
+    return _located(found, place) if isinstance(found, Placeholder) else found
+
+
+def _located(placeholder: Placeholder, place: str) -> Placeholder:
+    def compute(trainer: Trainer) -> Any:
+        with _naming(place):
+            return placeholder.resolve(trainer)
+
+    return Placeholder(repr(placeholder), compute)
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ExperimentError(f"{place}: {str(error).rstrip('.')}.") from error
 
 
 def _value(node: ast.expr) -> Any:

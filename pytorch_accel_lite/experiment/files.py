@@ -26,6 +26,8 @@ PARTS = (
     "trainer",
     "accelerator",
 )
+# The most values that aliases may add to those of a file: reading as many takes some seconds.
+_MAX_REPEATED = 10_000
 
 
 class ExperimentError(ValueError):
@@ -155,12 +157,17 @@ def _load(path: Path, under: str, where: str = "") -> tuple[dict[str, Any], dict
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path} is not a text file, and so no experiment in YAML.") from error
     try:
-        places = dict(_places(yaml.compose(text, yaml.SafeLoader), path, under))
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is not None:
+            _check_aliases(node, path, {})
+        places = dict(_places(node, path, under))
         content = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ExperimentError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError as error:
+        raise ExperimentError(f"{path} is nested too deeply.") from error
     if not isinstance(content, dict):
         raise ExperimentError(f"{path} must contain keys and values, such as 'model: my_module.MyModel'.")
     return content, places
@@ -191,6 +198,27 @@ _Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represen
 def dump_yaml(content: Any) -> str:
     """Return contents as YAML, of which ``load_yaml`` returns the same."""
     return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
+
+
+def _check_aliases(node: Any, path: Path, sizes: dict[int, int | None]) -> int:
+    """Return the number of values under a node, with those that an alias repeats.
+
+    :param sizes: that of each node so far, by its ``id``; ``None`` for those that contain this one
+    :raises ExperimentError: if an alias repeats what it is in itself, or aliases multiply to too many values
+    """
+    size = sizes.get(id(node), 0)
+    if size == 0:
+        sizes[id(node)] = None
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        size = sizes[id(node)] = 1 + sum(_check_aliases(part, path, sizes) for part in parts)
+    where = f"{path}, line {node.start_mark.line + 1}"
+    if size is None:
+        raise ExperimentError(f"{where}: the value with this anchor contains an alias (*) of itself. Remove the alias.")
+    if size > len(sizes) + _MAX_REPEATED:
+        raise ExperimentError(f"{where}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer of them.")
+    return size
 
 
 def _places(node: Any, path: Path, key: str) -> Iterator[tuple[str, str]]:

@@ -90,7 +90,7 @@ def _explain_value(message: str, document: Document, keys: Sequence[str]) -> str
     further = [line[2:] for line in lines if re.match("- (?!Expected a|Does not validate)", line)]
     for pattern, words in _FURTHER.items():
         further = [re.sub(pattern, words, line) for line in further]
-    reasons = "".join(further)
+    reasons = "".join(f". {reason}" if reason[0].isalnum() else reason for reason in further)
     if kinds == "text" and re.fullmatch(r"True|False|[\d.e+-]+", value[1]):  # what YAML has read as something else
         return f"{place}={value[1]} must be text: put it in quotes."
     text = f"{place}={value[1]!r} must be {kinds}{reasons}".rstrip(".")

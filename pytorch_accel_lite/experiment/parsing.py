@@ -17,6 +17,7 @@ from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.experiment.expressions import Expression
 from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, dump_yaml, short
 from pytorch_accel_lite.experiment.importing import full_name, import_path
+from pytorch_accel_lite.experiment.kinds import check_kinds
 from pytorch_accel_lite.experiment.messages import UNWRITABLE, explain, tidy_comments, tidy_help, without_unwritable
 from pytorch_accel_lite.experiment.overriding import (
     dig,
@@ -60,7 +61,7 @@ class Parser:
         if content.get("trainer") is None:
             content["trainer"] = {}
         self.parts = dict(self._import_parts())
-        self._import_callbacks()
+        check_kinds(document, self.parts | self._import_callbacks())
         self._parser = self._create()
         self._known = set(self._parser.get_defaults().keys())
         self._accept_further(given)
@@ -100,17 +101,20 @@ class Parser:
             part["init_args"] = part.get("init_args") or {}
             yield key, thing
 
-    def _import_callbacks(self) -> None:
+    def _import_callbacks(self) -> dict[str, Any]:
         given = self._document.content.get("callbacks") or []
         if not isinstance(given, list):
             raise ExperimentError(f"{self.place('callbacks')}={given!r} must be a list.")
         items = [{"class_path": item} if isinstance(item, str) else item for item in given]
+        found: dict[str, Any] = {}
         for number, item in enumerate(items):
             key = f"callbacks.{number}"
             if not isinstance(item, dict) or "class_path" not in item:
                 raise ExperimentError(f"{self.place(key)}={item!r} must be a class path, or class_path and init_args.")
-            item["class_path"] = full_name(import_path(self._document, key, item["class_path"]))
+            found[key] = import_path(self._document, key, item["class_path"])
+            item["class_path"] = full_name(found[key])
         self._document.content["callbacks"] = items
+        return found
 
     # ------------------------------------------------------------------------------------- the parser
 

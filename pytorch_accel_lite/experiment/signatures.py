@@ -78,7 +78,7 @@ def _with_types(thing: Any, key: str) -> Callable[..., Any]:
     """
     others = [p for p in inspect.signature(thing).parameters.values() if type(p.default) is not object]
     others = others if key == "accelerator" else others[1:]
-    hints = _hints(thing.__init__ if inspect.isclass(thing) else thing)
+    hints = type_hints(thing.__init__ if inspect.isclass(thing) else thing)
 
     def surrogate(**_: Any) -> None: ...
 
@@ -98,7 +98,7 @@ def _with_types(thing: Any, key: str) -> Callable[..., Any]:
     return surrogate
 
 
-def _hints(function: Any) -> dict[str, Any]:
+def type_hints(function: Any) -> dict[str, Any]:
     """Return the types of the arguments of a function as far as they are known: one by one, as any may be unknown."""
     function = inspect.unwrap(function)
     names = {**_TYPING, **getattr(function, "__globals__", {})}
