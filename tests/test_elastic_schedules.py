@@ -187,6 +187,16 @@ def test_a_one_cycle_schedule_of_a_fixed_length_is_an_error(tmp_path):
     refuse(tmp_path, create, 17, "OneCycleLR has total_steps=60, but the run steps it 120 times")
 
 
+def test_a_one_cycle_schedule_that_has_ended_says_how_to_train_longer(tmp_path):
+    first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first", save_every=EPOCHS * 15)
+    state = first.states / f"update-{EPOCHS * 15:09d}"
+    message = r"It is the schedule of the run that is resumed.*load_checkpoint\('<state>/model.safetensors'\)"
+    with pytest.raises(ValueError, match=message) as caught:
+        trained_with(TORCH["one cycle"], 4, 1, tmp_path / "again", resume=state, epochs=EPOCHS + 1)
+    assert "Placeholder" not in str(caught.value)
+    first.trainer.load_checkpoint(state / "model.safetensors")
+
+
 def test_a_scheduler_that_fails_when_it_is_stepped_is_an_error(tmp_path):
     def rate(update: int) -> float:
         return ([1.0] * 61)[update]

@@ -641,6 +641,13 @@ def test_what_may_be_the_part_that_names_it_is_called(file, arguments):
     assert read(file, *arguments).train().progress.epoch == 2
 
 
+def test_the_folder_of_a_run_in_place_of_a_file_is_answered_with_its_file(file, capsys):
+    read(file, "--output_dir=runs/whole").train()
+    capsys.readouterr()
+    code, _, errors = run("test", "runs/whole", capsys=capsys)
+    assert (code, "Did you mean runs/whole/experiment.yaml?" in errors) == (2, True)
+
+
 def test_a_list_that_is_none_is_named(file, capsys):
     assert "test.checkpoints='best' must be a list." in run("test", file, "--test.checkpoints=best", capsys=capsys)[2]
 
@@ -831,6 +838,9 @@ def test_a_training_state_is_inspected(file, capsys):
     assert "callbacks: " in printed
     assert "ExperimentRecord" in printed
     assert run("inspect", "nowhere", capsys=capsys)[::2] == (2, "error: There is no training state at 'nowhere'.\n")
+    code, _, errors = run("inspect", "runs/small/training_states", capsys=capsys)
+    advice = "it has no manifest.json. Pass one of the states in it, such as 'runs/small/training_states/update-000000006'."
+    assert (code, advice in errors) == (2, True)
     code, _, errors = run("inspect", file, capsys=capsys)
     assert (code, "is a file, but a training state is a directory" in errors) == (2, True)
 

@@ -207,7 +207,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if next(directory.glob("random_states_*.pkl"), None) is not None:
             raise ValueError(_OF_ACCELERATE.format(os.fspath(directory))) from None
-        raise DamagedStateError(f"{os.fspath(directory)!r} is not a training state: it has no {MANIFEST}.") from None
+        states = sorted(directory.glob(f"update-*/{MANIFEST}"))
+        advice = f" Pass one of the states in it, such as {os.fspath(states[-1].parent)!r}." if states else ""
+        raise DamagedStateError(
+            f"{os.fspath(directory)!r} is not a training state: it has no {MANIFEST}.{advice}"
+        ) from None
     except ValueError as error:
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):

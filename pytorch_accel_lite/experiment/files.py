@@ -29,6 +29,9 @@ PARTS = (
 # The most values that aliases may add to those of a file: reading as many takes some seconds.
 _MAX_REPEATED = 10_000
 
+#: Name of the resolved file that a run leaves in its folder.
+RESOLVED = "experiment.yaml"
+
 
 class ExperimentError(ValueError):
     """An experiment's file, or what overrides it, is wrong. The message names the file and line, or the key."""
@@ -153,7 +156,9 @@ def _load(path: Path, under: str, where: str = "") -> tuple[dict[str, Any], dict
         text = path.read_text()
     except OSError as error:
         reason = error.strerror or error
-        raise ExperimentError(f"{where}{path} cannot be read: {reason}. Check the path.") from error
+        kept = path / RESOLVED
+        advice = f"Did you mean {kept}?" if kept.is_file() else "Check the path."
+        raise ExperimentError(f"{where}{path} cannot be read: {reason}. {advice}") from error
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path} is not a text file, and so no experiment in YAML.") from error
     try:

@@ -10,7 +10,7 @@ import yaml
 
 from pytorch_accel_lite.checkpoint.files import try_lock
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.experiment.files import short
+from pytorch_accel_lite.experiment.files import RESOLVED, short
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.experiment.experiment import Experiment
@@ -43,7 +43,7 @@ class ExperimentRecord(TrainerCallback):
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
         """Write the file."""
-        path = self._experiment.output_dir / "experiment.yaml"
+        path = self._experiment.output_dir / RESOLVED
         trainer.ranks.run_together(lambda: self._experiment.save(path), only_first=True)
         self._is_main = trainer.accelerator.is_main_process
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pytorch_accel_lite.experiment.files import short
+from pytorch_accel_lite.experiment.files import RESOLVED, short
 
 Row = dict[str, Any]
 
@@ -155,7 +155,7 @@ def _read_run(folder: Path, rows: list[Row], record: Mapping[str, Any]) -> Recor
     run.directions = directions_in(experiment) | record.get("directions", {})
     state = {} if experiment or record else _read_state(folder)
     run.settings = settings_of(experiment, record or state)
-    sources = {"experiment.yaml": experiment, "run.json": record, "manifest.json": state}
+    sources = {RESOLVED: experiment, "run.json": record, "manifest.json": state}
     run.source = next((name for name, content in sources.items() if content), "")
     if attempts := record.get("attempts"):
         run.outcome = str(attempts[-1]["outcome"]).partition(":")[0]
@@ -254,7 +254,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _read_experiment(folder: Path) -> dict[str, Any]:
-    path = folder / "experiment.yaml"
+    path = folder / RESOLVED
     if not path.is_file():
         return {}
     try:
