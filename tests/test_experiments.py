@@ -839,7 +839,9 @@ def test_a_training_state_is_inspected(file, capsys):
     assert "ExperimentRecord" in printed
     assert run("inspect", "nowhere", capsys=capsys)[::2] == (2, "error: There is no training state at 'nowhere'.\n")
     code, _, errors = run("inspect", "runs/small/training_states", capsys=capsys)
-    advice = "it has no manifest.json. Pass one of the states in it, such as 'runs/small/training_states/update-000000006'."
+    advice = (
+        "it has no manifest.json. Pass one of the states in it, such as 'runs/small/training_states/update-000000006'."
+    )
     assert (code, advice in errors) == (2, True)
     code, _, errors = run("inspect", file, capsys=capsys)
     assert (code, "is a file, but a training state is a directory" in errors) == (2, True)

@@ -99,13 +99,12 @@ def check_length(trainer: Trainer, run: Run) -> None:
     asked = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
     if is_overridden(trainer, "scheduler_step") or asked is None:
         return
-    if run.resumed is None or run.recreates_schedule:
+    advice = (
+        "Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with scheduler_interval='epoch')."
+    )
+    if run.resumed is not None and not run.recreates_schedule:
         advice = (
-            "Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with scheduler_interval='epoch')."
-        )
-    else:
-        advice = (
-            "It is the schedule of the run that is resumed, which has the length of that run. Train the longer run from "
+            "It is the schedule of the run that is resumed, which is as long as that run. Train the longer run from "
             "the beginning; or load the weights of the state with trainer.load_checkpoint('<state>/model.safetensors') "
             "and start a new schedule: both without resume_from."
         )

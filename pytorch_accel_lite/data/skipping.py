@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.pieces import slice_batch
 
@@ -58,21 +58,18 @@ def last_samples(batch: Any, count: int) -> Any:
 
 
 def skip_batches(batches: Iterator[Any], count: int, start: int, is_certain: bool) -> None:
-    """Skip the first ``count`` batches; unless ``is_certain``, warn if they do not hold ``start`` samples."""
-    skipped = 0
-    samples = 0
-    for batch in islice(batches, count):
-        skipped += 1
-        try:
-            samples += find_batch_size(batch)
-        except ValueError:  # the size of the batch is unknown
-            is_certain = True
-    if skipped < count:
-        raise ended("data", f"{skipped} batches", count)
-    if samples != start and not is_certain:
+    """Skip the first ``count`` batches; unless ``is_certain``, warn if they cannot have held ``start`` samples.
+
+    A step may count them along any dimension: the second if the first is time.
+    """
+    shapes = [next((tensor.shape for tensor in tensors_in(batch)), ()) for batch in islice(batches, count)]
+    if len(shapes) < count:
+        raise ended("data", f"{len(shapes)} batches", count)
+    samples = [sum(sizes) for sizes in zip(*shapes, strict=False)]  # none if a batch has no tensor
+    if samples and start not in samples and not is_certain:
         warnings.warn(
             f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "
-            f"batches now holds {samples}. It resumes at the right place only if it had one process and the same "
+            f"batches now holds {samples[0]}. It resumes at the right place only if it had one process and the same "
             "batches.",
             stacklevel=2,
         )

@@ -91,6 +91,6 @@ def _may_fit(kind: Any, fits: Callable[[type], bool]) -> bool:
 
 
 def _is_of_standard_library(function: Any) -> bool:
-    module = str(function.__module__)
+    module = str(getattr(function, "__module__", ""))
     file = getattr(sys.modules.get(module), "__file__", None) or _STANDARD_LIBRARY  # built-in modules have none
     return module.partition(".")[0] in sys.stdlib_module_names and os.path.realpath(file).startswith(_STANDARD_LIBRARY)
