@@ -146,6 +146,10 @@ def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
     else:  # entering a context that does nothing costs time, too
         output = trainer.calculate_train_batch_loss(batch.data)
     complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
+    trackers = trainer.current_run.loss_trackers
+    trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
+    if trackers.unweighed:
+        trackers.weigh()
     return output
 
 
