@@ -45,9 +45,9 @@ class _FirstCall:
         self._handle = loss_func.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, loss_func: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        outputs = given.get("input", given.get("log_input"))  # the latter of a PoissonNLLLoss
-        if shapes_are_known(type(loss_func), outputs, given.get("target")) and not self.stays:
+        outputs = args[0] if args else kwargs.get("input", kwargs.get("log_input"))  # the latter of a PoissonNLLLoss
+        targets = args[1] if len(args) > 1 else kwargs.get("target")
+        if shapes_are_known(type(loss_func), outputs, targets) and not self.stays:
             self._handle.remove()
 
 
