@@ -114,15 +114,6 @@ def test_a_sum_over_classes_is_one_and_rank_0_says_so(two_ranks):
 # ------------------------------------------------------------------------------- three elements
 
 
-class TakesTwo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, aux: torch.Tensor | None = None) -> torch.Tensor:
-        return self.inner(x) if aux is None else self.inner(x) + aux
-
-
 X, Y = make_data(6).tensors
 THIRD = "but the third looks like the target"
 
@@ -134,14 +125,20 @@ def trainer_of_three(model: nn.Module, *callbacks: Any, trainer_class: type[Trai
 
 @pytest.mark.parametrize(
     ("model", "aux", "target"),
-    [(nn.Linear(4, 1), Y + 1, Y), (TakesTwo(), Y.abs(), Y.abs()), (nn.Linear(4, 3), Y, Y.expand(6, 3))],
-    ids=["like a target", "of a model with two inputs", "of the shape of the outputs alone"],
+    [(nn.Linear(4, 1), Y + 1, Y), (nn.Linear(4, 3), Y, Y.expand(6, 3))],
+    ids=["like a target", "of the shape of the outputs alone"],
 )
 def test_a_target_in_third_place_that_nothing_uses_is_told_of_once(model, aux, target):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(trainer_of_three(model), epochs=2, train_dataset=TensorDataset(X, aux, target))
     assert [THIRD in str(each.message) for each in said if "size" not in str(each.message)] == [True]  # torch has one
+
+
+def with_classes() -> Trainer:
+    trainer = trainer_of_three(nn.Linear(4, 3))
+    trainer.loss_func = nn.CrossEntropyLoss()
+    return trainer
 
 
 class UsesThird(Trainer):
@@ -155,8 +152,9 @@ class UsesThird(Trainer):
     {
         "indices": (torch.arange(6), lambda: trainer_of_three(nn.Linear(4, 1))),
         "weights": (Y.abs(), lambda: trainer_of_three(nn.Linear(4, 1))),
-        "a mask": (Y > 0, lambda: trainer_of_three(TakesTwo())),
-        "one for each sample": (Y[:, 0], lambda: trainer_of_three(TakesTwo())),
+        "one for each output beside a label": (torch.randn(6, 3), lambda: with_classes()),
+        "a mask": (Y > 0, lambda: trainer_of_three(nn.Linear(4, 1))),
+        "one for each sample": (Y[:, 0], lambda: trainer_of_three(nn.Linear(4, 1))),
         "used by a callback": (
             Y,
             lambda: trainer_of_three(nn.Linear(4, 1), listener(on_train_step_end=lambda t, batch, **_: batch[2])),
@@ -165,15 +163,6 @@ class UsesThird(Trainer):
     }.values(),
 )
 def test_a_third_element_that_is_something_else_is_none(third, trainer):
-    train(trainer(), train_dataset=TensorDataset(X, Y, third))
-
-
-def test_indices_are_no_labels_for_a_model_that_takes_two_inputs():
-    model = nn.Sequential(nn.Linear(4, 3))
-    model.forward = lambda x, aux=None: nn.Sequential.forward(model, x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = make_trainer(model=model, loss_func=nn.CrossEntropyLoss(), optimizer=optimizer)
-    labels = classes().tensors[1]
-    train(trainer, train_dataset=TensorDataset(X, labels, torch.arange(6)))
-    with pytest.warns(UserWarning, match=THIRD):
-        train(trainer, train_dataset=TensorDataset(X, labels, labels.flip(0)))
+    made = trainer()
+    second = classes().tensors[1] if isinstance(made.loss_func, nn.CrossEntropyLoss) else Y
+    train(made, train_dataset=TensorDataset(X, second, third))

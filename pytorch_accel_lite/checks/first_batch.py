@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.utils import accepts, is_ours, is_overridden, warn_outside
+from pytorch_accel_lite.utils import is_ours, is_overridden, warn_outside
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data import Batch
@@ -42,7 +42,7 @@ def examine_first_batch(trainer: Trainer, batch: Batch, output: dict[str, Any]) 
             for event in _HEARING
             for listener in trainer.callback_handler.listeners[event]
         )
-        if not hears_batches and _third_is_target(trainer, batch, output.get("model_outputs")):
+        if not hears_batches and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):
             warn_outside(
                 "loss_func is called with the second of the three elements of a batch, but the third looks like the "
                 "target; it is not used. Let the dataset return (inputs, targets), or a dict if the model takes "
@@ -72,8 +72,10 @@ def _reached(nodes: Iterable[Any], continues: Callable[[Any], bool]) -> Iterator
 
 def _is_sum(node: Any, size: int, is_whole: bool) -> bool:
     if getattr(node, "_saved_reduction", None) == _SUM:  # one of torch's own losses; not a penalty on parameters
-        return is_whole or (node._saved_self.shape[0] % size == 0 and not _is_weighed(node))
-    sizes = getattr(node, "_saved_self_sym_sizes", ())
+        outputs = getattr(node, "_saved_self", None)
+        has_rows = outputs is not None and outputs.ndim > 0 and len(outputs) % size == 0
+        return is_whole or (has_rows and not _is_weighed(node))
+    sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
     is_over_all = size > 1 and len(sizes) > 0 and sizes[0] == size and node.name() in ("SumBackward0", "SumBackward1")
     return is_over_all and not _is_weighed(node)
 
@@ -97,24 +99,16 @@ def _includes_first(node: Any) -> bool:
     return any((dim if dim < 2**63 else dim - 2**64) % count == 0 for dim in node._saved_dim)
 
 
-def _third_is_target(trainer: Trainer, batch: Batch, outputs: Any) -> bool:
-    """Whether the third element of a batch is certainly like a target, rather than an index or a weight.
+def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:
+    """Whether the third element of a batch is certainly like a target, rather than an index, a group or a weight.
 
-    It has the form of a target, and the second is no better: that has another shape than the outputs, or the model has
-    room for it among its inputs; or the third has negative values, as weights have not.
+    It has the shape of the outputs, and either the second has not, or it has negative values, unlike weights and masks.
     """
-    _, second, third = batch.data
-    if not all(isinstance(each, torch.Tensor) for each in (second, third, outputs)):
+    if not all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (second, third, outputs)):
         return False
-    is_like_outputs = third.is_floating_point() and third.shape == outputs.shape
-    is_like_second = third.shape == second.shape and third.dtype == second.dtype
-    if is_like_outputs and not is_like_second and second.shape != outputs.shape:
-        return True
-    indices = trainer.current_run.batch_indices
-    if not is_like_second or (indices is not None and third.tolist() == indices):
+    if third.shape != outputs.shape:
         return False
-    takes_two = accepts(trainer.get_model().forward, None, None)
-    return takes_two or (is_like_outputs and bool((third < 0).any()))
+    return second.shape != outputs.shape or bool((third < 0).any())
 
 
 def _is_used_as_it_is(trainer: Trainer) -> bool:
