@@ -39,7 +39,7 @@ def test_a_loss_with_that_reduction_is_known_to_be_a_sum_before_training(loss_fu
     updates = []
     trainer = make_trainer([listener(on_train_step_start=lambda t: updates.append(t.progress.update))])
     trainer.loss_func = loss_func
-    with pytest.raises(UserWarning, match=f"Loss_func has reduction='sum', {SUM}"):  # an error in tests
+    with pytest.raises(UserWarning, match=f"loss_func has reduction='sum', {SUM}"):  # an error in tests
         train(trainer)
     assert not updates
     assert len(warned(trainer)) == 1

@@ -35,7 +35,7 @@ def examine_first_batch(trainer: Trainer, batch: Batch, output: dict[str, Any]) 
     is_default = _is_used_as_it_is(trainer)
     is_known = is_default and _has_sum(trainer.loss_func)
     if isinstance(size, int) and not is_known and adds_up_samples(loss, size):
-        _warn_of_sum("the loss adds up the samples of a batch")
+        _warn_of_sum("The loss adds up the samples of a batch")
     if is_default and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
         hears_batches = any(
             not is_ours(type(getattr(listener, "__self__", None)))
@@ -123,8 +123,8 @@ def _has_sum(loss_func: Any) -> bool:
 
 def _warn_of_sum(what: str) -> None:
     warn_outside(
-        f"{what[0].upper()}{what[1:]}, but the trainer takes a loss for a mean: recorded losses depend on the batch "
-        "size, and with gradient accumulation or several processes the gradients are not those of the sum. Use a mean "
-        "(reduction='mean', or .mean()) with a learning rate as many times as large as a batch; see 'Your loss is a "
-        "sum' under 'Coming from your own loop' in the documentation."
+        f"{what}, but the trainer takes a loss for a mean: recorded losses depend on the batch size, and with gradient "
+        "accumulation or several processes the gradients are not those of the sum. Divide it by the number of samples, "
+        "and multiply the learning rate by the batch size; see 'Your loss is a sum' in the documentation, under "
+        "'Coming from your own loop'."
     )
