@@ -46,6 +46,29 @@ def all_optimized_parameters(trainer: Trainer) -> list[nn.Parameter]:
     return [*own, *(parameter for optimizer in found for parameter in optimized_parameters(optimizer))]
 
 
+def weights_are_finite(trainer: Trainer) -> bool:
+    """Whether all trained parameters are finite and no buffer is NaN, on any process. Reads from the device.
+
+    Call it on every process.
+    """
+
+    def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [getattr(t, "_local_tensor", t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+
+    of_model = trainer.model.parameters() if trainer.is_sharded else ()
+    trained = floating([*of_model, *all_optimized_parameters(trainer)])
+    buffers = floating(trainer.model.buffers())
+    finite = _norm_is_finite(trained) or all(bool(w.isfinite().all()) for w in trained)
+    if not _norm_is_finite(buffers):  # they may be infinite, as masks are
+        finite = finite and not any(bool(b.isnan().any()) for b in buffers)
+    return not trainer.ranks.max([float(not finite)])[0]
+
+
+def _norm_is_finite(tensors: list[torch.Tensor]) -> bool:
+    """Whether the norm of tensors is finite: then they are, too. It takes a fraction of the time of looking at each."""
+    return bool(torch.nn.utils.get_total_norm(tensors).isfinite())
+
+
 def trained(trainer: Trainer) -> dict[str, Any]:
     """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
 

@@ -95,6 +95,8 @@ class BatchAdapter:
 
     ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
     looked up once.
+
+    :ivar is_new: whether the shapes of outputs and targets are yet to be checked
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +109,7 @@ class BatchAdapter:
         self._optional = {p.name for p in parameters if p.default is not p.empty}
         self._name = type(model).__name__
         self._warned = False
-        self._is_new = True
+        self.is_new = True
         self._first_label = _first_label(model)
 
     def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Batch | None) -> BatchOutput:
@@ -117,8 +119,8 @@ class BatchAdapter:
         """
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
-            if self._is_new:
-                self._is_new = not shapes_are_known(loss_func, outputs, batch[1])
+            if self.is_new:
+                self.is_new = not shapes_are_known(loss_func, outputs, batch[1])
             output = {"loss": loss_func(outputs, batch[1]), "model_outputs": outputs}
         else:
             output = self._other_outputs_and_loss(model, loss_func, batch)
@@ -198,7 +200,8 @@ class BatchAdapter:
             lacks = "a tensor, not a loss" if torch.is_tensor(outputs) else f"no loss in its {type(outputs).__name__}"
             raise ValueError(
                 f"loss_func is None and {self._name} returned {lacks}. Pass a loss_func, such as "
-                "torch.nn.CrossEntropyLoss(), or feed the model labels if it returns a loss then."
+                "torch.nn.CrossEntropyLoss(), feed the model labels if it returns a loss then, or override "
+                "calculate_train_batch_loss and calculate_eval_batch_loss: each is only for its own phase."
             )
         return loss
 

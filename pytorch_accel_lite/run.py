@@ -53,6 +53,7 @@ class Run:
     :ivar replay: recomputes the gradients of an update, where that may be needed
     :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
+    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
     :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
     :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
     :ivar resumed: the training state that is still being restored
@@ -91,6 +92,7 @@ class Run:
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
     special_step: Callable[[Trainer, Run, Batch], BatchOutput | None] | None = None
     num_microbatches: int = 1
+    must_examine_batch: bool = False
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
     averaged_here: list[nn.Parameter] = field(default_factory=list)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.checks.schedules import accepts
 from pytorch_accel_lite.run_attributes import Offered
 from pytorch_accel_lite.run_config import RunRequest
 from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.utils import accepts
 
 
 class TrainerWithTimmScheduler(Trainer):

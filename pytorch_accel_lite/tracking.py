@@ -13,6 +13,7 @@ from pytorch_accel_lite.history import InMemoryRunHistory, RunHistory  # noqa: F
 from pytorch_accel_lite.lazy import LazyMethod
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
     from pytorch_accel_lite.distributed import Ranks
     from pytorch_accel_lite.trainer import Trainer
 
@@ -144,6 +145,9 @@ class LossTrackers(dict[str, LossTracker]):
     :ivar logged: names of the logged values
     :ivar is_empty: whether no step has added anything
     :ivar is_recorded: whether the means have been computed, so that nothing can be added
+    :ivar measured: the batch whose step has returned last, and the number of its samples as the step returned it
+    :ivar num_items: numbers of items that parts of the loss are means over in this step, if they have their own
+    :ivar unweighed: values logged before the step has returned that number: the batch, the name and the value
     """
 
     def __init__(self) -> None:
@@ -152,6 +156,9 @@ class LossTrackers(dict[str, LossTracker]):
         self.parts: set[str] = set()
         self.logged: set[str] = set()
         self.is_recorded = False
+        self.num_items: dict[str, Any] = {}
+        self.measured: tuple[Batch | None, Any] = None, 0
+        self.unweighed: list[tuple[Batch, str, Any]] = []
 
     def add(self, output: dict[str, Any]) -> None:
         """Add the losses of a step, each a mean over its samples, or over its ``num_items_in_batch``."""
@@ -166,17 +173,19 @@ class LossTrackers(dict[str, LossTracker]):
                 raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
             self.parts.update(output["losses"])
             for name, loss in output["losses"].items():
-                self.of(name).update(loss, weight)
+                self.of(name).update(loss, self.num_items.get(name, weight))
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the sums of logged values, which a failing step may have changed, unlike losses."""
-        return {name: t.state_dict() for name, t in self.items() if name != "loss" and name not in self.parts}
+        logged = {name: t.state_dict() for name, t in self.items() if name != "loss" and name not in self.parts}
+        return {"logged": logged, "unweighed": len(self.unweighed)}
 
-    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore sums returned by :meth:`state_dict`, discarding values logged since."""
-        for name in self.state_dict().keys() - state.keys():
+        del self.unweighed[state["unweighed"] :]
+        for name in self.state_dict()["logged"].keys() - state["logged"].keys():
             del self[name]
-        for name, sums in state.items():
+        for name, sums in state["logged"].items():
             self.of(name).load_state_dict(sums)
 
     def of(self, name: str) -> LossTracker:
@@ -187,6 +196,29 @@ class LossTrackers(dict[str, LossTracker]):
         """Add a value under its own name, a mean over ``weight`` items."""
         self.logged.add(name)
         self.of(name).update(value, weight)
+
+    def log_for(self, batch: Batch, name: str, value: torch.Tensor | float) -> None:
+        """Add a mean over the samples of a batch, once its step has returned their number."""
+        self.logged.add(name)
+        self.unweighed.append((batch, name, value))
+        if batch is self.measured[0]:
+            self.weigh()
+
+    def measure(self, batch: Batch, size: Any) -> None:
+        """Note the number of samples in a batch, as its step has returned it."""
+        self.measured = batch, size
+        if self.unweighed:
+            self.weigh()
+
+    def weigh(self) -> None:
+        """Add the values that were logged for the batch whose size is known now."""
+        batch, size = self.measured
+        values, self.unweighed = self.unweighed, []
+        for entry in values:
+            if entry[0] is batch:
+                self.log(*entry[1:], size)
+            else:  # of a whole batch, of which this is a part
+                self.unweighed.append(entry)
 
     def own_sums(self) -> list[dict[str, tuple[float, float]]]:
         """Return the sums of the losses and of their weights on this rank, by name. Reads from the device."""
@@ -209,6 +241,7 @@ class LossTrackers(dict[str, LossTracker]):
         """
         means = {}
         self.is_recorded = True
+        self.measured, self.unweighed = (None, 0), []  # frees the last batch
         summed = self.summed(ranks)
         without_loss = summed.pop(_WITHOUT_LOSS, None)
         for key, (total, count) in summed.items():

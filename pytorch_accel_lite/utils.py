@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import math
 import numbers
 import os
@@ -14,7 +15,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType
@@ -45,6 +46,17 @@ def is_ours(thing: object) -> bool:
 def is_overridden(instance: object, method: str) -> bool:
     """Whether the user's own class overrides a method of ours."""
     return not is_ours(getattr(type(instance), method))
+
+
+def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a function can be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # not written in Python
+        return True
+    return True
 
 
 class TimeBudget:
@@ -210,6 +222,14 @@ def warn_of_metric_name(name: str) -> None:
             "another name.",
             stacklevel=3,
         )
+
+
+def warn_outside(message: str) -> None:
+    """Warn at the innermost line outside this package: that of the user's call, however deep below it this is."""
+    frame, level = sys._getframe(1), 2  # noqa: SLF001
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -656,3 +656,90 @@ def test_batches_that_count_no_items_are_called_so():
         trainer.evaluate(make_data())
     trainer.items = 1
     assert trainer.evaluate(make_data()).keys() == {"evaluation_loss"}
+
+
+# --------------------------------------------------------------------------------------- only half overridden
+
+
+class OwnTraining(Trainer):
+    """Computes its own loss, in training only."""
+
+    def calculate_train_batch_loss(self, batch):
+        return {"loss": (self.model(batch[0]) - batch[1]).square().mean()}
+
+
+class OwnTrainStep(OwnTraining):
+    def train_step(self, batch):
+        self.update(self.calculate_train_batch_loss(batch)["loss"])
+
+
+@pytest.mark.parametrize("trainer_class", [OwnTraining, OwnTrainStep])
+def test_a_training_loss_without_one_for_evaluations_is_told_of_before_training(trainer_class):
+    trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
+    with pytest.raises(ValueError, match=r"a tensor, not a loss.*override .*calculate_eval_batch_loss") as error:
+        train(trainer, eval_dataset=True)
+    assert error.value.__notes__[0].startswith("In evaluation:")
+    assert trainer.progress.update == 0
+    train(trainer)
+
+
+def test_a_model_that_returns_its_loss_may_have_another_in_training():
+    class Model(nn.Linear):
+        evaluated = 0
+
+        def forward(self, x, labels=None):
+            self.evaluated += not self.training
+            outputs = super().forward(x)
+            return {"outputs": outputs, "loss": None if labels is None else (outputs - labels).square().mean()}
+
+    class Smooth(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            return {"loss": self.model(**batch)["loss"] / 2}
+
+    x, y = make_data(6).tensors
+
+    def run(trainer_class):
+        torch.manual_seed(0)
+        model = Model(4, 1)
+        trainer = make_trainer(model=model, trainer_class=trainer_class, loss_func=None)
+        data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+        train(trainer, train_dataset=data, eval_dataset=data)
+        assert model.evaluated == 3 + (trainer_class is Smooth)  # one is tried before
+        return trainer.run_history.get_latest_metric("train_loss_epoch")
+
+    assert run(Smooth) < run(Trainer)
+
+
+class Learns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def train(self, data, epochs):
+        """Train by itself."""
+
+
+class Modeless(Learns):
+    def train(self):
+        return super(Learns, self).train()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Learns(), r"model: Learns.train\(data, epochs\) takes the place of the method of torch.nn.Module"),
+        (Modeless(), r"model: Modeless.train\(\) takes the place"),
+        (nn.Sequential(nn.Linear(4, 4), Learns()), r"model, in its part '1': Learns.train\(data, epochs\).*mode=True"),
+    ],
+)
+def test_a_model_that_cannot_change_its_mode_is_refused(model, message):
+    with pytest.raises(TypeError, match=message):
+        make_trainer(model=model)
+
+
+def test_a_model_may_change_its_mode_in_its_own_way():
+    class Freezes(nn.Linear):
+        def train(self, mode=True):
+            return super().train(False)
+
+    train(make_trainer(model=Freezes(4, 1)), eval_dataset=True)

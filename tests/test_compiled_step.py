@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import warnings
 import weakref
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
@@ -300,6 +302,37 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch):
     assert same_run(found, train(False))
 
 
+class Counting(Trainer):
+    """Counts in a metric, in an attribute on which the loss depends, and in a list."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen = MeanMetric()
+        self.calls = 0
+        self.sizes: list[int] = []
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        self.calls += 1
+        self.sizes.append(len(batch[0]))
+        self.seen.update(batch[0].mean(1))
+        output = super().calculate_train_batch_loss(batch)
+        return output | {"loss": output["loss"] / self.calls}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", fails])
+def test_a_step_that_keeps_a_state_of_its_own_computes_each_batch_once(backend):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch gives up some of it
+        found = train({"backend": backend}, Counting)
+    plain = train(False, Counting)
+    assert found.calls == plain.calls == 6
+    assert found.sizes == plain.sizes
+    assert found.seen.weight == plain.seen.weight == 2 * len(DATA)
+    assert torch.equal(found.seen.compute(), plain.seen.compute())
+    assert same_run(found, plain)
+
+
 def test_who_asks_for_one_graph_gets_the_compilers_error():
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"data-dependent|Tensor\.item"):
         train(AS_PLAIN | {"fullgraph": True}, Reads)
@@ -313,8 +346,10 @@ def test_who_asks_for_one_graph_gets_the_compilers_error():
     ],
 )
 def test_mistakes_are_reported_as_without_it(data, error):
-    with pytest.raises((RuntimeError, ValueError), match=error):
-        train(AS_PLAIN, data=data)
+    for asked in ({}, {"fullgraph": True}):
+        with pytest.raises((RuntimeError, ValueError), match=error) as raised:
+            train(AS_PLAIN | asked, data=data)
+        assert not isinstance(raised.value, torch._dynamo.exc.TorchDynamoException)
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,7 @@ OF_EACH_ELEMENT = [
 
 @pytest.mark.parametrize("loss_func", OF_EACH_ELEMENT, ids=lambda loss: getattr(loss, "__name__", type(loss).__name__))
 @pytest.mark.parametrize("start", ["train", "evaluate"])
+@pytest.mark.filterwarnings("ignore:loss_func has reduction='sum'")
 def test_outputs_and_targets_that_would_be_broadcast_are_an_error(loss_func, start):
     trainer = make_trainer(loss_func=loss_func)
     before = weights(trainer.model)

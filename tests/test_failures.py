@@ -23,6 +23,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.tracking import Progress
+from tests import cases
 from tests.tasks import (
     Broken,
     Expanded,
@@ -554,3 +555,32 @@ def test_what_holds_samples_but_cannot_be_split_is_named(kind):
 def test_max_failures_must_be_positive():
     with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
         SkipFailedBatchesCallback(0)
+
+
+# --------------------------------------------------------------------------------------- weights at the end
+
+
+class Sqrt(Trainer):
+    """The loss of the last batch is finite, and its gradients are not: those of a root at 0."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        if self.progress.step == 2:
+            output["loss"] = (output["model_outputs"] * 0).abs().sqrt().mean()
+        return output
+
+
+@pytest.mark.parametrize("callbacks", [[], [TerminateOnNaNCallback]])
+def test_weights_that_the_last_update_has_made_nan_are_told_of_at_the_end(callbacks):
+    trainer = make_trainer(callbacks, trainer_class=Sqrt)
+    with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
+        train(trainer)
+    assert [each.filename for each in said] == [train.__code__.co_filename]
+    train(make_trainer(callbacks), epochs=2)
+
+
+def test_weights_that_are_nan_on_another_rank_are_told_of_by_the_first(two_ranks):
+    first, second = two_ranks(cases.training.warnings_of_weights)
+    assert len(first) == 1
+    assert "with weights that are infinite or NaN" in first[0]
+    assert not second

@@ -181,3 +181,14 @@ def test_weights_are_checked_whatever_their_size():
                 trainer.check_weights()
             tensor.copy_(before)
     trainer.check_weights()
+
+
+@pytest.mark.parametrize("save", [Trainer.save_model, Trainer.save_checkpoint])
+def test_weights_that_are_not_finite_are_saved_with_a_warning(save, tmp_path):
+    trainer = quiet_trainer(nn.Linear(2, 2))
+    save(trainer, tmp_path / "finite.safetensors")
+    with torch.no_grad():
+        trainer.model.bias[0] = math.nan
+    with pytest.warns(UserWarning, match=rf"{save.__name__}\(\) saves weights that are infinite or NaN") as said:
+        save(trainer, tmp_path / "nan.safetensors")
+    assert [each.filename for each in said] == [__file__]

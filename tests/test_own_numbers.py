@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     SaveTrainingStateCallback,
 )
+from pytorch_accel_lite.data import OwnShard
 from tests import cases
 from tests.tasks import listener, make_data, make_trainer, train
 
@@ -46,6 +49,78 @@ def test_rows_have_the_numbers_of_all_ranks_under_whatever_names(two_ranks):
     assert [row["first"] for row in of_first] == [float(update) for update in range(8)]
     assert ["late" in row for row in of_first[:3]] == [False] * 3
     assert [row["late"] for row in of_first[4:7]] == [row["later"] for row in of_first[4:7]] == [7.0] * 3
+
+
+class TimeFirst(Trainer):
+    """Batches whose samples are in the second dimension, so that only the step knows how many there are."""
+
+    logs_in_step = True
+
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        shapes = [(5, 1, 4), (2, 3, 4)]
+        return OwnShard([(torch.full(shape, float(shape[1])), torch.zeros(*shape[:2], 1)) for shape in shapes])
+
+    create_eval_dataloader = create_train_dataloader
+
+    def calculate_train_batch_loss(self, batch):
+        value = batch[0].mean() + 0 * self.model(batch[0]).mean()
+        if self.logs_in_step:
+            self.log("same", value)
+        return {"loss": value, "batch_size": batch[0].shape[1]}
+
+    calculate_eval_batch_loss = calculate_train_batch_loss
+
+
+@pytest.mark.parametrize("event", [None, "on_train_step_start", "on_backward_end", "on_train_step_end"])
+@pytest.mark.parametrize("kwargs", [{}, {"auto_microbatch": True}, {"gradient_accumulation_steps": 2}])
+def test_numbers_count_as_often_as_the_loss_by_the_batch_size_that_the_step_returns(event, kwargs):
+    def log(trainer, **_):
+        trainer.log("same", trainer.current_run.batch.data[0].mean())
+
+    trainer = make_trainer([] if event is None else [listener(**{event: log})], trainer_class=TimeFirst)
+    trainer.logs_in_step = event is None
+    trainer.train([0], 1, eval_dataset=[0] if event is None else None, **kwargs)
+    found = {name: values[0] for name, values in trainer.run_history.to_dict().items()}
+    names = ["train_loss_epoch", "train_same_epoch", *(["eval_loss_epoch", "eval_same_epoch"] if event is None else [])]
+    assert found == dict.fromkeys(names, (1 * 1 + 3 * 3) / (1 + 3))
+
+
+def test_numbers_of_a_batch_that_the_trainer_cannot_count_need_only_what_the_step_returns():
+    class Texts(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return OwnShard([["a"], ["b", "c", "d"]])
+
+        def calculate_train_batch_loss(self, batch):
+            self.log("length", float(len(batch)))
+            return {"loss": self.model(torch.ones(len(batch), 4)).mean(), "batch_size": len(batch)}
+
+    trainer = make_trainer(trainer_class=Texts)
+    trainer.train([0], 1)
+    assert trainer.run_history.get_latest_metric("train_length_epoch") == (1 * 1 + 3 * 3) / 4
+
+
+def test_a_number_is_logged_as_it_was_whatever_the_step_does_to_it_afterwards():
+    class Counts(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            count = torch.ones(())
+            self.log("count", count)
+            count.add_(1)
+            return super().calculate_train_batch_loss(batch)
+
+    assert train(make_trainer(trainer_class=Counts)).run_history.get_latest_metric("train_count_epoch") == 1.0
+
+
+@pytest.mark.parametrize("value", ["text", None, 1j, [1.0], torch.ones(2, dtype=torch.complex64), np.complex64(1)])
+def test_what_is_no_number_is_named(value):
+    late = listener(on_train_step_end=lambda trainer, **_: trainer.log("x", value))
+    with pytest.raises(TypeError, match=re.escape(f"log('x', {value!r}): the value must be a real number")):
+        train(make_trainer([late]))
+
+
+@pytest.mark.parametrize("value", [True, 1, np.float32(1), np.ones(()), torch.ones(2, 3), torch.ones(1)])
+def test_numbers_of_all_kinds_are_logged(value):
+    late = listener(on_train_step_end=lambda trainer, **_: trainer.log("x", value))
+    assert train(make_trainer([late])).run_history.get_latest_metric("train_x_epoch") == 1.0
 
 
 def test_what_a_failed_step_has_logged_is_forgotten():

@@ -92,6 +92,30 @@ def test_windows_weighed_by_items_resume_to_the_same_bits(tmp_path):
     assert all(equal(training(state.name, resume_from=state), whole) for state in states)
 
 
+def test_the_recorded_loss_is_a_mean_over_items_whatever_the_size_of_a_batch(two_ranks):
+    items = cases.own_steps.COUNTS
+    mean = sum(n * n for n in items) / sum(items)  # the loss of a sample with n items is n
+    for size in (1, 4, 13):
+        assert cases.own_steps.mean_over_items(size) == pytest.approx(mean)
+        assert cases.own_steps.mean_over_items(size, returns=True) == pytest.approx(mean)
+    for found in two_ranks(cases.own_steps.mean_over_items):
+        assert found == pytest.approx(mean)
+
+
+def test_the_losses_of_several_optimizers_are_means_over_their_own_items():
+    class Counted(GAN):
+        def update(self, loss, optimizer):
+            count = len(self.current_run.batch.data[0])
+            super().update(loss * 0 + count, optimizer, num_items=2 * count if optimizer == "critic" else 1)
+
+    trainer = Counted()
+    trainer.train(FULL, 1, per_device_batch_size=20)  # then a batch of 6
+    history = trainer.run_history
+    assert history.get_latest_metric("train_critic_epoch") == pytest.approx((20 * 20 + 6 * 6) / 26)
+    assert history.get_latest_metric("train_generator_epoch") == 13.0
+    assert history.get_latest_metric("train_loss_epoch") == pytest.approx(2 * (20 * 20 + 6 * 6) / 26)  # over samples
+
+
 def test_ranks_have_the_same_statistics_after_each_update_and_resume_them(two_ranks):
     """Each rank normalises its own batches; the running statistics of rank 0 count, also beside the model."""
     first, second = two_ranks(cases.own_steps.normalised)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +44,19 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.events import NonFiniteLossError
 from pytorch_accel_lite.layer_groups import has_adapters
+from pytorch_accel_lite.utils import warn_outside
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
+
+
+def _warn_of_weights(trainer: Trainer, method: str) -> None:
+    """Warn on the first process if the weights that are being saved are not finite. Call it on every process."""
+    if not attributes.weights_are_finite(trainer) and trainer.accelerator.is_main_process:
+        warn_outside(
+            f"{method}() saves weights that are infinite or NaN, as they are after update {trainer.progress.update}. "
+            "check_weights() raises an error instead."
+        )
 
 
 def _timed(trainer: Trainer) -> AbstractContextManager[None]:
@@ -82,6 +92,7 @@ def save_checkpoint(
     if trainable_only:
         check_has_trainable(model)
     with _timed(self), attributes.evaluating_optimizers(self):
+        _warn_of_weights(self, "save_checkpoint")
         here = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
         weights = model_state(model, here)
         checkpoint: dict[str, Any] = {"model_state_dict": weights}
@@ -185,6 +196,7 @@ def save_model(self: Trainer, path: StrPath, *, trainable_only: bool = False) ->
     if of_adapters:
         check_directory(model, path)
     with _timed(self), attributes.evaluating_optimizers(self):
+        _warn_of_weights(self, "save_model")
         if not of_adapters and is_directory(path, self.is_sharded):
             parts = without_compile(model.state_dict())
             frozen = leave_out_frozen(model, parts) if trainable_only else {}
@@ -203,11 +215,6 @@ def save_model(self: Trainer, path: StrPath, *, trainable_only: bool = False) ->
         self.ranks.run_together(write, only_first=True)
 
 
-def _is_finite(tensors: list[torch.Tensor]) -> bool:
-    """Whether the norm of tensors is finite: then they are, too. It takes a fraction of the time of looking at each."""
-    return bool(torch.nn.utils.get_total_norm(tensors).isfinite())
-
-
 def check_weights(self: Trainer) -> None:
     """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
 
@@ -215,17 +222,7 @@ def check_weights(self: Trainer) -> None:
 
     :raises NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
     """
-
-    def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [getattr(t, "_local_tensor", t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
-
-    of_model = self.model.parameters() if self.is_sharded else ()
-    trained = floating([*of_model, *attributes.all_optimized_parameters(self)])
-    buffers = floating(self.model.buffers())
-    finite = _is_finite(trained) or all(bool(w.isfinite().all()) for w in trained)
-    if not _is_finite(buffers):  # they may be infinite, as masks are
-        finite = finite and not any(bool(b.isnan().any()) for b in buffers)
-    if self.ranks.max([float(not finite)])[0]:
+    if not attributes.weights_are_finite(self):
         raise NonFiniteLossError(
             f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "
             "learning rate, clip the gradients, or resume from an earlier state with SkipFailedBatchesCallback or "

@@ -5,6 +5,7 @@ Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, wi
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import os
 import warnings
@@ -19,7 +20,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.history import RunHistory
 from pytorch_accel_lite.optimizers import is_made, parts_of
-from pytorch_accel_lite.utils import check_choice, check_number, check_positive_int, check_positive_number, find_length
+from pytorch_accel_lite.utils import (
+    accepts,
+    check_choice,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+    find_length,
+)
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.distributed import Ranks
@@ -249,6 +257,7 @@ def check_constructor(
     _refuse_class("loss_func", loss_func, "")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} must be a torch.nn.Module.")
+    _check_modes(model)
     if hasattr(loss_func, "param_groups"):
         raise TypeError(
             f"loss_func is an optimizer, {type(loss_func).__name__}. The order is Trainer(model, loss_func, optimizer)."
@@ -266,6 +275,20 @@ def check_constructor(
         check_number("seed", seed, numbers.Integral, "a whole number, or None")
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
+
+
+def _check_modes(model: nn.Module) -> None:
+    """Check that the parts of a model can be switched between training and evaluation mode."""
+    for name, part in model.named_modules():
+        if getattr(part.train, "__func__", None) is nn.Module.train:
+            continue
+        if not (accepts(part.train) and accepts(part.train, False)):
+            where = f"model, in its part {name!r}" if name else "model"
+            raise TypeError(
+                f"{where}: {type(part).__name__}.train{inspect.signature(part.train)} takes the place of the method of "
+                "torch.nn.Module that sets training mode and, as train(False), evaluation mode. Rename it, or let it "
+                "take mode=True."
+            )
 
 
 def _check_optimizer_factory(factory: Any) -> None:

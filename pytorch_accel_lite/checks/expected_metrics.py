@@ -30,7 +30,7 @@ class ExpectedMetrics:
     :ivar evaluators: the callbacks that record metrics in evaluations
     :ivar watched: the metrics that callbacks watch, in the order of the callbacks
     :ivar losses: the losses of the evaluations, if they have any
-    :ivar may_lack_loss: whether the loss of evaluations is watched, but may not exist, which only trying one can tell
+    :ivar may_lack_loss: whether the loss of evaluations is needed, but may not exist, which only trying one can tell
     :ivar within_epochs: whether a callback evaluates within epochs, too
     """
 
@@ -119,6 +119,9 @@ class ExpectedMetrics:
         self.losses = {f"{prefix}{of}eval_loss_epoch" for of in datasets}
         has_own_loss = trainer.loss_func is None and is_overridden(trainer, "calculate_eval_batch_loss")
         self.may_lack_loss = has_own_loss and any(name in self.losses for _, name in self._required)
+        trains_own_loss = any(is_overridden(trainer, name) for name in ("calculate_train_batch_loss", "train_step"))
+        if trainer.loss_func is None and trains_own_loss and not has_own_loss:
+            self.may_lack_loss = bool(datasets)  # unless the model returns one
         in_epochs = {f"{prefix}{parts[0]}" for parts in known if len(parts) == 1}
         self.directions = {name: possible[name] for name in possible if datasets or name in in_epochs}
         self.evaluated = {name: better for name, better in self.directions.items() if name not in in_epochs}

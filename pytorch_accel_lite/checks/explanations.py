@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.batches import TARGET_KEYS
-from pytorch_accel_lite.checks.schedules import accepts
+from pytorch_accel_lite.utils import accepts
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run

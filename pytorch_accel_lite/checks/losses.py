@@ -27,16 +27,27 @@ def watch_first_call(loss_func: Any) -> None:
         _FirstCall(loss_func)
 
 
+def watch_every_call(loss_func: Any) -> None:
+    """Let the check of a loss module stay: without it, torch would compile the module once more."""
+    for hook in loss_func._forward_pre_hooks.values() if isinstance(loss_func, nn.Module) else ():
+        if isinstance(hook, _FirstCall):
+            hook.stays = True
+
+
 class _FirstCall:
-    """A hook that checks the first inputs of a loss module and removes itself."""
+    """A hook that checks the first inputs of a loss module and removes itself.
+
+    :ivar stays: whether it checks all inputs instead
+    """
 
     def __init__(self, loss_func: nn.Module) -> None:
+        self.stays = False
         self._handle = loss_func.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, loss_func: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        outputs = given.get("input", given.get("log_input"))  # the latter of a PoissonNLLLoss
-        if shapes_are_known(type(loss_func), outputs, given.get("target")):
+        outputs = args[0] if args else kwargs.get("input", kwargs.get("log_input"))  # the latter of a PoissonNLLLoss
+        targets = args[1] if len(args) > 1 else kwargs.get("target")
+        if shapes_are_known(type(loss_func), outputs, targets) and not self.stays:
             self._handle.remove()
 
 

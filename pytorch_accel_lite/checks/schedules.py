@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from pytorch_accel_lite.checks.arguments import by_name
 from pytorch_accel_lite.optimizers import follows_metric, schedulers_in
 from pytorch_accel_lite.placeholders import Placeholder
-from pytorch_accel_lite.utils import is_overridden
+from pytorch_accel_lite.utils import accepts, is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run import Run
@@ -125,14 +125,3 @@ def _refuse_placeholders(kind: str, values: Iterable[dict[str, Any]]) -> None:
                     "among the arguments of a functools.partial, not inside a function: pass it as an argument, as in "
                     "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
                 )
-
-
-def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a function can be called with these positional arguments."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # not written in Python
-        return True
-    return True

@@ -245,8 +245,10 @@ class LogicalStep:
         data = shares[0].data
         if is_seen and len(shares) > 1:
             data = concatenate_if_possible([share.data for share in shares])
-        run.batch = batch._replace(data=data)
         whole = merge_outputs([output if is_seen else _numbers_of(output) for output in outputs])
+        run.loss_trackers.measure(batch, whole["batch_size"])
+        run.batch = batch._replace(data=data)
+        run.loss_trackers.measure(run.batch, whole["batch_size"])
         if batch.num_samples:  # the loss of any share may be the one that is not finite
             loss = whole["loss"]
             run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss

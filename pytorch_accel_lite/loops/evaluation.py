@@ -127,8 +127,12 @@ def _evaluate_batch(trainer: Trainer, run: Run, batch: Batch) -> None:
         if not is_skipped(error, trainer, run, "evaluation"):
             raise
         return
+    trackers = run.loss_trackers
+    trackers.measured = batch, output["batch_size"]
+    if trackers.unweighed:
+        trackers.weigh()
     if batch.num_samples != 0:
-        run.loss_trackers.add(output)
+        trackers.add(output)
     if hears["on_eval_step_end"]:
         trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
 

@@ -67,6 +67,7 @@ def guarded_step(trainer: Trainer, run: Run, batch: Batch) -> BatchOutput | None
         if outcome == DONE:
             before.add_gradients()
             output = merge_outputs(outputs)
+            run.loss_trackers.measure(batch, output["batch_size"])
             run.track_step(output, batch)
             return output
         before.restore()

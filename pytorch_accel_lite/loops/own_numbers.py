@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-
-from pytorch_accel_lite.batches import find_batch_size
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -21,8 +20,10 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
 
     :param name: name of the value
     :param value: a number, or a tensor, whose elements are averaged
-    :param weight: number of items that the value is a mean over; by default the samples in this process's batch
+    :param weight: number of items that the value is a mean over; by default the samples in this process's batch: the
+        ``batch_size`` that the step returns
     :raises RuntimeError: if called outside a step
+    :raises TypeError: if the value is not a real number
     :raises ValueError: if a loss of the step has this name
     """
     run = self.current_run
@@ -34,13 +35,20 @@ def log(self: Trainer, name: str, value: torch.Tensor | float, weight: Any = Non
         )
     if name == "loss" or name in trackers.parts:
         raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
+    if isinstance(value, torch.Tensor):
+        is_number = not value.is_complex()
+    else:
+        is_number = hasattr(value, "__float__") and not np.iscomplexobj(value)
+    if not is_number:
+        raise TypeError(f"log({name!r}, {value!r}): the value must be a real number, or a tensor of them.")
     if run.batch.num_samples == 0:  # a filler batch
         return
-    if weight is None:
-        weight = run.batch.num_samples or find_batch_size(run.batch.data)
     if isinstance(value, torch.Tensor):
-        value = value.detach().mean() if value.ndim else value.detach()
-    trackers.log(name, value, weight)
+        value = value.detach().mean() if value.ndim else value.detach().clone()  # the step may change it
+    if weight is None:
+        trackers.log_for(run.batch, name, value)
+    else:
+        trackers.log(name, value, weight)
     if trackers is run.unrecorded:  # those of a training epoch, whatever the mode of the model
         run.step_metrics[name] = value
         if self.logical is not None:

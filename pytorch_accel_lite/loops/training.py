@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput, complete_output, total_loss
+from pytorch_accel_lite.checks.first_batch import examine_first_batch, warn_of_sum
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.prepared import mixed_precision, sync_ddp_buffers
 from pytorch_accel_lite.events import StopTrainingError
@@ -18,6 +20,7 @@ from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.loops.scheduling import step_after_epoch
 from pytorch_accel_lite.run import Run, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import create_trackers
+from pytorch_accel_lite.utils import warn_outside
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 def train(trainer: Trainer, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.control.start_clock()
+    run.must_examine_batch = trainer.ranks.rank == 0
+    if run.must_examine_batch:
+        warn_of_sum(trainer)
     with ending(trainer, run, "training"):
         try:
             trainer.training_run_start()
@@ -44,6 +50,12 @@ def train(trainer: Trainer, run: Run) -> None:
         except StopTrainingError:
             _finish_resuming(trainer, run)  # stopped by a starting event, the run ends with what the callbacks had
             raise
+    if run.progress.update and not attributes.weights_are_finite(trainer) and trainer.ranks.rank == 0:
+        warn_outside(
+            f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
+            "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
+            "and train again, or resume from an earlier state."
+        )
 
 
 def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
@@ -146,6 +158,14 @@ def forward(trainer: Trainer, batch: Batch) -> BatchOutput:
     else:  # entering a context that does nothing costs time, too
         output = trainer.calculate_train_batch_loss(batch.data)
     complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
+    run = trainer.current_run
+    trackers = run.loss_trackers
+    trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
+    if trackers.unweighed:
+        trackers.weigh()
+    if run.must_examine_batch and batch.num_samples != 0:
+        run.must_examine_batch = False
+        examine_first_batch(trainer, batch, output)
     return output
 
 

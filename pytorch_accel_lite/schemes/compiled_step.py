@@ -7,7 +7,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,8 @@ from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.batches import BatchAdapter, BatchOutput, find_batch_size
+from pytorch_accel_lite.checks.losses import shapes_are_known, watch_every_call
 from pytorch_accel_lite.optimizers import optimized_parameters
-from pytorch_accel_lite.restoring import StepSnapshot
 from pytorch_accel_lite.utils import is_overridden
 
 if TYPE_CHECKING:
@@ -76,9 +75,9 @@ def _check(options: dict[str, Any]) -> None:
 class CompiledStep:
     """Takes the place of a trainer's ``calculate_train_batch_loss``, and calls it in compiled form.
 
-    The first batch of a run is computed once as usual, without leaving a trace, so that mistakes are reported as usual,
-    and what checks the first batch is not compiled. The last batch of an epoch is never compiled if it has a different
-    size, which would slow down all the others: code for one size is faster than code for any.
+    A batch that cannot be compiled is computed as usual, so that mistakes are reported as usual, too. The last batch of
+    an epoch is never compiled if it has a different size, which would slow down all the others: code for one size is
+    faster than code for any.
 
     :param options: see :func:`compile_step`, as ``adapters``
     :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
@@ -93,8 +92,11 @@ class CompiledStep:
         self._run: Run | None = None  # whose steps have begun
         self._runs_compiled = True
         self._has_warned = False
+        self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
+        self._is_unchecked = False  # whether shapes of outputs and targets are yet to be checked
         self._logged: list[tuple[str, Any, Any]] = []
-        adapters["train"] = _Adapter(adapters["train"], self)
+        self._adapter = adapters["train"]
+        adapters["train"] = _Adapter(self._adapter, self)
         self.num_samples: int | None = None
         self._log = trainer.log
         vars(trainer)["log"] = self._note
@@ -120,6 +122,10 @@ class CompiledStep:
             output = self._compute_otherwise(batch, error)
         if self._replays:
             output["loss"] = _copied(output["loss"])
+        if self._is_unchecked and type(output) is dict:
+            targets = batch[1] if type(batch) in (tuple, list) and len(batch) > 1 else None
+            outputs = output.get("model_outputs")
+            self._is_unchecked = not shapes_are_known(self._trainer.loss_func, outputs, targets)
         return output
 
     def _call(self, batch: Any) -> BatchOutput:
@@ -149,13 +155,11 @@ class CompiledStep:
         if trainer.is_sharded:
             self._give_up("the weights are sharded", "Compile the blocks of the model in parallelize_model().")
             return False
+        watch_every_call(trainer.loss_func)
+        if isinstance(self._adapter, BatchAdapter) and self._adapter.is_new:
+            self._adapter.is_new = False  # or the check would be compiled, too
+            self._is_unchecked = self._is_default
         is_wrapped = isinstance(trainer.model, DistributedDataParallel)
-        before = StepSnapshot(trainer)
-        try:
-            with trainer.accelerator.no_sync(trainer.model) if is_wrapped else nullcontext():
-                self._usual(batch)
-        finally:
-            before.restore()
         if self._compiled is None:
             self._compile(fullgraph=not is_wrapped)  # what DistributedDataParallel does between is not in the graph
         return True
@@ -180,6 +184,7 @@ class CompiledStep:
         A mistake of the user's is an error in this second attempt as well, and then there is nothing to warn of.
         """
         if "fullgraph" in self._options:
+            self._usual(batch)  # raises the error of a mistake as it is
             raise error
         if isinstance(error, _OF_LIMITS):
             output = self._usual(batch)

@@ -26,6 +26,7 @@ class OwnStep:
     """The state of user-defined steps in a run: an accumulation window for each optimizer, and what was updated.
 
     :ivar losses: losses of the current step, by optimizer name
+    :ivar items: the numbers of items that they are means over, if these are not samples
     :ivar updating: name of the optimizer that is being updated, or was last
     :ivar updated: names of the optimizers that have been updated in the run
     """
@@ -43,6 +44,7 @@ class OwnStep:
             name: GradientWindow(trainer.ranks, trainer.device, window.steps, batch_size) for name in self.optimizers
         }
         self.losses: dict[str, torch.Tensor] = {}
+        self.items: dict[str, Any] = {}
         self.ends_window = True
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
@@ -56,12 +58,15 @@ class OwnStep:
     def forward_and_backward(self, trainer: Trainer, run: Run, batch: Batch) -> BatchOutput:
         """Run the user's step on a batch and track its losses."""
         self.losses = {}
+        self.items = {}
         self._made = []
         self.ends_window = batch.is_last or (run.progress.step + 1) % run.window.steps == 0
         with mixed_precision(trainer.accelerator):
             output = trainer.train_step(batch.data)
         output = self._complete(output)
         complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
+        run.loss_trackers.measure(batch, output["batch_size"])
+        run.loss_trackers.num_items = self.items
         run.track_step(output, batch)
         run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
         return output
@@ -74,6 +79,9 @@ class OwnStep:
             if not self.losses:
                 raise ValueError("train_step made no update: call self.update(loss, optimizer=...), or return a loss.")
             completed["loss"] = dict(self.losses)
+        counts = [self.items.get(name) for name in self.losses]
+        if counts and counts[0] is not None and all(count is counts[0] for count in counts):
+            completed.setdefault("num_items_in_batch", counts[0])
         return completed
 
     def update(self, trainer: Trainer, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
@@ -93,6 +101,8 @@ class OwnStep:
         total = samples if batch.total_samples is None else batch.total_samples
         weighed = self.windows[name].scale(loss, samples, total, items)
         self.losses[name] = loss.detach()
+        if items is not None:
+            self.items[name] = items
         self._backward(trainer, name, weighed, retain_graph)
         if self.ends_window:
             self._step(trainer, name)
@@ -240,7 +250,9 @@ def update(
 
     :param loss: a scalar tensor, the mean over the samples of the batch
     :param optimizer: name of the optimizer to update; may be omitted if there is only one
-    :param num_items: number of items that the loss is a mean over if these are not samples, for example tokens
+    :param num_items: number of items that the loss is a mean over if these are not samples, for example tokens. The
+        mean that is recorded for the epoch is one over items, too. The sum of several losses is recorded as a mean over
+        samples, unless all of them are given the same number.
     :param retain_graph: keep the graph for another loss over the same outputs
     :raises ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
     """

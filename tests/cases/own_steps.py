@@ -137,3 +137,27 @@ def with_an_idle_rank(**kwargs: Any) -> dict[str, torch.Tensor]:
     size = {"per_device_batch_size": 4 // world_size(), "train_dataloader_kwargs": {"shuffle": False}}
     trainer.train(data, 2, gradient_accumulation_steps=2, gradient_clip_norm=0.5, **size)
     return trainer.networks()
+
+
+COUNTS = [1.0, 4.0, 2.0, 2.0, 7.0, 1.0, 3.0, 5.0, 1.0, 1.0, 2.0]
+
+
+class OverItems(Trainer):
+    """The loss is a mean over the items of all samples: that of a sample with n of them is n."""
+
+    returns = False
+
+    def train_step(self, batch: Any) -> Any:
+        items = batch.sum()
+        loss = batch.square().sum() / items + 0 * self.model(batch).sum()
+        self.update(loss, num_items=items)
+        return {"loss": loss} if self.returns else None
+
+
+def mean_over_items(batch_size: int = 4, returns: bool = False) -> float:
+    """The loss that is recorded for an epoch."""
+    model = nn.Linear(1, 1)
+    trainer = OverItems(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer.returns = returns
+    trainer.train([torch.tensor([count]) for count in COUNTS], 1, per_device_batch_size=batch_size)
+    return float(trainer.run_history.get_latest_metric("train_loss_epoch"))

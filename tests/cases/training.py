@@ -24,7 +24,7 @@ from pytorch_accel_lite.callbacks.batch_norm import synchronised
 from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.cases.common import IN_ORDER, Recorder, global_batch, rank, shared_folder
-from tests.tasks import quiet_trainer, regression_data, small_model, weights
+from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, weights
 
 
 def uneven_batches() -> Any:
@@ -480,3 +480,25 @@ def evaluations_without_loss() -> dict[str, Any]:
     evaluated = trainer.evaluate(data)
     trainer.log = lambda name, value: None
     return {"history": history, "evaluated": evaluated, "nothing": trainer.evaluate(data)}
+
+
+def _warnings_of(trainer: Trainer, data: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train(data, 1, per_device_batch_size=2)
+    return [str(each.message) for each in said]
+
+
+def warnings_of_a_sum() -> list[str]:
+    """What a process says of a loss that is a sum."""
+    return _warnings_of(make_trainer(loss_func=nn.MSELoss(reduction="sum")), make_data(8))
+
+
+def warnings_of_weights() -> list[str]:
+    """What a process says of weights that are NaN at the end, on the last process alone."""
+
+    def spoil(trainer: Trainer) -> None:
+        if trainer.ranks.rank == trainer.ranks.world_size - 1:
+            trainer.get_model()[0].weight.data.fill_(float("nan"))
+
+    return _warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))

@@ -1,0 +1,168 @@
+"""What is said before training or of its first batch: losses that are sums, targets that nothing uses."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from pytorch_accel_lite import Trainer
+from tests import cases
+from tests.tasks import listener, make_data, make_trainer, train
+
+SUM = "but the trainer takes a loss for a mean"
+
+
+def warned(trainer: Trainer, **kwargs: Any) -> list[str]:
+    """Train for two epochs, and return the warnings, each of which must point to this file."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(trainer, epochs=2, **kwargs)
+    assert all(each.filename == train.__code__.co_filename for each in said)
+    return [str(each.message) for each in said]
+
+
+def classes(size: int = 6) -> TensorDataset:
+    return TensorDataset(make_data(size).tensors[0], torch.arange(size) % 3)
+
+
+@pytest.mark.parametrize(
+    "loss_func", [nn.MSELoss(reduction="sum"), partial(functional.l1_loss, reduction="sum")], ids=["module", "partial"]
+)
+def test_a_loss_with_that_reduction_is_known_to_be_a_sum_before_training(loss_func):
+    updates = []
+    trainer = make_trainer([listener(on_train_step_start=lambda t: updates.append(t.progress.update))])
+    trainer.loss_func = loss_func
+    with pytest.raises(UserWarning, match=f"loss_func has reduction='sum', {SUM}"):  # an error in tests
+        train(trainer)
+    assert not updates
+    assert len(warned(trainer)) == 1
+
+
+def vae(outputs, targets):
+    recall = functional.binary_cross_entropy(outputs.sigmoid(), targets.sigmoid(), reduction="sum")
+    return recall - 0.5 * torch.sum(1 + outputs - outputs.exp())
+
+
+SUMS = {
+    "squares": lambda o, t: ((o - t) ** 2).sum(),
+    "of features first": lambda o, t: (o - t).abs().sum(1).sum(),
+    "of means": lambda o, t: (o - t).square().mean(-1).sum(0),
+    "of each": lambda o, t: functional.mse_loss(o, t, reduction="none").sum(),
+    "vae": vae,
+    "negative": lambda o, t: -(-((o - t) ** 2)).sum(),
+}
+MEANS = {
+    "mean": lambda o, t: ((o - t) ** 2).mean(),
+    "features added": lambda o, t: ((o - t) ** 2).sum(1).mean(),
+    "samples averaged first": lambda o, t: ((o - t) ** 2).mean(0).sum(),
+    "divided": lambda o, t: ((o - t) ** 2).sum() / len(o),
+    "divided first": lambda o, t: ((o - t) ** 2 / len(o)).sum(),
+    "weighed": lambda o, t: ((o - t).square() * torch.full((len(o), 1), 1 / len(o))).sum(),
+    "scaled": lambda o, t: functional.mse_loss(o, t, reduction="sum") * (1 / len(o)),
+}
+
+
+@pytest.mark.parametrize("loss_func", SUMS.values(), ids=SUMS)
+def test_a_loss_that_is_written_as_a_sum_is_told_of_in_the_first_batch_of_a_run(loss_func):
+    for kwargs in ({}, {"gradient_accumulation_steps": 2}, {"auto_microbatch": True}):
+        (text,) = warned(make_trainer(loss_func=loss_func), **kwargs)
+        assert text.startswith(f"The loss adds up the samples of a batch, {SUM}")
+
+
+@pytest.mark.parametrize("loss_func", MEANS.values(), ids=MEANS)
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_a_mean_is_none(loss_func, batch_size):
+    assert not warned(make_trainer(loss_func=loss_func), batch_size=batch_size)
+
+
+class Custom(Trainer):
+    """Makes a mean of a loss that is a sum, or not."""
+
+    divides = True
+
+    def calculate_train_batch_loss(self, batch):
+        loss = self.loss_func(self.model(batch[0]), batch[1])
+        penalty = sum(p.square().sum() for p in self.model.parameters())  # with as many rows as a batch
+        return {"loss": (loss / len(batch[0]) if self.divides else loss) + penalty}
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_what_a_step_returns_counts_rather_than_what_the_loss_function_is(divides):
+    trainer = make_trainer(trainer_class=Custom, loss_func=nn.MSELoss(reduction="sum"))
+    trainer.divides = divides
+    assert len(warned(trainer, size=16, batch_size=8)) == (not divides)
+
+
+def test_a_sum_over_classes_is_one_and_rank_0_says_so(two_ranks):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss = lambda o, t: functional.cross_entropy(o, t, reduction="sum")  # noqa: E731
+    assert len(warned(make_trainer(model=model, loss_func=loss, optimizer=optimizer), train_dataset=classes())) == 1
+    first, second = two_ranks(cases.training.warnings_of_a_sum)
+    assert len(first) == 1
+    assert SUM in first[0]
+    assert not second
+
+
+# ------------------------------------------------------------------------------- three elements
+
+
+X, Y = make_data(6).tensors
+THIRD = "but the third looks like the target"
+
+
+def trainer_of_three(model: nn.Module, *callbacks: Any, trainer_class: type[Trainer] = Trainer) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return make_trainer(callbacks, model, trainer_class, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("model", "aux", "target"),
+    [(nn.Linear(4, 1), Y + 1, Y), (nn.Linear(4, 3), Y, Y.expand(6, 3))],
+    ids=["like a target", "of the shape of the outputs alone"],
+)
+def test_a_target_in_third_place_that_nothing_uses_is_told_of_once(model, aux, target):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(trainer_of_three(model), epochs=2, train_dataset=TensorDataset(X, aux, target))
+    assert [THIRD in str(each.message) for each in said if "size" not in str(each.message)] == [True]  # torch has one
+
+
+def with_classes() -> Trainer:
+    trainer = trainer_of_three(nn.Linear(4, 3))
+    trainer.loss_func = nn.CrossEntropyLoss()
+    return trainer
+
+
+class UsesThird(Trainer):
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        return output | {"loss": output["loss"] + batch[2].mean()}
+
+
+@pytest.mark.parametrize(
+    ("third", "trainer"),
+    {
+        "indices": (torch.arange(6), lambda: trainer_of_three(nn.Linear(4, 1))),
+        "weights": (Y.abs(), lambda: trainer_of_three(nn.Linear(4, 1))),
+        "one for each output beside a label": (torch.randn(6, 3), lambda: with_classes()),
+        "a mask": (Y > 0, lambda: trainer_of_three(nn.Linear(4, 1))),
+        "one for each sample": (Y[:, 0], lambda: trainer_of_three(nn.Linear(4, 1))),
+        "used by a callback": (
+            Y,
+            lambda: trainer_of_three(nn.Linear(4, 1), listener(on_train_step_end=lambda t, batch, **_: batch[2])),
+        ),
+        "used by a step": (Y, lambda: trainer_of_three(nn.Linear(4, 1), trainer_class=UsesThird)),
+    }.values(),
+)
+def test_a_third_element_that_is_something_else_is_none(third, trainer):
+    made = trainer()
+    second = classes().tensors[1] if isinstance(made.loss_func, nn.CrossEntropyLoss) else Y
+    train(made, train_dataset=TensorDataset(X, second, third))
