@@ -1005,8 +1005,8 @@ def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tm
 class FillsDisk(TrainerCallback):
     """No file may grow beyond a limit, as on a disk that is full, between two updates."""
 
-    def __init__(self, first: int, last: int = 10**9) -> None:
-        self.first, self.last = first, last
+    def __init__(self, first: int, last: int = 10**9, size: int = 1000) -> None:
+        self.first, self.last, self.size = first, last, size
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def on_train_step_end(self, trainer, **kwargs):
@@ -1014,7 +1014,7 @@ class FillsDisk(TrainerCallback):
             if thread.name == "training-state-writer":  # what it writes belongs to the update before
                 thread.join()
         if trainer.progress.update == self.first:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self.before[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
         if trainer.progress.update == self.last:
             self.free()
 
@@ -1049,6 +1049,21 @@ def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
     assert "update-000000006" not in names
     assert names[-1] == "update-000000012"
     assert_same(result, run(tmp_path / "whole", resume_from=None))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size", [0, 9000])
+def test_wherever_in_a_file_of_a_state_the_disk_is_full_a_run_may_go_on(tmp_path, capsys, size, asynchronous):
+    fills = FillsDisk(6, 8, size)
+    try:
+        run(tmp_path, extra=(fills,), asynchronous=asynchronous, continue_on_error=True)
+    finally:
+        fills.free()
+    report = "the run continues. OSError: [Errno 27] File too large:"
+    assert f"{report} '{tmp_path}/states/.update-000000006.tmp/rank00000.pt'" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert [int(path.name[-2:]) for path in states(tmp_path)] == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
 
 
 def test_a_run_may_go_on_when_the_weights_alone_do_not_fit_on_the_disk(tmp_path, capsys):

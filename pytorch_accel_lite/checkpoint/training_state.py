@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.checkpoint.background import HostMemory
-from pytorch_accel_lite.checkpoint.files import StrPath, checksum, load_plain, sync, write_plain, write_tensors
+from pytorch_accel_lite.checkpoint.files import StrPath, checksum, load_plain, naming, sync, write_plain, write_tensors
 from pytorch_accel_lite.checkpoint.hashing import FileHashes
 from pytorch_accel_lite.checkpoint.numbers import unpack_numbers
 from pytorch_accel_lite.checkpoint.pieces import OwnPieces, Piece, find_pieces, write_pieces
@@ -157,7 +157,8 @@ def manifest_text(files: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
 
 
 def _commit(temporary: Path, directory: Path, files: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
-    (temporary / MANIFEST).write_text(manifest_text(files, metadata))
+    with naming(temporary / MANIFEST):
+        (temporary / MANIFEST).write_text(manifest_text(files, metadata))
     sync(temporary / MANIFEST)
     sync(temporary)
     previous = _previous(directory)
