@@ -436,7 +436,7 @@ def test_a_full_disk_is_named_if_the_best_model_or_average_does_not_fit(tmp_path
     train(make_trainer([callback()]), eval_dataset=True)
     size = Path("best_model.pt").stat().st_size
     limits = listener(on_eval_epoch_end=lambda t, **_: file_size.limit(size // 2))
-    with pytest.raises(OSError, match="File too large: 'best_model.pt'"):
+    with pytest.raises(OSError, match=r"File too large: 'best_model\.pt'"):
         train(make_trainer([limits, callback()]), eval_dataset=True)
 
 

@@ -517,16 +517,89 @@ def test_a_run_resumed_with_or_without_a_schedule_unlike_before_warns(first, sec
         run(2, second)
 
 
-def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path):
-    def run(optimizer_class: Any, epochs: int) -> Trainer:
-        model = small_model(features=4, dtype=torch.float32)
-        optimizer = optimizer_class(model.parameters(), lr=0.1)
-        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)], model, optimizer=optimizer)
+class RefinedAdam(torch.optim.Adam):
+    """A subclass of the user's own, with the state of its base."""
+
+
+class OtherName(RefinedAdam):
+    """The same class, as a decorator that derives another would have it."""
+
+
+def train_with(make: Any, folder: Path, epochs: int, resume_from: Any = "latest", several: bool = False) -> Trainer:
+    model = small_model(features=4, dtype=torch.float32)
+    optimizer = make(model.parameters())
+    if several:
+        optimizer = {"body": torch.optim.SGD(model[0].parameters(), lr=0.1), "head": make(model[2].parameters())}
+    trainer = make_trainer([SaveTrainingStateCallback(folder)], model, optimizer=optimizer)
+    return train(trainer, epochs, resume_from=resume_from)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.optim.SGD, torch.optim.Adam),
+        (torch.optim.AdamW, torch.optim.Adam),
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.Adam, torch.optim.Adamax),
+        (RefinedAdam, torch.optim.AdamW),
+        (torch.optim.NAdam, torch.optim.RAdam),
+    ],
+)
+def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path, first, second, several):
+    train_with(first, tmp_path, 1, several=several)
+    which = "that of group 'head'" if several else "it"
+    message = f"The optimizer in .* does not fit the trainer's: {which} was {first.__name__} and is {second.__name__} "
+    with pytest.raises(ValueError, match=message):
+        train_with(second, tmp_path, 2, several=several)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.optim.Adam, RefinedAdam),
+        (RefinedAdam, torch.optim.Adam),
+        (RefinedAdam, OtherName),
+        (torch.optim.Adam, partial(torch.optim.Adam, fused=True)),
+        (partial(torch.optim.Adam, foreach=True), torch.optim.Adam),
+        (torch.optim.AdamW, torch.optim.AdamW),
+    ],
+)
+def test_a_state_fits_the_same_optimizer_however_it_is_derived_or_computed(tmp_path, first, second):
+    train_with(first, tmp_path, 1)
+    assert train_with(second, tmp_path, 2).progress.update == 6
+
+
+def test_an_attribute_of_another_class_of_optimizers_is_refused(tmp_path):
+    class WithCritic(Trainer):
+        critic_class = torch.optim.AdamW
+
+        def training_run_start(self):
+            self.critic = torch.nn.Linear(1, 1)
+            self.critic_optimizer = self.critic_class(self.critic.parameters())
+
+    def run(epochs):
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)], trainer_class=WithCritic)
         return train(trainer, epochs, resume_from="latest")
 
-    run(torch.optim.SGD, 1)
-    with pytest.raises(ValueError, match=r"The optimizer in .* does not fit the trainer's Adam.*: .*without .*betas"):
-        run(torch.optim.Adam, 2)
+    run(1)
+    WithCritic.critic_class = torch.optim.Adam
+    with pytest.raises(ValueError, match="The critic_optimizer in .* does not fit .*: it was AdamW and is Adam now"):
+        run(2)
+
+
+def test_a_state_that_does_not_know_the_class_of_its_optimizer_is_resumed(tmp_path):
+    train_with(torch.optim.Adam, tmp_path, 1)
+    (state,) = tmp_path.glob("update-*")
+    shared = torch.load(state / "trainer.pt")
+    assert shared.pop("optimizer_classes") == {"optimizer": [["Adam"]]}
+    torch.save(shared, state / "trainer.pt")
+    manifest = json.loads((state / "manifest.json").read_bytes())
+    manifest["files"]["trainer.pt"] = {
+        "size": (state / "trainer.pt").stat().st_size, "sha256": checksum(state / "trainer.pt")
+    }  # fmt: skip
+    (state / "manifest.json").write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    assert train_with(torch.optim.Adam, tmp_path, 2).progress.update == 6
 
 
 def test_runs_that_have_ended_hold_no_files_of_their_locks(tmp_path):
@@ -725,8 +798,8 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
     with pytest.raises(ValueError, match=r"does not fit the model Linear: missing in the checkpoint: bias, weight"):
         quiet_trainer(torch.nn.Linear(5, 1)).load_training_state(tmp_path / "state")
     model = small_model()
-    other = torch.optim.SGD([model[0].weight], lr=0.1)
-    with pytest.raises(ValueError, match=r"The optimizer in the training state .* does not fit the trainer's SGD"):
+    other = torch.optim.AdamW([model[0].weight], lr=0.1)
+    with pytest.raises(ValueError, match=r"The optimizer in the training state .* does not fit the trainer's AdamW"):
         quiet_trainer(model, optimizer=other).load_training_state(tmp_path / "state")
     with pytest.raises(FileNotFoundError, match="There is no training state at"):
         trainer.load_training_state(tmp_path / "nothing")

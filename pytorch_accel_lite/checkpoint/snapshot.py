@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
     load_attribute_states,
@@ -35,6 +36,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     without_compile,
 )
 from pytorch_accel_lite.distributed.prepared import PLAIN
+from pytorch_accel_lite.optimizers import class_names, group_names
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
     history: Any = trainer.run_history
     return {
         **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
+        "optimizer_classes": {name: class_names(optimizer) for name, optimizer in _optimizers(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
         "history": pack_numbers(history.state_dict()) if _is_saved(history) else None,
@@ -129,6 +132,26 @@ def _position(trainer: Trainer, is_own: bool) -> dict[str, Any]:
 def _stepped(trainer: Trainer) -> dict[str, Any]:
     """Return the objects that updates step, with ``None`` for those that the trainer does not have."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
+
+
+def _optimizers(trainer: Trainer) -> dict[str, Any]:
+    """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
+    named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
+    return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
+
+
+def _check_optimizer_classes(trainer: Trainer, state: TrainingState) -> None:
+    """Raise an error if an optimizer is of another class than in the state; older states do not know the class."""
+    saved = state.shared.get("optimizer_classes", {})
+    for name, optimizer in _optimizers(trainer).items():
+        groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
+        for group, before, now in groups:
+            if before and now and not set(before) & set(now):
+                raise ValueError(
+                    f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's: "
+                    f"{f'that of group {group!r}' if group else 'it'} was {before[0]} and is {now[0]} now. Create it "
+                    "as it was when the state was saved, or start a new run from the weights of the state."
+                )
 
 
 def _own_windows(trainer: Trainer) -> dict[str, GradientWindow]:
@@ -217,6 +240,7 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath) -> Tr
 
 def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True) -> None:
     """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
+    _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
     if state.pieces:
         put_back_like(state, trainer)
@@ -272,6 +296,7 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
     moved them to the device. With a different number of processes, generators are reseeded, and rank 0 gets the summed
     losses of all ranks. Logical processes continue exactly, on any number of processes.
     """
+    _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
     _restore_each("registered object", trainer.registered_objects, state.shared["objects"])
     _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
