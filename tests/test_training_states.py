@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
@@ -584,7 +586,7 @@ def test_an_attribute_of_another_class_of_optimizers_is_refused(tmp_path):
 
     run(1)
     WithCritic.critic_class = torch.optim.Adam
-    with pytest.raises(ValueError, match="The critic_optimizer in .* does not fit .*: it was AdamW and is Adam now"):
+    with pytest.raises(ValueError, match=r"The critic_optimizer in .* does not fit .*: it was AdamW and is Adam now"):
         run(2)
 
 
@@ -755,16 +757,51 @@ def test_what_cannot_be_stored_is_named(tmp_path):
     assert not list(tmp_path.glob("states/*update*"))
 
 
+class Counter:
+    """An object with a state."""
+
+    value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_objects_registered_with_the_accelerator_are_kept(tmp_path):
+    def run(epochs: int) -> tuple[int, int]:
+        accelerator, first, second = Accelerator(cpu=True), Counter(), Counter()
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path), counts], accelerator=accelerator)
+        accelerator.register_for_checkpointing(trainer.model, first, second)
+        trainer.register_for_checkpointing("second", second)
+        train(trainer, epochs, resume_from="latest")
+        return first.value, second.value
+
+    def count(trainer: Trainer, step: int, **kwargs: Any) -> None:
+        trainer.accelerator._custom_objects[1].value += 1
+        trainer.registered_objects["second"].value += 10
+
+    counts = listener(on_train_step_end=count)
+    assert run(1) == (3, 30)
+    shared = torch.load(next(tmp_path.glob("update-*/trainer.pt")))
+    assert shared["objects"] == {"second": {"value": 30}, "accelerator.Counter.1": {"value": 3}}
+    assert run(2) == (6, 60)
+
+
+@pytest.mark.parametrize("given", [{"automatic_checkpoint_naming": True, "total_limit": 2}, {"total_limit": 2}])
+def test_what_accelerate_is_told_of_the_names_of_states_is_said_to_have_no_effect(tmp_path, given):
+    def run(*callbacks: Any) -> None:
+        config = ProjectConfiguration(str(tmp_path), **given)
+        train(make_trainer(callbacks, accelerator=Accelerator(cpu=True, project_config=config)))
+
+    run()
+    named = ", ".join(f"{name}={value}" for name, value in given.items())
+    with pytest.warns(UserWarning, match=rf"ProjectConfiguration\({named}\) applies only to accelerator.save_state"):
+        run(SaveTrainingStateCallback(tmp_path))
+
+
 def test_objects_of_the_users_are_kept(tmp_path):
-    class Counter:
-        value = 0
-
-        def state_dict(self):
-            return {"value": self.value}
-
-        def load_state_dict(self, state):
-            self.value = state["value"]
-
     trainer = quiet_trainer(small_model())
     counter = Counter()
     counter.value = 3

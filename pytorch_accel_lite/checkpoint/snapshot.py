@@ -109,7 +109,7 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
         "attributes": attribute_states(trainer, is_first),
         "history": pack_numbers(history.state_dict()) if _is_saved(history) else None,
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
-        "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
+        "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
         "microbatches": trainer.current_run.num_microbatches,
         "schedule_shift": trainer.current_run.schedule_shift,
@@ -180,6 +180,19 @@ def check_history(history: object) -> None:
             f"run_history: training states do not hold the metrics of a {name}, so a resumed run lacks those of "
             f"earlier epochs. Give {name} the methods state_dict() and load_state_dict(state), or derive it from "
             "InMemoryRunHistory.",
+            stacklevel=4,  # the call of train()
+        )
+
+
+def warn_of_project_configuration(accelerator: Accelerator) -> None:
+    """Warn that what a given ``Accelerator`` says of the names and the number of its states has no effect on ours."""
+    given = accelerator.project_configuration
+    settings = {name: getattr(given, name) for name in ("automatic_checkpoint_naming", "total_limit")}
+    named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
+    if named and accelerator.is_main_process:
+        warnings.warn(
+            f"ProjectConfiguration({named}) applies only to accelerator.save_state(). SaveTrainingStateCallback names "
+            "its states after their updates, in save_dir, and keeps the newest max_checkpoints of them.",
             stacklevel=4,  # the call of train()
         )
 
@@ -270,7 +283,7 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
     _restore_history(trainer, shared)
-    _restore_each("registered object", trainer.registered_objects, shared["objects"], is_final=False)
+    _restore_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
     trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
@@ -298,7 +311,7 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
     """
     _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
-    _restore_each("registered object", trainer.registered_objects, state.shared["objects"])
+    _restore_each("registered object", attributes.registered(trainer), state.shared["objects"])
     _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
     if state.own is not None and trainer.logical is None:
         losses = send_to_device(state.own["losses"], trainer.device)
