@@ -673,6 +673,77 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     run(tmp_path)
 
 
+@pytest.mark.parametrize("is_other_first", [True, False])
+def test_a_run_whose_directory_is_removed_locks_it_again_before_its_next_state(tmp_path, is_other_first):
+    """Otherwise a second run gets in, and both save in one directory."""
+    code = (
+        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import StateStore\n"
+        "store = StateStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
+    )
+    command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
+    starts = 5 if is_other_first else 6
+
+    def interfere(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == 5:
+            shutil.rmtree(tmp_path / "states")
+        if trainer.progress.update == starts:
+            others.append(WarmPython(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            answers.append(others[0].stdout.readline())
+
+    others: list[Any] = []
+    answers: list[str] = []
+    interferes = listener(on_train_step_end=interfere)
+    try:
+        if is_other_first:
+            with pytest.raises(RuntimeError, match=r"Another run \(process \d+\) .* another save_dir"):
+                run(tmp_path, extra=(interferes,))
+            assert answers == ["locked\n"]
+            assert not states(tmp_path)
+        else:
+            run(tmp_path, extra=(interferes,))
+            assert answers == [""]
+            assert "Another run (process" in others[0].stderr.read()
+            assert [int(path.name[-2:]) for path in states(tmp_path)] == [5, 6, 7, 8, 9, 10, 11, 12]
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+def test_a_save_dir_that_is_a_file_is_an_error_before_training(tmp_path):
+    (tmp_path / "states").touch()
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path / "states")])
+    with pytest.raises(NotADirectoryError, match=r"save_dir='.*/states' is not a directory.* another save_dir"):
+        train(trainer)
+    assert trainer.progress.update == 0
+
+
+def test_a_state_whose_manifest_is_a_directory_is_skipped_as_damaged(tmp_path, capsys):
+    whole = run(tmp_path)
+    *_, before, newest = states(tmp_path)
+    (newest / "manifest.json").unlink()
+    (newest / "manifest.json").mkdir()
+    assert_same(run(tmp_path), whole)
+    output = capsys.readouterr().out
+    assert f"Skipping a damaged training state. '{newest}/manifest.json' is damaged: " in output
+    assert f"Resuming from '{before}'" in output
+
+
+def test_of_states_that_are_links_rotation_leaves_nothing_behind_but_their_targets(tmp_path):
+    run(tmp_path, epochs=1, schedule=False)
+    (tmp_path / "elsewhere").mkdir()
+    for state in states(tmp_path):
+        state.rename(tmp_path / "elsewhere" / state.name)
+        state.symlink_to(tmp_path / "elsewhere" / state.name)
+    (tmp_path / "states" / ".update-000000001.removed").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "states" / "update-000000005").symlink_to(tmp_path / "nothing")  # an update to come
+    (tmp_path / "states" / "update-000000006").touch()
+    whole = run(tmp_path / "whole", epochs=2, schedule=False)
+    assert_same(run(tmp_path, epochs=2, max_checkpoints=1, schedule=False), whole)
+    assert sorted(os.listdir(tmp_path / "states")) == [".lock", "update-000000008"]
+    assert len(os.listdir(tmp_path / "elsewhere")) == 4
+
+
 def test_a_run_that_could_not_begin_leaves_its_directory_to_others(tmp_path):
     run(tmp_path, max_checkpoints=1)
     (state,) = states(tmp_path)
@@ -1133,7 +1204,7 @@ class FillsDisk(TrainerCallback):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_ends_the_run_and_the_last_state_is_whole(tmp_path, asynchronous):
+def test_a_full_disk_ends_the_run_and_the_last_state_is_whole_and_named(tmp_path, asynchronous, capsys):
     fills = FillsDisk(9)  # where the next thing to be written is a state
     try:
         with pytest.raises(OSError, match="File too large"):
@@ -1142,8 +1213,23 @@ def test_a_full_disk_ends_the_run_and_the_last_state_is_whole(tmp_path, asynchro
         fills.free()
     assert [path.name for path in states(tmp_path)] == ["update-000000003", "update-000000006"]
     assert not list((tmp_path / "states").glob(".*tmp"))
+    saved = f"The run is saved in '{tmp_path}/states/update-000000006', after update 6."
+    assert saved in " ".join(capsys.readouterr().out.split())
+    fills.first = 7  # the resumed run can save nothing of its own
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)
+    finally:
+        fills.free()
+    assert saved in " ".join(capsys.readouterr().out.split())
     whole = run(tmp_path / "whole", save_every_n_steps=3)
     assert_same(run(tmp_path, save_every_n_steps=3), whole)
+
+
+@pytest.mark.processes
+def test_a_state_that_was_still_being_written_when_a_run_failed_is_not_said_to_be_saved(tmp_path, two_ranks):
+    printed, _ = two_ranks.run(cases.states.fail_while_a_state_is_written, tmp_path)
+    assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

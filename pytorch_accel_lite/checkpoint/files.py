@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 import warnings
 from collections import Counter, OrderedDict
@@ -51,6 +52,15 @@ def sync(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory and what is in it, or a file, or a link but not what it points to; errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 @contextmanager
