@@ -215,6 +215,8 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
         "saved_at": _time_of_saving(trainer),
         "progress": trainer.progress.state_dict(),
         "stop_reason": trainer.current_run.stop_reason,
+        "stopped_by": trainer.current_run.stopped_by,
+        "epoch_phase": 0 if trainer.current_run.stop_reason is None else trainer.current_run.epoch_phase,
         "interrupted": trainer.current_run.interruption is not None,
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
@@ -282,6 +284,7 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
+    trainer.current_run.epoch_phase = state.metadata.get("epoch_phase", 0)
     _restore_history(trainer, shared)
     _restore_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
@@ -324,7 +327,8 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
         }
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
     loader = trainer.current_run.train_loader
-    if trainer.progress.is_mid_epoch and hasattr(loader, "has_own_position"):
+    has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
+    if has_epoch_left and hasattr(loader, "has_own_position"):
         holds = state.own or {} if loader.has_own_position else state.shared
         loader.batch_size_before = holds.get("source_batch_size")
         said = loader.move_to(holds.get("position"))
