@@ -35,6 +35,19 @@ def optimizers(trainer: Trainer) -> dict[str, Any]:
     return {name: optimizer for name, optimizer in found.items() if optimizer.param_groups is not own}
 
 
+def registered(trainer: Trainer) -> dict[str, Any]:
+    """Return the objects registered with the trainer, by name, or with its ``Accelerator``, by class and number.
+
+    Excludes the model, the optimizer and the scheduler, which are saved anyway.
+    """
+    optimizer = trainer.optimizer
+    own = [trainer.model, trainer.get_model(), optimizer, getattr(optimizer, "optimizer", None), trainer.scheduler]
+    known = set(map(id, [*own, *trainer.registered_objects.values()]))
+    others = enumerate(getattr(trainer.accelerator, "_custom_objects", ()))
+    named = {f"accelerator.{type(obj).__name__}.{number}": obj for number, obj in others if id(obj) not in known}
+    return {**trainer.registered_objects, **named}
+
+
 def all_optimized_parameters(trainer: Trainer) -> list[nn.Parameter]:
     """Return the parameters of the trainer's optimizer, which may be yet to be made, and of those in attributes."""
     found = list(optimizers(trainer).values())
@@ -77,7 +90,7 @@ def trained(trainer: Trainer) -> dict[str, Any]:
     if not trainer.saves_attributes:
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
-    saved = set(map(id, [*trainer.registered_objects.values(), trainer.loss_func, trainer.scheduler]))
+    saved = set(map(id, [*registered(trainer).values(), trainer.loss_func, trainer.scheduler]))
     known = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters(module)}
     found: dict[str, Any] = {}
     for name, module in modules(trainer).items():
@@ -93,7 +106,7 @@ def trained(trainer: Trainer) -> dict[str, Any]:
 def untrained(trainer: Trainer) -> list[str]:
     """Return the names of modules that have parameters but none that is trained: teachers, averaged weights."""
     optimized = set(map(id, all_optimized_parameters(trainer)))
-    saved = set(map(id, [*trainer.registered_objects.values(), trainer.loss_func]))
+    saved = set(map(id, [*registered(trainer).values(), trainer.loss_func]))
     known = set(map(id, trainer.model.parameters()))
     others = {name: module for name, module in modules(trainer).items() if id(module) not in saved}
     own = {name: set(map(id, _parameters(module))) - known for name, module in others.items()}

@@ -20,12 +20,20 @@ class StopTrainingError(Exception):
     """Raise it in a callback to end the run early but in order: the ending events fire, and ``train`` returns.
 
     With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
-    to the others, and all ranks stop after the same update.
+    to the others, and all ranks stop after the same update. A stopped run is over, also for
+    ``train(resume_from="latest")``, unless it is given more epochs or updates or the callback other arguments; raise
+    :class:`RunPausedError` to continue it later.
     """
+
+    #: The callback that raised it, as the call that created it.
+    raised_by: str | None = None
 
 
 class RunPausedError(StopTrainingError):
-    """Raise it in a callback to pause training: the run ends after the current update, and can be resumed later."""
+    """Raise it in a callback to pause training: the run ends after the current update, and can be resumed later.
+
+    For your own limits of time, for example.
+    """
 
 
 class RunInterruptedError(RunPausedError):
@@ -123,6 +131,7 @@ class TrainerCallback:
         _remember_arguments(cls)
 
     __repr__ = LazyMethod("pytorch_accel_lite.reprs", "constructor_call")
+    _as_created = LazyMethod("pytorch_accel_lite.reprs", "as_created")
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
         """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
@@ -342,6 +351,9 @@ class CallbackHandler:
         if len(listeners) == 1 and self.timer is None:
             try:
                 listeners[0](*args, **kwargs)
+            except StopTrainingError as stop:
+                _note_source(stop, listeners[0])
+                raise
             except TypeError:
                 _check_call(listeners[0], event, args, kwargs)
                 raise
@@ -365,6 +377,7 @@ class CallbackHandler:
                     with timer(getattr(listener, "__self__", listener)):
                         listener(*args, **kwargs)
             except (StopTrainingError, NonFiniteLossError) as error:
+                _note_source(error, listener)
                 ask(error)
             except Exception as error:
                 self._failed = listener
@@ -415,6 +428,13 @@ def _errors_of(listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list
         except Exception as error:
             errors.append(error)
     return errors
+
+
+def _note_source(error: Exception, listener: Listener) -> None:
+    """Note in a request to stop which callback raised it: a run with another one may be trained further."""
+    callback = getattr(listener, "__self__", None)
+    if isinstance(error, StopTrainingError) and isinstance(callback, TrainerCallback):
+        error.raised_by = callback._as_created()  # noqa: SLF001
 
 
 def _check_call(listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

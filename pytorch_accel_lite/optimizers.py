@@ -103,6 +103,28 @@ def parts_of(optimizer: Any) -> dict[str, Optimizer]:
     return inner.parts if isinstance(inner, OfParts) else {}
 
 
+def class_names(optimizer: Any) -> list[list[str]]:
+    """Return, for each parameter group, the names of the classes whose state the optimizer of that group keeps.
+
+    These are its own class, whatever wraps it, and its bases up to one of torch's: torch's AdamW is no Adam, though
+    derived from it.
+    """
+    parts = parts_of(optimizer).values() or [optimizer]
+    return [_classes(part) for part in parts for _ in part.param_groups]
+
+
+def _classes(optimizer: Any) -> list[str]:
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    names = []
+    for kind in type(optimizer).__mro__:
+        if issubclass(kind, Optimizer) and kind is not Optimizer:
+            names.append(kind.__qualname__.rpartition(".")[2])  # decorators that rename a class leave it
+            if kind.__module__.startswith("torch.optim"):
+                break
+    return names
+
+
 def schedulers_in(scheduler: Any) -> dict[str, Any]:
     """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
     return scheduler.parts if isinstance(scheduler, OfParts) else {"": scheduler}

@@ -110,10 +110,16 @@ def wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
 # ----------------------------------------------------------------------------------------------- callbacks
 
 
-def constructor_call(made: Any) -> str:
+def as_created(made: Any) -> str:
+    """Represent an object as the call that created it, even if its attributes have changed since."""
+    return constructor_call(made, is_current=False)
+
+
+def constructor_call(made: Any, is_current: bool = True) -> str:
     """Represent an object as a call of its constructor, with the arguments it was created with.
 
-    An attribute with the name and type of an argument is shown in place of the argument, as it may have changed since.
+    :param is_current: whether an attribute with the name and type of an argument is shown in place of the argument, as
+        it may have changed since
     """
     args, kwargs = vars(made).get(ARGUMENTS_GIVEN, ((), {}))
     given = inspect.signature(type(made).__init__).bind_partial(made, *args, **kwargs)
@@ -128,7 +134,7 @@ def constructor_call(made: Any) -> str:
         by_place = has_rest and kinds[name] is inspect.Parameter.POSITIONAL_OR_KEYWORD
         for key, passed in named.items():
             current = vars(made).get(key)
-            shown = short(current if type(current) is type(passed) else passed, key)
+            shown = short(current if is_current and type(current) is type(passed) else passed, key)
             parts.append(shown if by_place else f"{key}={shown}")
     return wrapped(f"{type(made).__name__}(", parts, ")")
 

@@ -110,7 +110,7 @@ class StepSnapshot(Snapshot):
         others = chain.from_iterable(optimized_parameters(other) for other in attributes.optimizers(trainer).values())
         trained = dict.fromkeys(others)
         steppers = [owner for owner in attributes.trained(trainer).values() if not isinstance(owner, nn.Module)]
-        owners = [trainer.current_run.loss_trackers, *steppers, *trainer.registered_objects.values()]
+        owners = [trainer.current_run.loss_trackers, *steppers, *attributes.registered(trainer).values()]
         super().__init__(trained, own, owners, [model, *beside])
         # The pass itself may use these gradients, so they are not set aside.
         of_others = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))

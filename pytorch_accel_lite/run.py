@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
+#: What is over of an epoch whose steps are: its training, its evaluation, all but the final checkpoint.
+TRAINED, EVALUATED, ENDED = 1, 2, 3
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
@@ -42,6 +46,8 @@ class Run:
     :ivar outer: the run within which this one was started, if any
     :ivar request: the settings requested for the run
     :ivar config: the settings resolved from the request and the data
+    :ivar stopped_by: the callback that stopped the run, as the call that created it
+    :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
     :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
     :ivar made_loaders: loaders created for this run, whose workers end with it
@@ -77,6 +83,7 @@ class Run:
     outer: Run | None = None
     config: TrainerRunConfig | None = None
     stop_reason: str | None = None
+    stopped_by: str | None = None
     interruption: RunPausedError | None = None
     data_seed: int | None = None
     train_loader: Any = None
@@ -87,6 +94,7 @@ class Run:
     eval_loader_kwargs: dict[str, Any] | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     progress: Progress = field(default_factory=Progress)
+    epoch_phase: int = 0
     own_step: OwnStep | None = None
     replay: WindowReplay | None = None
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -349,6 +357,7 @@ def ending(trainer: Trainer, run: Run, kind: Literal["training", "evaluation"]) 
             stopped = stop
             if run.outer is None:
                 run.stop_reason = str(stop) or type(stop).__name__
+                run.stopped_by = stop.raised_by
                 run.interruption = stop if isinstance(stop, RunPausedError) else None
                 if run.interruption is not None:
                     trainer.print(run.stop_reason)

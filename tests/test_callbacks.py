@@ -33,6 +33,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     TimeLimitCallback,
 )
+from tests import cases
 from tests.shipped import EVENTFUL, NEEDS_A_GPU, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, build
 from tests.tasks import CountsReads, Stream, equal, listener, make_data, make_model, make_trainer, train, weights
 
@@ -198,6 +199,24 @@ def test_with_a_shipped_callback_a_run_goes_on_from_its_middle_to_the_same_bits(
     assert resumed.progress == whole.progress
     if hasattr(callback, "state_dict") and callback_class is not SaveTrainingStateCallback:
         assert alike(again.state_dict(), callback.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["on_train_epoch_end", "on_training_run_epoch_end"])
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_with_a_shipped_callback_a_stopped_run_is_trained_further_to_the_same_bits(callback_class, event, here):
+    def run(folder: str, stops_at: int) -> Trainer:
+        states = SaveTrainingStateCallback(here / folder)
+        callbacks = [build(callback_class), states, cases.stopping.StopsAt(event, stops_at)]
+        arguments = RUN.get(callback_class.__name__, {})
+        return train(make_trainer(callbacks, seed=1), 3, eval_dataset=make_data(), resume_from="latest", **arguments)
+
+    assert run("states", 6).stop_reason == "enough"
+    further, whole = run("states", 100), run("whole", 100)
+    assert equal(weights(further.model), weights(whole.model))
+    if callback_class.__name__ not in NOT_REPEATABLE:
+        assert further.run_history.to_dict() == whole.run_history.to_dict()
+    assert further.progress == whole.progress
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import errno
 import os
 import pickle
 import resource
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SaveBestModelCallback
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
 from tests import ancestor
 from tests.launching import run_code
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, same, train, weights
@@ -381,15 +383,15 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_pat
 
 
 class FileSize:
-    """Lets no file of this process grow beyond 1000 bytes, as a full disk would, until it is freed."""
+    """Lets no file of this process grow beyond a limit, as a full disk would, until it is freed."""
 
     def __init__(self) -> None:
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limit(self, *_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self.before[1]))
+    def limit(self, size: int = 1000) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.before[1]))
 
-    def free(self, *_: Any) -> None:
+    def free(self) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
@@ -413,12 +415,37 @@ def test_a_write_that_fails_for_want_of_space_leaves_the_old_file_and_nothing_el
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_wherever_in_a_file_the_disk_is_full_the_error_names_the_disk_and_the_file(tmp_path, file_size, name):
+    """torch reports a full disk in the middle of a file as "unexpected pos", and at the end of it as what it is."""
+    trainer, path = trained(), tmp_path / name
+    save = trainer.save_checkpoint if name == "model.pt" else trainer.save_model
+    save(path)
+    for size in range(0, path.stat().st_size, 50):
+        file_size.limit(size)
+        with pytest.raises(OSError, match=r"File too large: '.*/model") as raised:
+            save(path)
+        file_size.free()
+        assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("callback", [SaveBestModelCallback, partial(ModelEmaCallback, save_path="best_model.pt")])
+def test_a_full_disk_is_named_if_the_best_model_or_average_does_not_fit(tmp_path, monkeypatch, file_size, callback):
+    monkeypatch.chdir(tmp_path)
+    train(make_trainer([callback()]), eval_dataset=True)
+    size = Path("best_model.pt").stat().st_size
+    limits = listener(on_eval_epoch_end=lambda t, **_: file_size.limit(size // 2))
+    with pytest.raises(OSError, match=r"File too large: 'best_model\.pt'"):
+        train(make_trainer([limits, callback()]), eval_dataset=True)
+
+
 def test_weights_for_others_that_do_not_fit_on_the_disk_leave_the_old_file_and_nothing_else(tmp_path, file_size):
     trainer = make_trainer(model=nn.Linear(30, 30))
     trainer.save_model(tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
     file_size.limit()
-    with pytest.raises(OSError, match=r"model\.safetensors.* cannot be written.*File too large"):
+    with pytest.raises(OSError, match=r"File too large: .*model\.safetensors'"):
         trainer.save_model(tmp_path / "model.safetensors")
     file_size.free()
     assert (tmp_path / "model.safetensors").read_bytes() == before

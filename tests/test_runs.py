@@ -12,14 +12,23 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import BatchSampler, TensorDataset
 
-from pytorch_accel_lite import InMemoryRunHistory, NonFiniteLossError, RunHistory, StopTrainingError, Trainer
+from pytorch_accel_lite import (
+    InMemoryRunHistory,
+    NonFiniteLossError,
+    RunHistory,
+    StopTrainingError,
+    Trainer,
+    TrainerCallback,
+)
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     MetricsFileCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
+    StepBasedEvaluationCallback,
 )
+from tests import cases
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
 
@@ -113,6 +122,80 @@ def test_a_run_that_has_made_more_than_it_is_asked_for_makes_nothing_more(here, 
 
 
 # ------------------------------------------------------------------------------- what ends it, and the end
+
+
+EVENTS_THAT_STOP = [
+    "on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end", "on_epoch_checkpoint"
+]  # fmt: skip
+
+
+def check_trained_further(outcome: Any, change: str) -> None:
+    again, (further, printed, reason), (whole, _, _) = outcome
+    assert again.endswith(
+        "Nothing left to do: the run was stopped. enough To train it further, increase num_epochs, or pass StopsAt "
+        "with other arguments or not at all."
+    )
+    why = "num_epochs was 3 and is 4 now" if change == "num_epochs" else "The run was stopped by StopsAt(event="
+    assert why in printed
+    assert reason is None
+    progress, end, history, schedule = further
+    assert (progress, history, schedule) == (whole[0], whole[2], whole[3])
+    assert equal(end, whole[1])
+
+
+@pytest.mark.parametrize("change", ["num_epochs", "callback"])
+@pytest.mark.parametrize("event", EVENTS_THAT_STOP)
+def test_a_stopped_run_is_trained_further_if_an_argument_has_changed(tmp_path, event, change):
+    check_trained_further(cases.stopping.trained_further(tmp_path, event, change), change)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("event", EVENTS_THAT_STOP)
+def test_a_run_that_one_of_two_processes_stopped_is_trained_further(tmp_path, two_ranks, event):
+    first, second = two_ranks.run(cases.stopping.trained_further, tmp_path, event, "callback")
+    check_trained_further(first, "callback")
+    assert second[1][2] is None
+    assert second[1][0][0] == first[1][0][0]
+    assert equal(second[1][0][1], first[1][0][1])
+
+
+@pytest.mark.parametrize("interval", ["epochs", "evaluations"])
+def test_a_run_that_stopped_early_goes_on_with_more_patience_as_if_it_had_always_had_it(here, interval):
+    def run(folder: str, patience: int, epochs: int = 9) -> Trainer:
+        metric = "eval_loss_epoch" if interval == "epochs" else "intermediate_eval_loss"
+        stopping = EarlyStoppingCallback(patience, 5.0, metric, patience_in=interval)
+        evaluation = StepBasedEvaluationCallback(2)
+        trainer = make_trainer([evaluation, stopping, SaveTrainingStateCallback(folder)], seed=1)
+        return train(trainer, epochs, eval_dataset=True, resume_from="latest")
+
+    stopped = run("states", 1)
+    assert "has not improved for 1 " in stopped.stop_reason
+    assert run("states", 1).progress == stopped.progress
+    further, whole = run("states", 3), run("whole", 3)
+    assert further.stop_reason == whole.stop_reason
+    assert further.progress == whole.progress
+    assert further.progress.update > stopped.progress.update
+    assert further.run_history.to_dict() == whole.run_history.to_dict()
+    assert equal(weights(further.model), weights(whole.model))
+    longer = run("states", 3, epochs=12)  # its patience starts over
+    assert longer.progress.update > further.progress.update
+    assert longer.stop_reason == further.stop_reason
+
+
+def test_an_attribute_of_a_callback_that_changes_during_the_run_is_no_changed_argument(here):
+    class StopsAfter(TrainerCallback):
+        def __init__(self, left: int) -> None:
+            self.left = left
+
+        def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+            self.left -= 1
+            if not self.left:
+                raise StopTrainingError("enough")
+
+    for _ in range(2):
+        trainer = make_trainer([StopsAfter(2), SaveTrainingStateCallback("states")])
+        train(trainer, epochs=2, resume_from="latest")
+        assert trainer.progress.update == 2
 
 
 def test_callbacks_after_the_one_that_stops_a_run_hear_the_event_too():

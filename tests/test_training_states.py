@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
@@ -517,16 +519,89 @@ def test_a_run_resumed_with_or_without_a_schedule_unlike_before_warns(first, sec
         run(2, second)
 
 
-def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path):
-    def run(optimizer_class: Any, epochs: int) -> Trainer:
-        model = small_model(features=4, dtype=torch.float32)
-        optimizer = optimizer_class(model.parameters(), lr=0.1)
-        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)], model, optimizer=optimizer)
+class RefinedAdam(torch.optim.Adam):
+    """A subclass of the user's own, with the state of its base."""
+
+
+class OtherName(RefinedAdam):
+    """The same class, as a decorator that derives another would have it."""
+
+
+def train_with(make: Any, folder: Path, epochs: int, resume_from: Any = "latest", several: bool = False) -> Trainer:
+    model = small_model(features=4, dtype=torch.float32)
+    optimizer = make(model.parameters())
+    if several:
+        optimizer = {"body": torch.optim.SGD(model[0].parameters(), lr=0.1), "head": make(model[2].parameters())}
+    trainer = make_trainer([SaveTrainingStateCallback(folder)], model, optimizer=optimizer)
+    return train(trainer, epochs, resume_from=resume_from)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.optim.SGD, torch.optim.Adam),
+        (torch.optim.AdamW, torch.optim.Adam),
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.Adam, torch.optim.Adamax),
+        (RefinedAdam, torch.optim.AdamW),
+        (torch.optim.NAdam, torch.optim.RAdam),
+    ],
+)
+def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path, first, second, several):
+    train_with(first, tmp_path, 1, several=several)
+    which = "that of group 'head'" if several else "it"
+    message = f"The optimizer in .* does not fit the trainer's: {which} was {first.__name__} and is {second.__name__} "
+    with pytest.raises(ValueError, match=message):
+        train_with(second, tmp_path, 2, several=several)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.optim.Adam, RefinedAdam),
+        (RefinedAdam, torch.optim.Adam),
+        (RefinedAdam, OtherName),
+        (torch.optim.Adam, partial(torch.optim.Adam, fused=True)),
+        (partial(torch.optim.Adam, foreach=True), torch.optim.Adam),
+        (torch.optim.AdamW, torch.optim.AdamW),
+    ],
+)
+def test_a_state_fits_the_same_optimizer_however_it_is_derived_or_computed(tmp_path, first, second):
+    train_with(first, tmp_path, 1)
+    assert train_with(second, tmp_path, 2).progress.update == 6
+
+
+def test_an_attribute_of_another_class_of_optimizers_is_refused(tmp_path):
+    class WithCritic(Trainer):
+        critic_class = torch.optim.AdamW
+
+        def training_run_start(self):
+            self.critic = torch.nn.Linear(1, 1)
+            self.critic_optimizer = self.critic_class(self.critic.parameters())
+
+    def run(epochs):
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)], trainer_class=WithCritic)
         return train(trainer, epochs, resume_from="latest")
 
-    run(torch.optim.SGD, 1)
-    with pytest.raises(ValueError, match=r"The optimizer in .* does not fit the trainer's Adam.*: .*without .*betas"):
-        run(torch.optim.Adam, 2)
+    run(1)
+    WithCritic.critic_class = torch.optim.Adam
+    with pytest.raises(ValueError, match=r"The critic_optimizer in .* does not fit .*: it was AdamW and is Adam now"):
+        run(2)
+
+
+def test_a_state_that_does_not_know_the_class_of_its_optimizer_is_resumed(tmp_path):
+    train_with(torch.optim.Adam, tmp_path, 1)
+    (state,) = tmp_path.glob("update-*")
+    shared = torch.load(state / "trainer.pt")
+    assert shared.pop("optimizer_classes") == {"optimizer": [["Adam"]]}
+    torch.save(shared, state / "trainer.pt")
+    manifest = json.loads((state / "manifest.json").read_bytes())
+    manifest["files"]["trainer.pt"] = {
+        "size": (state / "trainer.pt").stat().st_size, "sha256": checksum(state / "trainer.pt")
+    }  # fmt: skip
+    (state / "manifest.json").write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    assert train_with(torch.optim.Adam, tmp_path, 2).progress.update == 6
 
 
 def test_runs_that_have_ended_hold_no_files_of_their_locks(tmp_path):
@@ -596,6 +671,77 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
             run(tmp_path)
         other.kill()
     run(tmp_path)
+
+
+@pytest.mark.parametrize("is_other_first", [True, False])
+def test_a_run_whose_directory_is_removed_locks_it_again_before_its_next_state(tmp_path, is_other_first):
+    """Otherwise a second run gets in, and both save in one directory."""
+    code = (
+        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import StateStore\n"
+        "store = StateStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
+    )
+    command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
+    starts = 5 if is_other_first else 6
+
+    def interfere(trainer: Trainer, **kwargs: Any) -> None:
+        if trainer.progress.update == 5:
+            shutil.rmtree(tmp_path / "states")
+        if trainer.progress.update == starts:
+            others.append(WarmPython(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            answers.append(others[0].stdout.readline())
+
+    others: list[Any] = []
+    answers: list[str] = []
+    interferes = listener(on_train_step_end=interfere)
+    try:
+        if is_other_first:
+            with pytest.raises(RuntimeError, match=r"Another run \(process \d+\) .* another save_dir"):
+                run(tmp_path, extra=(interferes,))
+            assert answers == ["locked\n"]
+            assert not states(tmp_path)
+        else:
+            run(tmp_path, extra=(interferes,))
+            assert answers == [""]
+            assert "Another run (process" in others[0].stderr.read()
+            assert [int(path.name[-2:]) for path in states(tmp_path)] == [5, 6, 7, 8, 9, 10, 11, 12]
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+def test_a_save_dir_that_is_a_file_is_an_error_before_training(tmp_path):
+    (tmp_path / "states").touch()
+    trainer = make_trainer([SaveTrainingStateCallback(tmp_path / "states")])
+    with pytest.raises(NotADirectoryError, match=r"save_dir='.*/states' is not a directory.* another save_dir"):
+        train(trainer)
+    assert trainer.progress.update == 0
+
+
+def test_a_state_whose_manifest_is_a_directory_is_skipped_as_damaged(tmp_path, capsys):
+    whole = run(tmp_path)
+    *_, before, newest = states(tmp_path)
+    (newest / "manifest.json").unlink()
+    (newest / "manifest.json").mkdir()
+    assert_same(run(tmp_path), whole)
+    output = capsys.readouterr().out
+    assert f"Skipping a damaged training state. '{newest}/manifest.json' is damaged: " in output
+    assert f"Resuming from '{before}'" in output
+
+
+def test_of_states_that_are_links_rotation_leaves_nothing_behind_but_their_targets(tmp_path):
+    run(tmp_path, epochs=1, schedule=False)
+    (tmp_path / "elsewhere").mkdir()
+    for state in states(tmp_path):
+        state.rename(tmp_path / "elsewhere" / state.name)
+        state.symlink_to(tmp_path / "elsewhere" / state.name)
+    (tmp_path / "states" / ".update-000000001.removed").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "states" / "update-000000005").symlink_to(tmp_path / "nothing")  # an update to come
+    (tmp_path / "states" / "update-000000006").touch()
+    whole = run(tmp_path / "whole", epochs=2, schedule=False)
+    assert_same(run(tmp_path, epochs=2, max_checkpoints=1, schedule=False), whole)
+    assert sorted(os.listdir(tmp_path / "states")) == [".lock", "update-000000008"]
+    assert len(os.listdir(tmp_path / "elsewhere")) == 4
 
 
 def test_a_run_that_could_not_begin_leaves_its_directory_to_others(tmp_path):
@@ -682,16 +828,51 @@ def test_what_cannot_be_stored_is_named(tmp_path):
     assert not list(tmp_path.glob("states/*update*"))
 
 
+class Counter:
+    """An object with a state."""
+
+    value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_objects_registered_with_the_accelerator_are_kept(tmp_path):
+    def run(epochs: int) -> tuple[int, int]:
+        accelerator, first, second = Accelerator(cpu=True), Counter(), Counter()
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path), counts], accelerator=accelerator)
+        accelerator.register_for_checkpointing(trainer.model, first, second)
+        trainer.register_for_checkpointing("second", second)
+        train(trainer, epochs, resume_from="latest")
+        return first.value, second.value
+
+    def count(trainer: Trainer, step: int, **kwargs: Any) -> None:
+        trainer.accelerator._custom_objects[1].value += 1
+        trainer.registered_objects["second"].value += 10
+
+    counts = listener(on_train_step_end=count)
+    assert run(1) == (3, 30)
+    shared = torch.load(next(tmp_path.glob("update-*/trainer.pt")))
+    assert shared["objects"] == {"second": {"value": 30}, "accelerator.Counter.1": {"value": 3}}
+    assert run(2) == (6, 60)
+
+
+@pytest.mark.parametrize("given", [{"automatic_checkpoint_naming": True, "total_limit": 2}, {"total_limit": 2}])
+def test_what_accelerate_is_told_of_the_names_of_states_is_said_to_have_no_effect(tmp_path, given):
+    def run(*callbacks: Any) -> None:
+        config = ProjectConfiguration(str(tmp_path), **given)
+        train(make_trainer(callbacks, accelerator=Accelerator(cpu=True, project_config=config)))
+
+    run()
+    named = ", ".join(f"{name}={value}" for name, value in given.items())
+    with pytest.warns(UserWarning, match=rf"ProjectConfiguration\({named}\) applies only to accelerator.save_state"):
+        run(SaveTrainingStateCallback(tmp_path))
+
+
 def test_objects_of_the_users_are_kept(tmp_path):
-    class Counter:
-        value = 0
-
-        def state_dict(self):
-            return {"value": self.value}
-
-        def load_state_dict(self, state):
-            self.value = state["value"]
-
     trainer = quiet_trainer(small_model())
     counter = Counter()
     counter.value = 3
@@ -725,8 +906,8 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
     with pytest.raises(ValueError, match=r"does not fit the model Linear: missing in the checkpoint: bias, weight"):
         quiet_trainer(torch.nn.Linear(5, 1)).load_training_state(tmp_path / "state")
     model = small_model()
-    other = torch.optim.SGD([model[0].weight], lr=0.1)
-    with pytest.raises(ValueError, match=r"The optimizer in the training state .* does not fit the trainer's SGD"):
+    other = torch.optim.AdamW([model[0].weight], lr=0.1)
+    with pytest.raises(ValueError, match=r"The optimizer in the training state .* does not fit the trainer's AdamW"):
         quiet_trainer(model, optimizer=other).load_training_state(tmp_path / "state")
     with pytest.raises(FileNotFoundError, match="There is no training state at"):
         trainer.load_training_state(tmp_path / "nothing")
@@ -1005,8 +1186,8 @@ def test_sigkill_of_rank_0_of_2_at_each_file_operation_leads_to_the_same_bits(tm
 class FillsDisk(TrainerCallback):
     """No file may grow beyond a limit, as on a disk that is full, between two updates."""
 
-    def __init__(self, first: int, last: int = 10**9) -> None:
-        self.first, self.last = first, last
+    def __init__(self, first: int, last: int = 10**9, size: int = 1000) -> None:
+        self.first, self.last, self.size = first, last, size
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def on_train_step_end(self, trainer, **kwargs):
@@ -1014,7 +1195,7 @@ class FillsDisk(TrainerCallback):
             if thread.name == "training-state-writer":  # what it writes belongs to the update before
                 thread.join()
         if trainer.progress.update == self.first:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self.before[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
         if trainer.progress.update == self.last:
             self.free()
 
@@ -1023,7 +1204,7 @@ class FillsDisk(TrainerCallback):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_ends_the_run_and_the_last_state_is_whole(tmp_path, asynchronous):
+def test_a_full_disk_ends_the_run_and_the_last_state_is_whole_and_named(tmp_path, asynchronous, capsys):
     fills = FillsDisk(9)  # where the next thing to be written is a state
     try:
         with pytest.raises(OSError, match="File too large"):
@@ -1032,8 +1213,23 @@ def test_a_full_disk_ends_the_run_and_the_last_state_is_whole(tmp_path, asynchro
         fills.free()
     assert [path.name for path in states(tmp_path)] == ["update-000000003", "update-000000006"]
     assert not list((tmp_path / "states").glob(".*tmp"))
+    saved = f"The run is saved in '{tmp_path}/states/update-000000006', after update 6."
+    assert saved in " ".join(capsys.readouterr().out.split())
+    fills.first = 7  # the resumed run can save nothing of its own
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)
+    finally:
+        fills.free()
+    assert saved in " ".join(capsys.readouterr().out.split())
     whole = run(tmp_path / "whole", save_every_n_steps=3)
     assert_same(run(tmp_path, save_every_n_steps=3), whole)
+
+
+@pytest.mark.processes
+def test_a_state_that_was_still_being_written_when_a_run_failed_is_not_said_to_be_saved(tmp_path, two_ranks):
+    printed, _ = two_ranks.run(cases.states.fail_while_a_state_is_written, tmp_path)
+    assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -1049,6 +1245,21 @@ def test_a_run_may_go_on_when_the_disk_is_full(tmp_path, capsys, asynchronous):
     assert "update-000000006" not in names
     assert names[-1] == "update-000000012"
     assert_same(result, run(tmp_path / "whole", resume_from=None))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size", [0, 9000])
+def test_wherever_in_a_file_of_a_state_the_disk_is_full_a_run_may_go_on(tmp_path, capsys, size, asynchronous):
+    fills = FillsDisk(6, 8, size)
+    try:
+        run(tmp_path, extra=(fills,), asynchronous=asynchronous, continue_on_error=True)
+    finally:
+        fills.free()
+    report = "the run continues. OSError: [Errno 27] File too large:"
+    assert f"{report} '{tmp_path}/states/.update-000000006.tmp/rank00000.pt'" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert [int(path.name[-2:]) for path in states(tmp_path)] == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
 
 
 def test_a_run_may_go_on_when_the_weights_alone_do_not_fit_on_the_disk(tmp_path, capsys):

@@ -17,6 +17,7 @@ from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTr
 from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, is_overridden, wrapped
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.run import Run
     from pytorch_accel_lite.run_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
@@ -271,6 +272,7 @@ class EarlyStoppingCallback(TrainerCallback):
             **self._watched.state_dict(),
             "best_metric": self.best_metric,
             "patience_counter": self.early_stopping_patience_counter,
+            "stopped": trainer is not None and _is_stopped(trainer.current_run),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -278,7 +280,14 @@ class EarlyStoppingCallback(TrainerCallback):
         if self._watched.load_state_dict(state, self):
             self.best_metric = state["best_metric"]
             self.early_stopping_patience_counter = state["patience_counter"]
-            self._use_up_patience()
+            if not state.get("stopped"):
+                self._use_up_patience()
+            elif self.early_stopping_patience_counter >= self.early_stopping_patience:
+                self.early_stopping_patience_counter = 0  # the stopped run is to be trained further
+
+
+def _is_stopped(run: Run) -> bool:
+    return run.stop_reason is not None and run.interruption is None
 
 
 class TimeLimitCallback(TrainerCallback):

@@ -124,7 +124,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._watched = WatchedMetric(self, "keep_best.metric", watched.metric, watched.greater_is_better)
         self._value = math.nan  # value of the metric in the epoch that has just ended
         self._saved: dict[str, Any] | None = None
-        self._latest: StrPath = self.save_dir  # path of the state saved last
+        self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
         self._saved_clock = 0.0
         self._measured_at = -1  # samples seen when a metric was recorded last
         self._newest_time = 0.0  # of all states in save_dir, on the first process
@@ -168,6 +168,9 @@ class SaveTrainingStateCallback(TrainerCallback):
         if self.keep_best is not None:
             self._watched.start(trainer)
         self._saved = None
+        path, resumed = self._store.path_for(trainer.progress.update), trainer.current_run.resumed
+        is_own = resumed is not None and resumed.directory == path
+        self._complete = (path, trainer.progress.update) if is_own else None
         self._saved_clock = 0.0
         trainer.ranks.run_together(self._note_newest_time, only_first=True)
         self._resumed_at = trainer.progress.samples or None
@@ -257,7 +260,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._say_how_to_resume(trainer)
             if self.requeue and trainer.accelerator.is_main_process:
                 trainer.current_run.last_words.append(lambda: self._requeue(trainer))
-        self._saved = None
+        self._complete = None
 
     def _requeue(self, trainer: Trainer) -> None:
         from pytorch_accel_lite.integrations import slurm
@@ -266,20 +269,23 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.print(said)
 
     def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
-        if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: do not wait for them
-            self._attempt(trainer, self._writer.wait)
-        self._store.unlock()
-        self._say_how_to_resume(trainer)
+        try:
+            if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: no wait for them
+                self._attempt(trainer, self._writer.wait)
+        finally:
+            self._store.unlock()
+            self._say_how_to_resume(trainer)
 
     def _say_how_to_resume(self, trainer: Trainer) -> None:
         """Print where an unfinished run was last saved, if it was."""
-        if self._saved is not None:
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            path, update = complete
             said = (
-                f"The run is saved in {os.fspath(self._latest)!r}, after update {self._saved['update']}. To resume it, "
-                'call train() with the same arguments and resume_from="latest".'
+                f"The run is saved in {os.fspath(path)!r}, after update {update}. To resume it, call train() with the "
+                'same arguments and resume_from="latest".'
             )
             trainer.print(wrapped(said))
-        self._saved = None
 
     def _save(self, trainer: Trainer, is_best: bool = False) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.stop_reason}
@@ -292,17 +298,21 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._best_before = self._best
         if is_best or not trainer.progress.is_mid_epoch:
             self._best = self._ranked(state_name(trainer.progress.update))
+        update = trainer.progress.update
         rotate = self._rotation(trainer) if trainer.accelerator.is_main_process else lambda: None
         how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
             how["sharded"] = True
 
+        def finish() -> None:
+            self._complete = path, update
+            rotate()
+
         def save() -> None:
             self._store.check_lock(trainer.ranks)
-            trainer.save_training_state(path, writer=self._writer, then=rotate, **how)
+            trainer.save_training_state(path, writer=self._writer, then=finish, **how)
 
         self._saved = moment
-        self._latest = path
         self._saved_clock = trainer.current_run.clock
         self._attempt(trainer, save)
 

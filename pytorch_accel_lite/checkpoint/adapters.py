@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.checkpoint.files import sync
+from pytorch_accel_lite.checkpoint.files import naming, sync
 from pytorch_accel_lite.checkpoint.weights import listed
 
 CONFIG = "adapter_config.json"
@@ -46,7 +46,8 @@ def save_adapters(model: Any, weights: Mapping[str, Any], directory: Path) -> No
         new.mkdir()
         if (directory / _CARD).exists():  # PEFT updates it
             shutil.copy(directory / _CARD, new)
-        model.save_pretrained(str(new), state_dict=dict(weights))
+        with naming(directory):
+            model.save_pretrained(str(new), state_dict=dict(weights))
         mode = new.stat().st_mode & 0o666  # safetensors creates files that only their owner can read
         for path in sorted(found for found in new.rglob("*") if found.is_file()):
             target = directory / path.relative_to(new)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.checkpoint.files import FROZEN, sync, write_tensors
+from pytorch_accel_lite.checkpoint.files import FROZEN, naming, sync, write_tensors
 from pytorch_accel_lite.checkpoint.pieces import find_pieces, read_like, read_whole, shape_of
 from pytorch_accel_lite.checkpoint.weights import full_state_dict, without_compile
 from pytorch_accel_lite.distributed import Ranks
@@ -74,7 +74,8 @@ def _make_empty(directory: Path) -> None:
 def _finish(model: nn.Module, temporary: Path, directory: Path, index: dict[str, Any]) -> None:
     """Move the files into place, and remove those of an earlier save."""
     _save_configs(model, temporary)
-    (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    with naming(temporary / INDEX):
+        (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     sync(temporary / INDEX)
     written = sorted(path.name for path in temporary.iterdir())
     for name in [*(name for name in written if name != INDEX), INDEX]:

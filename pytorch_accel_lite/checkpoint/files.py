@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 import warnings
 from collections import Counter, OrderedDict
@@ -47,9 +48,44 @@ def sync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory and what is in it, or a file, or a link but not what it points to; errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let what the system refuses while a file is written, on a full disk for example, be an ``OSError`` that names it.
+
+    torch and safetensors raise errors of their own instead, and Python's name no file once it is open.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        number = _error_number(error)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), os.fspath(path)) from error
+
+
+def _error_number(error: BaseException | None) -> int | None:
+    """Return the system's number of the error that led to this one; ``None`` if there was none."""
+    if isinstance(error, safetensors.SafetensorError):
+        found = re.search(r"(?:os error|code:) (\d+)", str(error))
+        return int(found[1]) if found else errno.EIO
+    while isinstance(error, RuntimeError):
+        error = error.__context__
+    return error.errno if isinstance(error, OSError) else None
 
 
 @contextmanager
@@ -59,8 +95,9 @@ def replacing(target: Path) -> Iterator[Path]:
     _remove_remains(target)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        yield temporary
-        temporary.replace(target)
+        with naming(target):
+            yield temporary
+            temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -126,7 +163,7 @@ def write_plain(value: Any, path: Path, synced: bool = True) -> None:
 
     :param synced: ``False`` to leave it to the caller to sync the file
     """
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         torch.save(value, file)
     if synced:
         sync(path)
@@ -178,10 +215,8 @@ def write_tensors(
         storages.add(storage)
     path.touch()
     mode = path.stat().st_mode
-    try:
+    with naming(path):
         safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(metadata or {}))
-    except safetensors.SafetensorError as error:
-        raise OSError(f"The file {os.fspath(path)!r} cannot be written. {error}") from error
     path.chmod(mode)  # safetensors creates files that only their owner can read
     if synced:
         sync(path)

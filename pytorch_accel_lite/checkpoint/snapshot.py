@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
+from pytorch_accel_lite import attributes
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
     load_attribute_states,
@@ -35,6 +36,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     without_compile,
 )
 from pytorch_accel_lite.distributed.prepared import PLAIN
+from pytorch_accel_lite.optimizers import class_names, group_names
 from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
 
 if TYPE_CHECKING:
@@ -102,11 +104,12 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
     history: Any = trainer.run_history
     return {
         **{name: None if owner is None else gather(owner.state_dict()) for name, owner in _stepped(trainer).items()},
+        "optimizer_classes": {name: class_names(optimizer) for name, optimizer in _optimizers(trainer).items()},
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
         "history": pack_numbers(history.state_dict()) if _is_saved(history) else None,
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
-        "objects": {name: obj.state_dict() for name, obj in trainer.registered_objects.items()},
+        "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
         "microbatches": trainer.current_run.num_microbatches,
         "schedule_shift": trainer.current_run.schedule_shift,
@@ -129,6 +132,26 @@ def _position(trainer: Trainer, is_own: bool) -> dict[str, Any]:
 def _stepped(trainer: Trainer) -> dict[str, Any]:
     """Return the objects that updates step, with ``None`` for those that the trainer does not have."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
+
+
+def _optimizers(trainer: Trainer) -> dict[str, Any]:
+    """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
+    named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
+    return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
+
+
+def _check_optimizer_classes(trainer: Trainer, state: TrainingState) -> None:
+    """Raise an error if an optimizer is of another class than in the state; older states do not know the class."""
+    saved = state.shared.get("optimizer_classes", {})
+    for name, optimizer in _optimizers(trainer).items():
+        groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
+        for group, before, now in groups:
+            if before and now and not set(before) & set(now):
+                raise ValueError(
+                    f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's: "
+                    f"{f'that of group {group!r}' if group else 'it'} was {before[0]} and is {now[0]} now. Create it "
+                    "as it was when the state was saved, or start a new run from the weights of the state."
+                )
 
 
 def _own_windows(trainer: Trainer) -> dict[str, GradientWindow]:
@@ -161,6 +184,19 @@ def check_history(history: object) -> None:
         )
 
 
+def warn_of_project_configuration(accelerator: Accelerator) -> None:
+    """Warn that what a given ``Accelerator`` says of the names and the number of its states has no effect on ours."""
+    given = accelerator.project_configuration
+    settings = {name: getattr(given, name) for name in ("automatic_checkpoint_naming", "total_limit")}
+    named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
+    if named and accelerator.is_main_process:
+        warnings.warn(
+            f"ProjectConfiguration({named}) applies only to accelerator.save_state(). SaveTrainingStateCallback names "
+            "its states after their updates, in save_dir, and keeps the newest max_checkpoints of them.",
+            stacklevel=4,  # the call of train()
+        )
+
+
 def _is_saved(history: object) -> bool:
     return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
 
@@ -179,6 +215,8 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
         "saved_at": _time_of_saving(trainer),
         "progress": trainer.progress.state_dict(),
         "stop_reason": trainer.current_run.stop_reason,
+        "stopped_by": trainer.current_run.stopped_by,
+        "epoch_phase": 0 if trainer.current_run.stop_reason is None else trainer.current_run.epoch_phase,
         "interrupted": trainer.current_run.interruption is not None,
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
@@ -217,6 +255,7 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath) -> Tr
 
 def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True) -> None:
     """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
+    _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
     if state.pieces:
         put_back_like(state, trainer)
@@ -245,8 +284,9 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
+    trainer.current_run.epoch_phase = state.metadata.get("epoch_phase", 0)
     _restore_history(trainer, shared)
-    _restore_each("registered object", trainer.registered_objects, shared["objects"], is_final=False)
+    _restore_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
     trainer.current_run.num_microbatches = shared.get("microbatches", 1)
     trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
@@ -272,8 +312,9 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
     moved them to the device. With a different number of processes, generators are reseeded, and rank 0 gets the summed
     losses of all ranks. Logical processes continue exactly, on any number of processes.
     """
+    _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
-    _restore_each("registered object", trainer.registered_objects, state.shared["objects"])
+    _restore_each("registered object", attributes.registered(trainer), state.shared["objects"])
     _restore_each("callback", _named(trainer.callback_handler, "load_state_dict"), state.shared["callbacks"])
     if state.own is not None and trainer.logical is None:
         losses = send_to_device(state.own["losses"], trainer.device)
@@ -286,7 +327,8 @@ def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
         }
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
     loader = trainer.current_run.train_loader
-    if trainer.progress.is_mid_epoch and hasattr(loader, "has_own_position"):
+    has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
+    if has_epoch_left and hasattr(loader, "has_own_position"):
         holds = state.own or {} if loader.has_own_position else state.shared
         loader.batch_size_before = holds.get("source_batch_size")
         said = loader.move_to(holds.get("position"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.checkpoint.files import try_lock
+from pytorch_accel_lite.checkpoint.files import remove, try_lock
 from pytorch_accel_lite.checkpoint.training_state import (
     DamagedStateError,
     TrainingState,
@@ -21,6 +21,7 @@ from pytorch_accel_lite.checkpoint.training_state import (
 )
 from pytorch_accel_lite.distributed import Ranks
 
+_LOCK = ".lock"
 STATE_NAME = re.compile(r"update-\d{9,}")
 _WAITING = re.compile(r"\.(update-\d{9,})\.(?:previous|tmp|removed)")
 
@@ -61,8 +62,14 @@ class StateStore:
         """
         if self._lock is not None:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        file = open(self.directory / ".lock", "a+")  # noqa: SIM115
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(
+                f"save_dir={os.fspath(self.directory)!r} is not a directory, but training states need one. Pass "
+                "another save_dir, or move what is there."
+            ) from None
+        file = open(self.directory / _LOCK, "a+")  # noqa: SIM115
         if not try_lock(file):
             file.seek(0)
             owner = file.read().strip() or "unknown"
@@ -86,13 +93,24 @@ class StateStore:
             self._lock = None
 
     def check_lock(self, ranks: Ranks) -> None:
-        """Check, on all ranks, that no other run has taken over; this lock cannot be lost."""
+        """Check, on all ranks, that no other run has taken over: if the directory was removed, it is locked again.
+
+        :raises RuntimeError: if another run has locked it since
+        """
+        ranks.run_together(self._lock_again, only_first=True)
+
+    def _lock_again(self) -> None:
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.directory / _LOCK)):
+                return
+        self.unlock()
+        self.lock()
 
     def _tidy(self) -> None:
         for path in self.directory.iterdir():
             if match := _WAITING.fullmatch(path.name):
                 recover(self.directory / match[1])
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def _states(self) -> list[Path]:
         """Return all states, newest first."""
@@ -141,7 +159,7 @@ class StateStore:
             if path.name not in protected:
                 removed = path.with_name(f".{path.name}.removed")
                 path.rename(removed)  # stops being a state at once, however long removal takes
-                shutil.rmtree(removed, ignore_errors=True)
+                remove(removed)
 
 
 def saved_at(path: Path) -> float:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,16 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.checkpoint.background import HostMemory
-from pytorch_accel_lite.checkpoint.files import StrPath, checksum, load_plain, sync, write_plain, write_tensors
+from pytorch_accel_lite.checkpoint.files import (
+    StrPath,
+    checksum,
+    load_plain,
+    naming,
+    remove,
+    sync,
+    write_plain,
+    write_tensors,
+)
 from pytorch_accel_lite.checkpoint.hashing import FileHashes
 from pytorch_accel_lite.checkpoint.numbers import unpack_numbers
 from pytorch_accel_lite.checkpoint.pieces import OwnPieces, Piece, find_pieces, write_pieces
@@ -111,12 +119,12 @@ def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:
         ranks.run_together(lambda: _commit(temporary, directory, files, snapshot.metadata), only_first=True)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
         raise
 
 
 def _make_empty(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir(parents=True)
 
 
@@ -157,16 +165,17 @@ def manifest_text(files: list[dict[str, Any]], metadata: dict[str, Any]) -> str:
 
 
 def _commit(temporary: Path, directory: Path, files: list[dict[str, Any]], metadata: dict[str, Any]) -> None:
-    (temporary / MANIFEST).write_text(manifest_text(files, metadata))
+    with naming(temporary / MANIFEST):
+        (temporary / MANIFEST).write_text(manifest_text(files, metadata))
     sync(temporary / MANIFEST)
     sync(temporary)
     previous = _previous(directory)
-    if directory.exists():
-        shutil.rmtree(previous, ignore_errors=True)
+    if os.path.lexists(directory):
+        remove(previous)
         os.rename(directory, previous)
     os.rename(temporary, directory)
     sync(directory.parent)
-    shutil.rmtree(previous, ignore_errors=True)
+    remove(previous)
 
 
 def _previous(directory: Path) -> Path:
@@ -212,7 +221,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedStateError(
             f"{os.fspath(directory)!r} is not a training state: it has no {MANIFEST}.{advice}"
         ) from None
-    except ValueError as error:
+    except (ValueError, IsADirectoryError) as error:
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: its content does not match its checksum.")

@@ -81,8 +81,11 @@ class StopCoordinator:
         if mine is not None:
             calls, error = mine
             kind = next(kind for kind in _KINDS if isinstance(error, kind))
-            answer = calls, self.ranks.rank, kind, getattr(error, "signum", str(error))
-        _, rank, kind, argument = min(filter(None, self.ranks.all_gather_object(answer)))
+            source = getattr(error, "raised_by", None)
+            answer = calls, self.ranks.rank, kind, getattr(error, "signum", str(error)), source
+        _, rank, kind, argument, source = min(filter(None, self.ranks.all_gather_object(answer)))
         if mine is not None and rank == self.ranks.rank:
             raise mine[1]
-        raise kind(argument)
+        again = kind(argument)
+        again.raised_by = source
+        raise again

@@ -15,7 +15,7 @@ from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.distributed.prepared import mixed_precision, preserving_modes, reshard, sync_ddp_buffers, unwrap
 from pytorch_accel_lite.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.run import Run, add_note, create_loader
+from pytorch_accel_lite.run import EVALUATED, Run, add_note, create_loader
 from pytorch_accel_lite.tracking import create_trackers
 from pytorch_accel_lite.utils import find_length
 
@@ -105,6 +105,8 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data_ranks, name)
+    if is_training and not is_intermediate and source is run.all_eval_loaders[-1]:
+        run.epoch_phase = EVALUATED
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)
 

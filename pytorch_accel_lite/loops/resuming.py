@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.loops.scheduling import create_from
@@ -21,14 +22,33 @@ _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_
 def has_nothing_left(trainer: Trainer, run: Run, state: TrainingState) -> bool:
     """Whether a resumed run has nothing left to do; prints the reason."""
     about = state.metadata
-    if about["stop_reason"] is not None and not about["interrupted"]:
-        run.stop_reason = about["stop_reason"]
-        trainer.print(f"Nothing left to do: the run was stopped. {run.stop_reason}")
+    if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
+        run.stop_reason, run.stopped_by = about["stop_reason"], about.get("stopped_by")
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
     if run.is_finished and not ends_its_epoch:
         trainer.print("Nothing left to do: the run had finished. Increase num_epochs to continue it.")
         return True
+    return False
+
+
+def _is_trained_further(trainer: Trainer, run: Run, about: Mapping[str, Any]) -> bool:
+    """Whether a run that was stopped is longer now, or without the callback that stopped it; prints how it could be."""
+    length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
+    before, now = about["run_config"].get(length), getattr(run.required_config, length)
+    source = about.get("stopped_by")
+    if None not in (before, now) and now > before:
+        trainer.print(f"The run was stopped, but is trained further: {length} was {before} and is {now} now.")
+        return True
+    callbacks = [callback._as_created() for callback in trainer.callback_handler]  # noqa: SLF001
+    if source is not None and source not in callbacks:
+        trainer.print(f"The run was stopped by {source}, but is trained further without it.")
+        return True
+    change = "" if source is None else f", or pass {source.partition('(')[0]} with other arguments or not at all"
+    trainer.print(
+        f"Nothing left to do: the run was stopped. {about['stop_reason']} To train it further, increase {length}"
+        f"{change}."
+    )
     return False
 
 

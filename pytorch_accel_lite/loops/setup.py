@@ -58,9 +58,10 @@ def find_data(
     check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # with their changes
     _check_metrics(trainer, run)
     if request.saves_training_states or resume_from is not None:
-        from pytorch_accel_lite.checkpoint.snapshot import check_history
+        from pytorch_accel_lite.checkpoint.snapshot import check_history, warn_of_project_configuration
 
         check_history(trainer.run_history)
+        warn_of_project_configuration(trainer.accelerator)
     state = None
     if resume_from is not None:
         from pytorch_accel_lite.checkpoint.snapshot import find_state

@@ -18,7 +18,7 @@ from pytorch_accel_lite.events import StopTrainingError
 from pytorch_accel_lite.gradients import gradient_sync
 from pytorch_accel_lite.loops.evaluation import evaluate_all
 from pytorch_accel_lite.loops.scheduling import step_after_epoch
-from pytorch_accel_lite.run import Run, add_note, create_loader, ending
+from pytorch_accel_lite.run import ENDED, EVALUATED, TRAINED, Run, add_note, create_loader, ending
 from pytorch_accel_lite.tracking import create_trackers
 from pytorch_accel_lite.utils import warn_outside
 
@@ -43,7 +43,7 @@ def train(trainer: Trainer, run: Run) -> None:
                 from pytorch_accel_lite.loops.sanity import sanity_evaluation
 
                 sanity_evaluation(trainer, run)
-            if over or not run.progress.is_mid_epoch:
+            if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
             while not over and (run.progress.is_mid_epoch or not run.is_finished):
                 _train_and_evaluate(trainer, run)
@@ -59,16 +59,20 @@ def train(trainer: Trainer, run: Run) -> None:
 
 
 def _train_and_evaluate(trainer: Trainer, run: Run) -> None:
-    """Train for one epoch and evaluate."""
+    """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
-    trainer._run_train_epoch(run.train_loader)
-    if run.evaluation_is_due:
+    if run.epoch_phase < TRAINED:
+        trainer._run_train_epoch(run.train_loader)
+    if run.epoch_phase < EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
-    step_after_epoch(trainer, run)
-    trainer.training_run_epoch_end()
-    trainer.call_event("on_training_run_epoch_end")
-    run.control.sync(now=True)
+    if run.epoch_phase < ENDED:
+        step_after_epoch(trainer, run)
+        trainer.training_run_epoch_end()
+        run.epoch_phase = ENDED
+        trainer.call_event("on_training_run_epoch_end")
+        run.control.sync(now=True)
+    run.epoch_phase = 0
     run.progress.epochs_completed = run.progress.epoch
     trainer.run_history._increment_epoch()
     trainer.call_event("on_epoch_checkpoint")
@@ -104,6 +108,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, run.data_ranks, "train_{}_epoch")
     run.unrecorded = None
+    run.epoch_phase = TRAINED
     trainer.call_event("on_train_epoch_end")
 
 

@@ -36,7 +36,7 @@ def restoring_state(trainer: Trainer) -> Iterator[None]:
     owners += [*attributes.modules(trainer).values(), *attributes.trained(trainer).values()]
     roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
     stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
-    stateful += trainer.registered_objects.values()
+    stateful += attributes.registered(trainer).values()
     of_modules = chain.from_iterable(root.parameters() for root in roots)
     parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):

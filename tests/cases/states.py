@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import random
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,7 +20,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.cases.common import world_size
 from tests.launching import SOAK, some_of
 from tests.scripts.resumable import CopyStates, OrderCallback, run
-from tests.tasks import Rows, regression_data
+from tests.tasks import Rows, listener, make_trainer, regression_data, train
 
 
 def every_save_point(folder: Path, accumulation: int) -> Any:
@@ -172,3 +177,32 @@ def resume_with_schedule(folder: Path, name: str, state: Path) -> Any:
     create, trainer_class = factory_of(name)
     trained = trained_with(create, 4, 1, folder / f"on-{world_size()}", trainer_class, state)
     return {"rates": trained.rates, "last": trained.last_rate}
+
+
+def fail_while_a_state_is_written(folder: Path) -> str:
+    """What is printed when both processes fail in the update after a state that is not yet complete."""
+    assert world_size() == 2
+    may_end, sync, output = threading.Event(), os.fsync, io.StringIO()
+
+    def waiting_sync(descriptor: int) -> None:
+        if "update-000000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            assert may_end.wait(120)
+        sync(descriptor)
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.progress.update == 5:
+            raise RuntimeError("broken")
+
+    saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, asynchronous=True)
+    trainer = make_trainer([saving, listener(on_train_step_start=fail)])
+    with patch.object(os, "fsync", waiting_sync), contextlib.redirect_stdout(output):
+        try:
+            with contextlib.suppress(RuntimeError):
+                train(trainer, size=40)
+        finally:
+            may_end.set()
+            for thread in threading.enumerate():
+                if thread.name == "training-state-writer":
+                    thread.join(120)
+    assert trainer.progress.update == 5
+    return output.getvalue()
