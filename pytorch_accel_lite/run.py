@@ -42,6 +42,8 @@ class Run:
     :ivar outer: the run within which this one was started, if any
     :ivar request: the settings requested for the run
     :ivar config: the settings resolved from the request and the data
+    :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
+        from states of version 0.2 and earlier
     :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
     :ivar made_loaders: loaders created for this run, whose workers end with it
@@ -78,6 +80,7 @@ class Run:
     stop_reason: str | None = None
     interruption: RunPausedError | None = None
     data_seed: int | None = None
+    first_epoch: int = 0
     train_loader: Any = None
     train_loader_kwargs: dict[str, Any] | None = None
     eval_loader: Any = None
@@ -237,6 +240,7 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         shares=None if trainer.logical is None else trainer.logical.shares,
         yields_failures=run.request.skips_failed_batches if training else run.request.on_failed_batch is not None,
         divides=training,
+        first_epoch=run.first_epoch,
     )
     if loader is not source:
         run.made_loaders.add(loader)

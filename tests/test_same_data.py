@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
 from tests import cases
-from tests.cases.same_data import MeanOfTargets, OwnGenerator, Seen, numbers
+from tests.cases.same_data import MeanOfTargets, OwnGenerator, Seen, numbers, trained_on
 from tests.tasks import Rows, make_trainer
 
 
@@ -147,3 +158,106 @@ def test_batches_of_another_size_do_not_change_the_order_that_is_resumed(tmp_pat
     whole = seen_in_training(numbers(13), [SavesAll(tmp_path)], **in_batches_of(4))
     rest = seen_in_training(numbers(13), resume_from=tmp_path / "4", **in_batches_of(6))
     assert rest[0][:6] == whole[1][4:10]
+
+
+class Told:
+    """What keeps the epochs that it is told."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Backwards(Told, SequentialSampler):
+    """A subclass of torch's sampler with an order of its own, backwards in the first epoch."""
+
+    def __iter__(self):
+        return iter(range(len(self))[:: -1 if len(self.epochs) < 2 else 1])
+
+
+class NotRandom(Told, RandomSampler):
+    __iter__ = Backwards.__iter__
+
+
+class Grouped:
+    """Batches of a sampler, of no class of torch's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self):
+        yield list(self.sampler)
+
+
+class ToldStream(Told, IterableDataset[Any]):
+    def __iter__(self):
+        return iter(numbers(4))
+
+
+class ToldBatches(Told):
+    def __iter__(self):
+        return iter(DataLoader(numbers(4), 4))
+
+
+@pytest.mark.parametrize("kind", [Backwards, NotRandom])
+@pytest.mark.parametrize("data", [numbers(6), Rows(numbers(6))])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_subclasses_of_torchs_samplers_keep_their_order_and_are_told_the_epoch(kind, data, seed):
+    sampler = kind(data)
+    seen, _ = trained_on(data, lambda data: DataLoader(data, 4, sampler=sampler), seed=seed)
+    assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
+
+
+def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
+    sampler = DistributedSampler(numbers(16), 1, 0, seed=4)
+    by_hand = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        by_hand.append([int(x) for batch, _ in DataLoader(numbers(16), 4, sampler=sampler) for x in batch])
+    for seed in (None, 0):
+        for wrap in (lambda loader: loader, OwnShard):
+            fresh = DistributedSampler(numbers(16), 1, 0, seed=4)
+            loader = wrap(DataLoader(numbers(16), 4, sampler=fresh))
+            assert trained_on(numbers(16), lambda _, loader=loader: loader, 3, seed=seed)[0] == by_hand
+
+
+@pytest.mark.parametrize(
+    "kind", ["sampler", "in a batch sampler", "stream", "shuffled", "mixed", "batches", "own batches"]
+)
+def test_whatever_has_set_epoch_is_told_zero_and_one(kind):
+    told = {"batches": ToldBatches, "own batches": ToldBatches}.get(kind, ToldStream)()
+    data: Any = told
+    if kind in ("sampler", "in a batch sampler"):
+        told, data = Backwards(numbers(4)), numbers(4)
+    made = {
+        "sampler": lambda: DataLoader(data, 4, sampler=told),
+        "in a batch sampler": lambda: DataLoader(data, batch_sampler=Grouped(told)),
+        "shuffled": lambda: DataLoader(ShuffledStream(told), 4),
+        "mixed": lambda: DataLoader(MixtureStream({"all": told}, repeat=False), 4),
+        "batches": lambda: told,
+        "own batches": lambda: OwnShard(told),
+    }.get(kind, lambda: DataLoader(told, 4))
+    make_loader = made()
+    trained_on(data, lambda _: make_loader)
+    assert sorted(set(told.epochs)) == [0, 1]
+
+
+class FromOne(ByEpoch):
+    """Shuffles as when epochs were counted from 1."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch + 1
+
+
+def test_runs_resumed_from_states_of_earlier_versions_count_epochs_from_one(tmp_path):
+    whole = seen_in_training(numbers(12), [SavesAll(tmp_path)], sampler=FromOne())
+    path = tmp_path / "4" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("first_epoch") == 0
+    path.write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    rest = seen_in_training(numbers(12), [SavesAll(tmp_path / "again")], tmp_path / "4", sampler=ByEpoch())
+    assert rest == [whole[1][4:]]
+    assert seen_in_training(numbers(12), resume_from=tmp_path / "again/5", sampler=ByEpoch()) == [whole[1][8:]]

@@ -85,7 +85,7 @@ class ReadInTurn(ShardedLoader):
         inner = [getattr(sampler, "sampler", None) for sampler in samplers]
         parts = [batches, getattr(batches, "dataset", None), *samplers, *inner]
         for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
-            part.set_epoch(epoch)
+            part.set_epoch(self.options.reported_epoch(epoch))
 
     def _steps_alone(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process; their sizes are known only to the steps that use them."""

@@ -68,6 +68,7 @@ class LoaderOptions:
     :param yields_failures: yield a :class:`FailedRead` for a batch that cannot be read and continue, if the source can
         be indexed
     :param shares: the shares of logical processes that this process reads; ``None`` without logical processes
+    :param first_epoch: what the ``set_epoch`` of the user's samplers and datasets is given in the first epoch
     :param divides: let each process read a part of a stream that can be divided, in an order of its own; otherwise, the
         batches of all processes follow the order of the stream
     """
@@ -79,6 +80,11 @@ class LoaderOptions:
     yields_failures: bool = False
     shares: Shares | None = None
     divides: bool = False
+    first_epoch: int = 0
+
+    def reported_epoch(self, epoch: int) -> int:
+        """Return what ``set_epoch`` is given in an epoch; the first is number 1, and before it is 0."""
+        return max(epoch - 1, 0) + self.first_epoch
 
 
 @dataclass

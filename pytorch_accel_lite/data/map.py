@@ -70,6 +70,7 @@ class _EpochShares:
         self._seed = options.seed
         self._fill = options.fill
         self._rows = rows
+        self._reported = options.reported_epoch
         self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
 
@@ -147,7 +148,7 @@ class _EpochShares:
         return in_turn(self._sampler, order, start, sizes)
 
     def _draw_order(self, epoch: int) -> Any:
-        order = draw_order(self._sampler, self._ranks, self._seed, epoch)
+        order = draw_order(self._sampler, self._ranks, self._seed, epoch, self._reported(epoch))
         self.drawn = {"length": None if self._own_batches else find_length(self._sampler)}
         is_own = isinstance(order, list) and self._seed is not None  # without one, all have that of the first process
         if is_own or self.resumed is not None:

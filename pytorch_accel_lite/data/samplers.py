@@ -74,15 +74,15 @@ def parts_of(sampler: Any) -> int:
     return max((parts_of(part) for part in inner if part is not None), default=1)
 
 
-def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
+def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Any]:
     """Return the order of an epoch from a sampler, see :func:`~pytorch_accel_lite.data.order.draw_order`.
 
     A sampler without a length may be endless and is drawn in pieces.
     """
-    inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+    inner = getattr(sampler, "sampler", sampler)  # of a batch sampler
     set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
     if set_epoch is not None:
-        set_epoch(epoch)
+        set_epoch(reported)
     if seed is None:
         if ranks.world_size == 1:
             return sampler  # type: ignore[no-any-return]
