@@ -229,6 +229,7 @@ class Run:
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run."""
+    accelerate = trainer.accelerator.dataloader_config
     loader = shard(
         source,
         run.data_ranks,
@@ -241,12 +242,21 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         yields_failures=run.request.skips_failed_batches if training else run.request.on_failed_batch is not None,
         divides=training,
         first_epoch=run.first_epoch,
+        split_batches=accelerate.split_batches,
+        dispatch_batches=accelerate.dispatch_batches,
     )
     if loader is not source:
         run.made_loaders.add(loader)
+        data = "training" if training else "evaluation"
         if loader.shared_by:
-            data = "training" if training else "evaluation"
             trainer.print(f"Each process reads its own part of the {data} data, as sharded by {loader.shared_by}.")
+        elif loader.undivided:
+            trainer.print(
+                f"Each process reads all {data} batches of its own {loader.undivided}: they are not divided among the "
+                "processes. If all have the same batches, keep a part on each, such as "
+                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, return "
+                "OwnShard(batches), which says so."
+            )
     return loader
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -83,6 +85,66 @@ def test_a_dataloader_that_reads_by_a_method_of_its_own_must_not_read_all_on_eac
     for name in ("by its sampler", "by its data"):
         for parts in zip(*(result[name][0] for result in results), strict=True):
             assert sorted(chain(*parts)) == [*range(16)]
+
+
+@pytest.mark.processes
+def test_batches_are_split_as_accelerate_splits_them(two_ranks):
+    for result in two_ranks(cases.same_data.split_batches):
+        for name, (given, (epochs, _)) in result.items():
+            assert len(given) == 12, name
+            assert epochs == [given, given], name
+
+
+@pytest.mark.processes
+def test_a_split_batch_size_is_that_of_all_processes(two_ranks):
+    results = two_ranks(cases.same_data.settings_with_split_batches)
+    for config, steps, epochs in results:
+        assert config.train_per_device_batch_size == config.eval_per_device_batch_size == 3
+        assert config.train_total_batch_size == config.eval_total_batch_size == 6
+        assert steps == [2, 4]
+        assert [len(epoch) for epoch in epochs] == [6, 12]
+
+
+@pytest.mark.processes
+def test_configurations_of_dataloaders_are_obeyed_or_refused_by_name(two_ranks):
+    results = two_ranks(cases.same_data.refused_configurations)
+    for result in results:
+        assert "batches of 5 samples cannot be divided evenly among 2 processes" in result["uneven"]
+        assert "split_batches=True" in result["made batches"]
+        assert result["rows dispatched"].startswith("dispatch_batches=True")
+        assert "Pass ReadByAll(InTurn(...))" in result["stream not dispatched"]
+    for name in ("stream dispatched", "stream read by all", "rows not dispatched", "uneven shares"):
+        for parts in zip(*(result[name][0] for result in results), strict=True):
+            assert sorted(chain(*parts)) == [*range(15 if name == "uneven shares" else 16)], name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("use_seedable_sampler", True, r"Trainer\(seed=\.\.\.\)"),
+        ("data_seed", 3, r"Trainer\(seed=\.\.\.\)"),
+        ("use_stateful_dataloader", True, "torchdata's StatefulDataLoader"),
+    ],
+)
+def test_options_of_dataloaders_without_effect_are_refused_before_training(option, value, instead):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{option: value}))
+    trainer = make_trainer((), nn.Linear(1, 1), accelerator=accelerator)
+    with pytest.raises(ValueError, match=f"DataLoaderConfiguration has {option}={value}.*{instead}"):
+        trainer.train(numbers(8), 1)
+
+
+@pytest.mark.processes
+def test_ready_batches_that_each_process_trains_on_in_full_are_named_once(two_ranks):
+    results = two_ranks(cases.same_data.own_batches)
+    first, second = results
+    assert first["list"][0] == second["list"][0] == [[*range(8)]] * 2
+    for name, kind in (("list", "list"), ("iterable", "InTurn")):
+        for data in ("training", "evaluation"):
+            assert first[name][1].count(f"Each process reads all {data} batches of its own {kind}: they are not") == 1
+        assert second[name][1] == ""
+    assert sorted(first["own"][0][0] + second["own"][0][0]) == [*range(8)]
+    assert "batches of its own" not in first["own"][1]
+    assert "batches of its own" not in cases.same_data.own_batches()["list"][1]
 
 
 class SavesAll(TrainerCallback):

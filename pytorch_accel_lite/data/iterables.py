@@ -194,6 +194,8 @@ class PreShardedLoader(ReadInTurn):
     ) -> None:
         super().__init__(source, ranks, device, options)
         self.shared_by = shared_by
+        if ranks.world_size > 1 and not shared_by and not isinstance(source, OwnShard):
+            self.undivided = type(source).__name__
         length = find_length(source)
         is_list = type(_batches_of(source)) in (list, tuple) and ranks.replicas == 1
         longest, is_other = ranks.max([-1 if length is None else length, not is_list])

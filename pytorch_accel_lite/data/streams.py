@@ -332,7 +332,14 @@ def create_loader(
     share = find_own_share(source.dataset, ranks) if is_torchs else None
     if not is_torchs or share is not None:
         return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)
-    part = own_part_of(source.dataset, ranks) if options.divides else None
+    part = own_part_of(source.dataset, ranks) if options.divides and not options.dispatch_batches else None
     if part is not None:
         return DividedLoader(source, part, ranks, device, options)
+    if options.dispatch_batches is False and ranks.world_size > 1 and not isinstance(source.dataset, ReadByAll):
+        kind = type(source.dataset).__name__
+        raise ValueError(
+            f"dispatch_batches=False in the accelerator's DataLoaderConfiguration: {kind} would be read by the first "
+            f"process for all. Pass ReadByAll({kind}(...)) to let each process read all of it and use its own batches, "
+            "or give it a method shard(rank, world_size) to let each read a part."
+        )
     return StreamLoader(source, ranks, device, options)
