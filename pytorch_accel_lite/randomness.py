@@ -6,13 +6,16 @@ The generators are those of python, numpy and torch, including torch's for this 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
+
+T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 
@@ -90,3 +93,23 @@ def preserving_generators(*only: str) -> Iterator[None]:
         yield
     finally:
         restore_generators({name: states[name] for name in only or states})
+
+
+def drawn_with(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
+    """Yield items, each drawn with all generators set to a seed, and leave torch's as they were."""
+    default = torch.default_generator
+    devices = [module for name, module in _modules_of_torch().items() if name != "torch"]
+    for seed in seeds:
+        state, states = default.get_state(), [module.get_rng_state() for module in devices]
+        seed_generators(seed)
+        for module in devices:
+            module.manual_seed(seed >> 1)
+        try:
+            item = list(islice(items, 1))
+        finally:
+            default.set_state(state)
+            for module, of_device in zip(devices, states, strict=True):
+                module.set_rng_state(of_device)
+        if not item:
+            return
+        yield item[0]

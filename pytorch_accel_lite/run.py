@@ -48,6 +48,8 @@ class Run:
     :ivar config: the settings resolved from the request and the data
     :ivar stopped_by: the callback that stopped the run, as the call that created it
     :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
+    :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
+        from states of version 0.2 and earlier
     :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
     :ivar made_loaders: loaders created for this run, whose workers end with it
@@ -86,6 +88,7 @@ class Run:
     stopped_by: str | None = None
     interruption: RunPausedError | None = None
     data_seed: int | None = None
+    first_epoch: int = 0
     train_loader: Any = None
     train_loader_kwargs: dict[str, Any] | None = None
     eval_loader: Any = None
@@ -236,6 +239,7 @@ class Run:
 
 def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run."""
+    accelerate = trainer.accelerator.dataloader_config
     loader = shard(
         source,
         run.data_ranks,
@@ -247,12 +251,22 @@ def create_loader(trainer: Trainer, run: Run, source: Any, training: bool) -> Sh
         shares=None if trainer.logical is None else trainer.logical.shares,
         yields_failures=run.request.skips_failed_batches if training else run.request.on_failed_batch is not None,
         divides=training,
+        first_epoch=run.first_epoch,
+        split_batches=accelerate.split_batches,
+        dispatch_batches=accelerate.dispatch_batches,
     )
     if loader is not source:
         run.made_loaders.add(loader)
+        data = "training" if training else "evaluation"
         if loader.shared_by:
-            data = "training" if training else "evaluation"
             trainer.print(f"Each process reads its own part of the {data} data, as sharded by {loader.shared_by}.")
+        elif loader.undivided:
+            trainer.print(
+                f"Each process reads all {data} batches of its own {loader.undivided}: they are not divided among the "
+                "processes. If all have the same batches, keep a part on each, such as "
+                "batches[trainer.ranks.rank::trainer.ranks.world_size], or use a Dataset. If each has its own, return "
+                "OwnShard(batches), which says so."
+            )
     return loader
 
 

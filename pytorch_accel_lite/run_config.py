@@ -186,8 +186,9 @@ def resolve_run_config(
     updates_per_epoch = None if steps is None else math.ceil(steps / request.gradient_accumulation_steps)
     request = _limit(request, updates_per_epoch)
     processes = data_ranks.world_size if logical is None else logical.count
-    train_batch_size = (train_dl_kwargs or {}).get("batch_size") or batch_size
-    eval_batch_size = (eval_dl_kwargs or {}).get("batch_size") or batch_size
+    sharers = processes if accelerator.split_batches else 1
+    train_batch_size = max(((train_dl_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
+    eval_batch_size = max(((eval_dl_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
     asked = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
     return TrainerRunConfig(
         **asked,

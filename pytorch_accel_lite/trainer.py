@@ -232,7 +232,8 @@ class Trainer:
         :param num_epochs: number of passes over the training data
         :param eval_dataset: dataset to evaluate on, see ``eval_every_n_epochs``; ``None`` for no evaluation. The
             datasets of a dict are evaluated one by one, and their names (strings) prefix the names of the metrics.
-        :param per_device_batch_size: number of samples in a batch of one process
+        :param per_device_batch_size: number of samples in a batch of one process, or of all processes together if the
+            accelerator's ``DataLoaderConfiguration`` has ``split_batches=True``
         :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
         :param gradient_accumulation_steps: number of batches per process in one update
         :param gradient_clip_value: maximum absolute value of each element of the gradients

@@ -67,7 +67,7 @@ def test_each_pass_over_a_stream_is_told_its_epoch():
             return iter([torch.tensor([self.epoch])] * 2)
 
     mixed = MixtureStream({"a": Told(())})
-    assert given(mixed, 5) == [1, 1, 2, 2, 3]
+    assert given(mixed, 5) == [0, 0, 1, 1, 2]
     mixed.set_epoch(4)
     assert given(mixed, 3) == [4, 4, 5]
 

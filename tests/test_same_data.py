@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
+from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
 from tests import cases
-from tests.cases.same_data import MeanOfTargets, OwnGenerator, Seen, numbers
+from tests.cases.same_data import MeanOfTargets, OwnGenerator, Seen, numbers, trained_on
 from tests.tasks import Rows, make_trainer
 
 
@@ -72,6 +85,66 @@ def test_a_dataloader_that_reads_by_a_method_of_its_own_must_not_read_all_on_eac
     for name in ("by its sampler", "by its data"):
         for parts in zip(*(result[name][0] for result in results), strict=True):
             assert sorted(chain(*parts)) == [*range(16)]
+
+
+@pytest.mark.processes
+def test_batches_are_split_as_accelerate_splits_them(two_ranks):
+    for result in two_ranks(cases.same_data.split_batches):
+        for name, (given, (epochs, _)) in result.items():
+            assert len(given) == 12, name
+            assert epochs == [given, given], name
+
+
+@pytest.mark.processes
+def test_a_split_batch_size_is_that_of_all_processes(two_ranks):
+    results = two_ranks(cases.same_data.settings_with_split_batches)
+    for config, steps, epochs in results:
+        assert config.train_per_device_batch_size == config.eval_per_device_batch_size == 3
+        assert config.train_total_batch_size == config.eval_total_batch_size == 6
+        assert steps == [2, 4]
+        assert [len(epoch) for epoch in epochs] == [6, 12]
+
+
+@pytest.mark.processes
+def test_configurations_of_dataloaders_are_obeyed_or_refused_by_name(two_ranks):
+    results = two_ranks(cases.same_data.refused_configurations)
+    for result in results:
+        assert "batches of 5 samples cannot be divided evenly among 2 processes" in result["uneven"]
+        assert "split_batches=True" in result["made batches"]
+        assert result["rows dispatched"].startswith("dispatch_batches=True")
+        assert "Pass ReadByAll(InTurn(...))" in result["stream not dispatched"]
+    for name in ("stream dispatched", "stream read by all", "rows not dispatched", "uneven shares"):
+        for parts in zip(*(result[name][0] for result in results), strict=True):
+            assert sorted(chain(*parts)) == [*range(15 if name == "uneven shares" else 16)], name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("use_seedable_sampler", True, r"Trainer\(seed=\.\.\.\)"),
+        ("data_seed", 3, r"Trainer\(seed=\.\.\.\)"),
+        ("use_stateful_dataloader", True, "torchdata's StatefulDataLoader"),
+    ],
+)
+def test_options_of_dataloaders_without_effect_are_refused_before_training(option, value, instead):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**{option: value}))
+    trainer = make_trainer((), nn.Linear(1, 1), accelerator=accelerator)
+    with pytest.raises(ValueError, match=f"DataLoaderConfiguration has {option}={value}.*{instead}"):
+        trainer.train(numbers(8), 1)
+
+
+@pytest.mark.processes
+def test_ready_batches_that_each_process_trains_on_in_full_are_named_once(two_ranks):
+    results = two_ranks(cases.same_data.own_batches)
+    first, second = results
+    assert first["list"][0] == second["list"][0] == [[*range(8)]] * 2
+    for name, kind in (("list", "list"), ("iterable", "InTurn")):
+        for data in ("training", "evaluation"):
+            assert first[name][1].count(f"Each process reads all {data} batches of its own {kind}: they are not") == 1
+        assert second[name][1] == ""
+    assert sorted(first["own"][0][0] + second["own"][0][0]) == [*range(8)]
+    assert "batches of its own" not in first["own"][1]
+    assert "batches of its own" not in cases.same_data.own_batches()["list"][1]
 
 
 class SavesAll(TrainerCallback):
@@ -147,3 +220,106 @@ def test_batches_of_another_size_do_not_change_the_order_that_is_resumed(tmp_pat
     whole = seen_in_training(numbers(13), [SavesAll(tmp_path)], **in_batches_of(4))
     rest = seen_in_training(numbers(13), resume_from=tmp_path / "4", **in_batches_of(6))
     assert rest[0][:6] == whole[1][4:10]
+
+
+class Told:
+    """What keeps the epochs that it is told."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Backwards(Told, SequentialSampler):
+    """A subclass of torch's sampler with an order of its own, backwards in the first epoch."""
+
+    def __iter__(self):
+        return iter(range(len(self))[:: -1 if len(self.epochs) < 2 else 1])
+
+
+class NotRandom(Told, RandomSampler):
+    __iter__ = Backwards.__iter__
+
+
+class Grouped:
+    """Batches of a sampler, of no class of torch's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self):
+        yield list(self.sampler)
+
+
+class ToldStream(Told, IterableDataset[Any]):
+    def __iter__(self):
+        return iter(numbers(4))
+
+
+class ToldBatches(Told):
+    def __iter__(self):
+        return iter(DataLoader(numbers(4), 4))
+
+
+@pytest.mark.parametrize("kind", [Backwards, NotRandom])
+@pytest.mark.parametrize("data", [numbers(6), Rows(numbers(6))])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_subclasses_of_torchs_samplers_keep_their_order_and_are_told_the_epoch(kind, data, seed):
+    sampler = kind(data)
+    seen, _ = trained_on(data, lambda data: DataLoader(data, 4, sampler=sampler), seed=seed)
+    assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
+
+
+def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
+    sampler = DistributedSampler(numbers(16), 1, 0, seed=4)
+    by_hand = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        by_hand.append([int(x) for batch, _ in DataLoader(numbers(16), 4, sampler=sampler) for x in batch])
+    for seed in (None, 0):
+        for wrap in (lambda loader: loader, OwnShard):
+            fresh = DistributedSampler(numbers(16), 1, 0, seed=4)
+            loader = wrap(DataLoader(numbers(16), 4, sampler=fresh))
+            assert trained_on(numbers(16), lambda _, loader=loader: loader, 3, seed=seed)[0] == by_hand
+
+
+@pytest.mark.parametrize(
+    "kind", ["sampler", "in a batch sampler", "stream", "shuffled", "mixed", "batches", "own batches"]
+)
+def test_whatever_has_set_epoch_is_told_zero_and_one(kind):
+    told = {"batches": ToldBatches, "own batches": ToldBatches}.get(kind, ToldStream)()
+    data: Any = told
+    if kind in ("sampler", "in a batch sampler"):
+        told, data = Backwards(numbers(4)), numbers(4)
+    made = {
+        "sampler": lambda: DataLoader(data, 4, sampler=told),
+        "in a batch sampler": lambda: DataLoader(data, batch_sampler=Grouped(told)),
+        "shuffled": lambda: DataLoader(ShuffledStream(told), 4),
+        "mixed": lambda: DataLoader(MixtureStream({"all": told}, repeat=False), 4),
+        "batches": lambda: told,
+        "own batches": lambda: OwnShard(told),
+    }.get(kind, lambda: DataLoader(told, 4))
+    make_loader = made()
+    trained_on(data, lambda _: make_loader)
+    assert sorted(set(told.epochs)) == [0, 1]
+
+
+class FromOne(ByEpoch):
+    """Shuffles as when epochs were counted from 1."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch + 1
+
+
+def test_runs_resumed_from_states_of_earlier_versions_count_epochs_from_one(tmp_path):
+    whole = seen_in_training(numbers(12), [SavesAll(tmp_path)], sampler=FromOne())
+    path = tmp_path / "4" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("first_epoch") == 0
+    path.write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+    rest = seen_in_training(numbers(12), [SavesAll(tmp_path / "again")], tmp_path / "4", sampler=ByEpoch())
+    assert rest == [whole[1][4:]]
+    assert seen_in_training(numbers(12), resume_from=tmp_path / "again/5", sampler=ByEpoch()) == [whole[1][8:]]

@@ -221,6 +221,7 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
         "data_seed": trainer.current_run.data_seed,
+        "first_epoch": trainer.current_run.first_epoch,
         "logical_processes": None if trainer.logical is None else trainer.logical.count,
         "machine": fingerprint(trainer),
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 
 # Settings of a run that may differ between ranks.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
+_SEEDED = "Leave it out and pass Trainer(seed=...): the order of an epoch then follows from that seed and the epoch."
+#: What to do instead of setting an option of the ``DataLoaderConfiguration`` that has no effect here.
+_INSTEAD_OF_CONFIGURATION = {
+    "use_seedable_sampler": _SEEDED,
+    "data_seed": _SEEDED,
+    "use_stateful_dataloader": "Leave it out: training states hold the position within an epoch. For a stream that "
+    "workers read, return torchdata's StatefulDataLoader from create_train_dataloader.",
+}
 _SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
 
 
@@ -57,11 +65,20 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
     if is_made(optimizer):
         _check_factories(create_scheduler_fn, optimizer)
     _check_stepping(request.scheduler_interval, request.scheduler_metric)
+    _check_accelerator(accelerator)
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse what an accelerator is set to do and the trainer does otherwise."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
             "Leave it at 1 there and pass gradient_accumulation_steps to train() instead."
         )
+    for name, instead in _INSTEAD_OF_CONFIGURATION.items():
+        value = getattr(accelerator.dataloader_config, name)
+        if value not in (None, False):
+            raise ValueError(f"The accelerator's DataLoaderConfiguration has {name}={value}. {instead}")
 
 
 def _check_length(name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
+from pytorch_accel_lite.batches import tensors_in
 from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import find_length
@@ -126,6 +127,16 @@ def checksum(indices: Any) -> int:
     for begin in range(0, len(indices), _PIECE):
         number = crc32(_as_bytes(indices[begin : begin + _PIECE]), number)
     return number
+
+
+def checksum_of_batches(batches: list[Any], sizes: Sequence[int] = ()) -> int:
+    """Return a number to compare batches by, which is not 0: from their sizes, and a few of their values."""
+    number = crc32(str(sizes).encode())
+    for tensor in tensors_in(batches):
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]
+            number = crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes(), number)
+    return number or 1
 
 
 def _as_bytes(indices: Any) -> bytes:

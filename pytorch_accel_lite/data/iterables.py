@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice, zip_longest
 from operator import attrgetter
@@ -10,20 +11,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
+from pytorch_accel_lite.data.alike import checksum_of_batches
 from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import with_last
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
+from pytorch_accel_lite.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
 from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data.stateful import PositionTracker
 
 
-_END = object()  # of a source
+#: Name under which the position in a source without a state holds what identifies the first batch of the epoch.
+_FIRST = "first_batch_of_the_epoch"
 
 
 class OwnShard:
@@ -52,17 +55,23 @@ class ReadInTurn(ShardedLoader):
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
-        self._tracker = _create_tracker(source, keeps=options.fill and options.seed is not None)
+        self._may_resume = options.fill and options.seed is not None
+        self._tracker = _create_tracker(source, keeps=self._may_resume)
+        self._first: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
+        self._first_before: list[int] | None = None  # the same of the state that the next epoch resumes
         self._batches_per_step = 1  # that this process reads
         self._reader = ranks.rank  # the random numbers in a stream differ between readers
 
     def position(self) -> Any:
-        return None if self._tracker is None else self._tracker.position
+        return {_FIRST: self._first} if self._tracker is None else self._tracker.position
 
     def move_to(self, position: Any) -> str:
         tracker = self._tracker
         if tracker is None:
+            self._first_before = position.get(_FIRST) if isinstance(position, dict) else None
             return ""
+        if isinstance(position, dict) and _FIRST in position:  # the source had no state_dict then
+            position = None
         tracker.position = position
         if position is not None:
             return ""
@@ -72,11 +81,11 @@ class ReadInTurn(ShardedLoader):
     def _set_epoch(self, epoch: int) -> None:
         """Tell a stream or a sampler that shuffles itself which epoch begins; otherwise it might repeat an order."""
         batches = _batches_of(self.source)
-        sampler: Any = getattr(self.source, "sampler", None)
-        parts: list[Any] = [getattr(batches, "dataset", None), sampler, getattr(sampler, "sampler", None)]
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        samplers = [getattr(batches, name, None) for name in ("sampler", "batch_sampler")]
+        inner = [getattr(sampler, "sampler", None) for sampler in samplers]
+        parts = [batches, getattr(batches, "dataset", None), *samplers, *inner]
+        for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
+            part.set_epoch(self.options.reported_epoch(epoch))
 
     def _steps_alone(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process; their sizes are known only to the steps that use them."""
@@ -112,42 +121,49 @@ class ReadInTurn(ShardedLoader):
         it therefore discards the number of batches seen.
         """
         if not start:
-            return self._open(0)
+            return self._noting_first(self._open(0))
         from pytorch_accel_lite.data.skipping import last_samples, skip_batches, skip_samples
 
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
         by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, self.batch_size_before, start / done)
         with preserving_generators():
-            batches = self._open(0)
+            batches = self._noting_first(self._open(0))
             if by_steps:
                 skip_batches(batches, done, start, is_certain=size is not None)
                 return batches
             rest = skip_samples(batches, start, find_batch_size)
             return batches if rest is None else chain([last_samples(*rest)], batches)
 
+    def _noting_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; note what identifies the first, and warn if an epoch that is resumed began with another."""
+        for batch in islice(batches, 1 if self._is_seeded and self._may_resume and self._tracker is None else 0):
+            before, self._first_before = self._first_before, None
+            rows = next(map(len, tensors_in(batch)), 0)
+            self._first = [rows, checksum_of_batches([batch])]
+            has_own_size = not isinstance(_batches_of(self.source), DataLoader)  # not the user's batch_size
+            if before not in (None, self._first) and (has_own_size or before[0] == rows):
+                warnings.warn(_other_batches(_batches_of(self.source)), stacklevel=2)
+            yield batch
+        yield from batches
+
     def _open(self, first: int) -> Iterator[Any]:
         """Begin to read the source, whose next batch is number ``first`` of the epoch."""
-        if self._is_seeded_here:
-            return self._seeded(self._start_reading(self.source), first)
+        if not self._is_seeded:
+            return self._start_reading(self.source)
+        seed = self._seed_of_reader()
         batches = _batches_of(self.source)
-        if self.options.seed is None or not isinstance(batches, DataLoader):
-            return self._start_reading(self.source)
-        seed = self._seed_of_reader() >> 1
-        if batches.generator is not None:
-            batches.generator.manual_seed(seed)
-        state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(seed)  # from which the workers' seeds are drawn
-        try:
-            return self._start_reading(self.source)
-        finally:
-            torch.default_generator.set_state(state)
+        if isinstance(batches, DataLoader) and batches.generator is not None:
+            batches.generator.manual_seed(seed >> 1)
+        with preserving_generators():
+            seed_all(seed)  # from which the seeds of workers follow
+            reading = self._start_reading(self.source)
+        return drawn_with((mix(number, after=seed) for number in count(first)), reading)
 
     @property
-    def _is_seeded_here(self) -> bool:
-        """Whether batches are read in this process, with generators seeded for each."""
-        batches = _batches_of(self.source)
-        return self.options.seed is not None and isinstance(batches, DataLoader) and not batches.num_workers
+    def _is_seeded(self) -> bool:
+        """Whether the source is read with generators seeded for each batch; reading a list draws nothing."""
+        return self.options.seed is not None and type(_batches_of(self.source)) not in (list, tuple)
 
     def _seed_of_reader(self) -> int:
         return mix(self.options.seed or 0, self._epoch, self._reader)
@@ -158,20 +174,6 @@ class ReadInTurn(ShardedLoader):
         for number, step in enumerate(steps, start=self._steps_done):
             seed_generators(~mix(number, after=place), with_torch=False)
             yield step
-
-    def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """Read each batch with generators seeded from its place, and leave torch's as it was."""
-        place = self._seed_of_reader()
-        for number in count(first):
-            state = torch.default_generator.get_state()
-            seed_generators(mix(number, after=place))
-            try:
-                batch = next(batches, _END)
-            finally:
-                torch.default_generator.set_state(state)
-            if batch is _END:
-                return
-            yield batch
 
 
 class PreShardedLoader(ReadInTurn):
@@ -192,6 +194,8 @@ class PreShardedLoader(ReadInTurn):
     ) -> None:
         super().__init__(source, ranks, device, options)
         self.shared_by = shared_by
+        if ranks.world_size > 1 and not shared_by and not isinstance(source, OwnShard):
+            self.undivided = type(source).__name__
         length = find_length(source)
         is_list = type(_batches_of(source)) in (list, tuple) and ranks.replicas == 1
         longest, is_other = ranks.max([-1 if length is None else length, not is_list])
@@ -202,11 +206,11 @@ class PreShardedLoader(ReadInTurn):
         self._set_epoch(epoch)
         is_alone = self._ranks.world_size == 1 or not self.options.fill
         steps = self._steps_alone(start) if is_alone else self._steps_together(start)
-        return self._seeding(steps) if self._is_seeded_here else steps
+        return self._seeding(steps) if self._is_seeded else steps
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
         done = 0
-        if start and not self._ranks.max([ReadInTurn.position(self) is None])[0]:
+        if start and not self._ranks.max([self._tracker is None or self._tracker.position is None])[0]:
             done = start
         steps = self._in_step(done)
         if start > done:
@@ -269,6 +273,18 @@ class PreShardedLoader(ReadInTurn):
 def _batches_of(source: Any) -> Any:
     """Return the user's loader."""
     return source.batches if isinstance(source, OwnShard) else source
+
+
+def _other_batches(source: Any) -> str:
+    """Return what to say of a source that does not give what it gave before the run was interrupted."""
+    dataset = getattr(source, "dataset", source)
+    return (
+        f"The training data, a {type(dataset).__name__}, give other batches than when the training state was saved in "
+        "the middle of this epoch, so some samples will be seen twice in it and others not at all. An iterable must "
+        "begin each iteration afresh and draw its order from torch's, NumPy's or Python's global generators, which are "
+        "seeded for it, or from the epoch that set_epoch(epoch) is given; or else have the methods state_dict() and "
+        "load_state_dict(state)."
+    )
 
 
 def _create_tracker(source: Any, keeps: bool) -> PositionTracker | None:

@@ -68,6 +68,9 @@ class LoaderOptions:
     :param yields_failures: yield a :class:`FailedRead` for a batch that cannot be read and continue, if the source can
         be indexed
     :param shares: the shares of logical processes that this process reads; ``None`` without logical processes
+    :param first_epoch: what the ``set_epoch`` of the user's samplers and datasets is given in the first epoch
+    :param split_batches: divide each batch of a ``DataLoader`` among the processes; otherwise each gets as many samples
+    :param dispatch_batches: let the first process read for all, or each by itself; ``None`` for what suits the data
     :param divides: let each process read a part of a stream that can be divided, in an order of its own; otherwise, the
         batches of all processes follow the order of the stream
     """
@@ -79,6 +82,13 @@ class LoaderOptions:
     yields_failures: bool = False
     shares: Shares | None = None
     divides: bool = False
+    first_epoch: int = 0
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+
+    def reported_epoch(self, epoch: int) -> int:
+        """Return what ``set_epoch`` is given in an epoch; the first is number 1, and before it is 0."""
+        return max(epoch - 1, 0) + self.first_epoch
 
 
 @dataclass
@@ -96,12 +106,14 @@ class ShardedLoader(ABC):
     :ivar seconds_waited: seconds that the latest epoch has waited for its batches, if measured
     :ivar batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
     :ivar shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
+    :ivar undivided: name of the kind of iterable, of which each of several processes reads all batches
     :cvar has_own_position: whether :meth:`position` differs between processes; otherwise that of the first is kept
     """
 
     has_own_position: ClassVar[bool] = False
     seconds_waited = 0.0
     shared_by = ""
+    undivided = ""
     batch_size_before: int | None = None
 
     def __init__(self, source: Any, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:

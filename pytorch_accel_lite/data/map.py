@@ -60,16 +60,17 @@ class _EpochShares:
         if type(self._sampler) not in (RandomSampler, SequentialSampler):
             from pytorch_accel_lite.data.samplers import of_all_processes  # not loaded in a plain run
 
-            self._sampler = of_all_processes(self._sampler, self._divided[0])
+            self._sampler = of_all_processes(self._sampler, self._divided[0], options.split_batches)
         self._per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
         self._drop_last = source.drop_last
         self.mixture = self._sampler if hasattr(self._sampler, "name_of_batch") else None
-        if self.mixture is not None:
-            self._per_step = 1  # of its batches, which are divided among the processes
+        if self.mixture is not None or (options.split_batches and self._own_batches):
+            self._per_step = 1  # batch, which is divided among the processes
         self._ranks = ranks
         self._seed = options.seed
         self._fill = options.fill
         self._rows = rows
+        self._reported = options.reported_epoch
         self.drawn: dict[str, Any] = {}  # what identifies the order of the epoch, see check_order
         self.resumed: dict[str, Any] | None = None  # the same of the state that the next epoch resumes
 
@@ -147,7 +148,7 @@ class _EpochShares:
         return in_turn(self._sampler, order, start, sizes)
 
     def _draw_order(self, epoch: int) -> Any:
-        order = draw_order(self._sampler, self._ranks, self._seed, epoch)
+        order = draw_order(self._sampler, self._ranks, self._seed, epoch, self._reported(epoch))
         self.drawn = {"length": None if self._own_batches else find_length(self._sampler)}
         is_own = isinstance(order, list) and self._seed is not None  # without one, all have that of the first process
         if is_own or self.resumed is not None:

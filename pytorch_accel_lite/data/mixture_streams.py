@@ -52,12 +52,12 @@ class MixtureStream(IterableDataset[Any]):
             raise ValueError("A stream has several names here, but only one position. Create one for each name.")
         self.weights = check_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
         self.repeat = repeat
-        self._epoch = 1
+        self._epoch = 0
         self._state: Mapping[str, Any] = {}  # where the next iteration begins
         self._passes: list[_Passes] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, counting from 1."""
+        """Set the epoch of the next iteration, counting from 0."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:

@@ -115,8 +115,8 @@ class MixtureSampler(Sampler[int]):
         return iter(order.tolist() if isinstance(order, torch.Tensor) else order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, counting from 1."""
-        self._epoch = epoch
+        """Set the epoch of the next iteration, counting from 0."""
+        self._epoch = epoch + 1
 
     def order_of_epoch(self, seed: int, epoch: int) -> Any:
         """Return the order of an epoch, a function of a seed and the number of the epoch."""

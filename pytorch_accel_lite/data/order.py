@@ -47,19 +47,20 @@ class WithOwnSampler(Dataset[Any]):
         raise NotImplementedError
 
 
-def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Any:
+def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Any:
     """Return the order of an epoch from a sampler of indices or of batches of indices, the same on all ranks.
 
     With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
 
+    :param reported: what the sampler's ``set_epoch`` is given
     :return: an iterable or, for very many samples in random order, a :class:`ComputedOrder`
     """
-    if isinstance(sampler, SequentialSampler):
+    if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if not _is_plain_shuffle(sampler):
         from pytorch_accel_lite.data.samplers import draw_from  # not loaded in a plain run
 
-        return draw_from(sampler, ranks, seed, epoch)
+        return draw_from(sampler, ranks, seed, epoch, reported)
     if seed is None:
         return _shuffled(len(sampler), ranks.broadcast_object(_draw_seed))
     with preserving_generators():

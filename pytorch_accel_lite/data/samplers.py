@@ -33,13 +33,14 @@ _NAMES_OF_PARTS = (
 )
 
 
-def of_all_processes(sampler: Any, world_size: int) -> Any:
+def of_all_processes(sampler: Any, world_size: int, splits_batches: bool = False) -> Any:
     """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here.
 
+    :param splits_batches: whether its batches are those of all processes together
     :raises ValueError: with several processes, if another sampler gives a part of its order only
     """
     if hasattr(sampler, "for_processes"):  # of the batches of a mixture
-        return sampler.for_processes(world_size)
+        return sampler.for_processes(1 if splits_batches else world_size)
     if isinstance(sampler, DistributedSampler):
         # No sample is repeated to pad shares; what its drop_last leaves out stays out.
         size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
@@ -74,15 +75,15 @@ def parts_of(sampler: Any) -> int:
     return max((parts_of(part) for part in inner if part is not None), default=1)
 
 
-def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int) -> Iterable[Any]:
+def draw_from(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Any]:
     """Return the order of an epoch from a sampler, see :func:`~pytorch_accel_lite.data.order.draw_order`.
 
     A sampler without a length may be endless and is drawn in pieces.
     """
-    inner = getattr(sampler, "sampler", sampler) if isinstance(sampler, BatchSampler) else sampler
+    inner = getattr(sampler, "sampler", sampler)  # of a batch sampler
     set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
     if set_epoch is not None:
-        set_epoch(epoch)
+        set_epoch(reported)
     if seed is None:
         if ranks.world_size == 1:
             return sampler  # type: ignore[no-any-return]

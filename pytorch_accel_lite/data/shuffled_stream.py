@@ -34,12 +34,12 @@ class ShuffledStream(IterableDataset[Any]):
         self.stream: Any = stream
         self.block_size = check_positive_int("block_size", block_size)
         self.seed = seed
-        self._epoch = 1
+        self._epoch = 0
         self._state: Mapping[str, Any] = {}  # where the next iteration begins
         self._at: dict[str, Any] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
+        """Set the epoch of the next iteration, counting from 0."""
         self._epoch = epoch
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)

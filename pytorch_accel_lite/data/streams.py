@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from pytorch_accel_lite.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.batches import find_batch_size
 from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
-from pytorch_accel_lite.data.alike import check_own_batches
+from pytorch_accel_lite.data.alike import check_own_batches, checksum_of_batches
 from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal, Dealt
 from pytorch_accel_lite.data.dividing import (
     PARTS,
@@ -91,7 +90,7 @@ class StreamLoader(ReadInTurn):
             steps = self._deal_out(start)
         else:
             steps = self._steps_alone(start)
-        return self._seeding(steps) if self._is_seeded_here else steps
+        return self._seeding(steps) if self._is_seeded else steps
 
     def _deal_out(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process, which it receives while it computes the step before."""
@@ -137,7 +136,7 @@ class StreamLoader(ReadInTurn):
             looked_at = [default_collate([sample]) for sample in (group[0][0], group[-1][-1])]
             own = default_collate(own)
         dealt = Dealt(own, sizes[self._ranks.rank] if has_own else 0, sum(sizes), len(group))
-        return dealt, _checksum(sizes, looked_at)
+        return dealt, checksum_of_batches(looked_at, sizes)
 
     def _start_reading(self, batches: Any) -> Iterator[Any]:
         """Read samples instead of batches where those of the other processes need not be collated."""
@@ -313,16 +312,6 @@ class DividedLoader(PreShardedLoader):
         return super().move_to(own["position"])
 
 
-def _checksum(sizes: list[int], batches: list[Any]) -> int:
-    """Return a number by which steps that differ are told apart: from the sizes of batches, and a few values."""
-    found = crc32(str(sizes).encode())
-    for tensor in tensors_in(batches):
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]
-            found = crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
-    return found or 1
-
-
 def _is_collated_plainly(loader: Any) -> bool:
     """Whether a loader makes batches of samples in this process, one like the other, so that some may be left out."""
     is_plain = type(loader) is DataLoader and loader.collate_fn is default_collate and loader.batch_size is not None
@@ -343,7 +332,14 @@ def create_loader(
     share = find_own_share(source.dataset, ranks) if is_torchs else None
     if not is_torchs or share is not None:
         return PreShardedLoader(source, ranks, device, options, "" if share is None else share.shared_by)
-    part = own_part_of(source.dataset, ranks) if options.divides else None
+    part = own_part_of(source.dataset, ranks) if options.divides and not options.dispatch_batches else None
     if part is not None:
         return DividedLoader(source, part, ranks, device, options)
+    if options.dispatch_batches is False and ranks.world_size > 1 and not isinstance(source.dataset, ReadByAll):
+        kind = type(source.dataset).__name__
+        raise ValueError(
+            f"dispatch_batches=False in the accelerator's DataLoaderConfiguration: {kind} would be read by the first "
+            f"process for all. Pass ReadByAll({kind}(...)) to let each process read all of it and use its own batches, "
+            "or give it a method shard(rank, world_size) to let each read a part."
+        )
     return StreamLoader(source, ranks, device, options)

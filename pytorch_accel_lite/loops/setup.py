@@ -72,6 +72,7 @@ def find_data(
         seed_run(trainer.seed, alike=trainer.logical is not None)
     if state is not None:
         run.data_seed = state.metadata["data_seed"]
+        run.first_epoch = state.metadata.get("first_epoch", 1)
     elif trainer.seed is None and (request.saves_training_states or run.data_ranks.replicas > 1):
         run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
     if run.data_ranks.replicas > 1:  # processes that compute a batch together drop out the same units

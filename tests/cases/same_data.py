@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -14,6 +18,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     Subset,
@@ -23,7 +28,7 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.data import Mixture, OwnShard, ReadByAll
 from tests.cases.common import rank, world_size
 
 
@@ -207,3 +212,86 @@ def loaders_with_a_method_of_their_own() -> Any:
         "own": lambda data: OwnShard(ReadsAhead(data, 4)),
     }
     return {name: trained_on(numbers(), make) for name, make in loaders.items()}
+
+
+class InTurn(IterableDataset[Any]):
+    """Rows that cannot be indexed."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def configured(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+
+
+def split_batches() -> dict[str, Any]:
+    """What this process sees in two epochs where batches of six are split, and what Accelerate gives it."""
+    in_batches = BatchSampler(range(24), 6, False)
+    loaders: dict[str, Callable[[Any], Any]] = {
+        "rows": lambda data: DataLoader(data, 6),
+        "batches": lambda data: DataLoader(data, batch_sampler=in_batches),
+        "stream": lambda data: DataLoader(InTurn(data), 6),
+        "read by all": lambda data: DataLoader(ReadByAll(InTurn(data)), 6),
+    }
+    found: dict[str, Any] = {}
+    for name, make in loaders.items():
+        prepared = configured(split_batches=True).prepare(make(numbers(24)))
+        given = [x for batch, _ in prepared for x in batch.flatten().int().tolist()]
+        found[name] = given, trained_on(numbers(24), make, accelerator=configured(split_batches=True))
+    return found
+
+
+def settings_with_split_batches() -> Any:
+    """The settings of a run that is given a batch size of six, and the samples of its first step on all processes."""
+    seen = Seen()
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    accelerator = configured(split_batches=True)
+    trainer = Trainer(model, MeanOfTargets(), optimizer, callbacks=[seen], seed=0, accelerator=accelerator)
+    trainer.train(numbers(12), 1, numbers(12), per_device_batch_size=6, gradient_accumulation_steps=2)
+    mixture = Mixture({"a": numbers(12), "b": numbers(12)}, mix_batches=False)
+    steps = trainer.progress.step
+    trainer.train(mixture, 1, per_device_batch_size=6)
+    return trainer.run_config, [steps, trainer.progress.step], seen.epochs
+
+
+def refused_configurations() -> dict[str, Any]:
+    """What is said of what cannot be obeyed, and what is seen where it can be."""
+    loaders: dict[str, Callable[[Any], Any]] = {
+        "uneven": lambda data: DataLoader(data, 5),
+        "rows": lambda data: DataLoader(data, 4),
+        "stream": lambda data: DataLoader(InTurn(data), 4),
+        "stream read by all": lambda data: DataLoader(ReadByAll(InTurn(data)), 4),
+        "made batches": lambda data: DataLoader(InTurn([numbers(4)[:]] * 4), batch_size=None),
+    }
+
+    def found(name: str, size: int = 16, **options: Any) -> Any:
+        return trained_on(numbers(size), loaders[name], accelerator=configured(**options))
+
+    return {
+        "uneven": found("uneven", split_batches=True),
+        "made batches": found("made batches", split_batches=True),
+        "rows dispatched": found("rows", dispatch_batches=True),
+        "stream not dispatched": found("stream", dispatch_batches=False),
+        "stream dispatched": found("stream", dispatch_batches=True),
+        "stream read by all": found("stream read by all", dispatch_batches=False),
+        "rows not dispatched": found("rows", dispatch_batches=False),
+        "uneven shares": found("rows", size=15, even_batches=False, non_blocking=True),
+    }
+
+
+def own_batches() -> dict[str, tuple[Any, str]]:
+    """What is seen of ready batches, and what is printed about them."""
+    batches = [(x, x.clone()) for x in numbers(8).tensors[0].split(2)]
+    found = {}
+    loaders = {"list": batches, "iterable": InTurn(batches), "own": OwnShard(batches[rank() :: world_size()])}
+    for name, loader in loaders.items():
+        text = StringIO()
+        with redirect_stdout(text):
+            epochs, _ = trained_on(numbers(8), lambda _, loader=loader: loader, num_epochs=2)
+        found[name] = epochs, text.getvalue()
+    return found
