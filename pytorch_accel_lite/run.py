@@ -15,7 +15,7 @@ from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, ShardedLoader, shard
-from pytorch_accel_lite.distributed import Ranks, launch
+from pytorch_accel_lite.distributed import Ranks, launch, shutdown
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
@@ -267,6 +267,10 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
         with computing(trainer):
             launch.begin_sharded(trainer, run)
             yield
+        shutdown.note_end(failed=False)
+    except BaseException as error:
+        shutdown.note_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
+        raise
     finally:
         if trainer.current_run is run and run.before is not None:
             trainer.current_run = run.before

@@ -609,6 +609,17 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
     assert "in __getitem__" in summary
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("how", ["caught", "exits"])
+def test_a_rank_that_leaves_a_run_by_sys_exit_ends_the_job(how, rank):
+    """Also if it has caught the error before, so that the interpreter prints none."""
+    done = launch([*TORCHRUN, "2", "tests/scripts/failing_rank.py", how, rank], warm="launcher")
+    assert done.returncode != 0
+    assert done.stdout.count("has caught: sample") >= (how == "caught")
+    cause = done.stderr.split("Root Cause")[1]
+    assert re.search(rf"rank +: {rank} .*\n +exitcode +: 3 ", cause), done.stderr
+
+
 def test_the_signal_that_killed_a_rank_is_the_root_cause_and_not_the_lost_connection():
     rarely = "--monitor-interval=1"  # the launcher looks at the ranks, which leaves the other the time to fail
     done = launch([*TORCHRUN, "2", rarely, "tests/scripts/failing_rank.py", "killed"], warm=True)
