@@ -16,6 +16,7 @@ from pytorch_accel_lite.batches import BatchOutput
 from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, launch, shutdown
+from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
@@ -45,7 +46,8 @@ class Run:
     :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
     :ivar made_loaders: loaders created for this run, whose workers end with it
-    :ivar batch: the batch being processed
+    :ivar batch: the batch being processed; ``None`` outside a step
+    :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
     :ivar loss_trackers: the running losses of the epoch or evaluation
     :ivar recorded_losses: the mean losses of the last epoch or evaluation
     :ivar special_step: runs a step that may fail, or the user's own; ``None`` for the usual step
@@ -98,6 +100,7 @@ class Run:
     trained_model: nn.Module | None = None
     resumed: TrainingState | None = None
     batch: Batch | None = None
+    has_fillers: bool = True
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, Any] = field(default_factory=dict)
@@ -264,7 +267,7 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with computing(trainer):
+        with computing(trainer), gathering_uneven_batches(trainer):
             launch.begin_sharded(trainer, run)
             yield
         shutdown.note_end(failed=False)

@@ -436,6 +436,26 @@ def test_gathering_every_evaluation_batch_gives_the_dataset_in_order(ranks):
             assert torch.equal(inputs, regression_data(size).tensors[0])
 
 
+def test_accelerates_gather_for_metrics_gives_every_sample_of_an_uneven_evaluation_once(ranks):
+    x, y = regression_data(37).tensors
+    loss = nn.functional.mse_loss(small_model()(x), y).item()
+    results = ranks(cases.evaluation.gather_for_metrics)
+    for result in results:
+        assert len(result) == 6
+        for found in result.values():
+            assert torch.equal(found["step"], y)
+            assert torch.equal(found["callback"], y)
+            assert torch.equal(found["at the end"], y.sort(dim=0).values)
+            assert found["names"] == [f"{value:.3f}" for value in y.flatten().tolist()]
+            assert found["evaluation_loss"] == pytest.approx(loss, abs=1e-10)
+    for case in results[0]:
+        assert sum(result[case]["count"] for result in results) == 37
+
+
+def test_accelerates_gather_for_metrics_gathers_the_batches_of_training(ranks):
+    assert all(ranks(cases.evaluation.gather_for_metrics_in_training))
+
+
 def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
     first, *others = ranks(cases.training.batch_norm)
     assert all(equal(result["weights"], first["weights"]) for result in others)
