@@ -13,6 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.checks.arguments import check_same_call
 from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, ShardedLoader, shard
 from pytorch_accel_lite.distributed import Ranks, launch, shutdown
@@ -257,10 +258,12 @@ def create_config(trainer: Trainer, run: Run, batch_size: int) -> TrainerRunConf
 
 
 @contextmanager
-def entering(trainer: Trainer, run: Run) -> Iterator[None]:
+def entering(trainer: Trainer, run: Run, call: str) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
     A run that has started sets its ``before`` to ``None``, and stays as the latest one.
+
+    :param call: the method that begins the run, which every process must call
     """
     run.before = trainer.current_run
     run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
@@ -268,6 +271,8 @@ def entering(trainer: Trainer, run: Run) -> Iterator[None]:
     trainer.current_run = run
     try:
         with computing(trainer), gathering_uneven_batches(trainer):
+            datasets = {"train_dataset": run.train_dataset, "eval_dataset": run.eval_dataset}
+            check_same_call(trainer.ranks, call, datasets, trainer.callback_handler.callback_list, trainer.seed)
             launch.begin_sharded(trainer, run)
             yield
         shutdown.note_end(failed=False)

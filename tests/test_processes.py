@@ -667,6 +667,49 @@ def test_of_an_error_report_that_was_interrupted_nothing_is_left_for_the_launche
     assert os.environ["TORCHELASTIC_ERROR_FILE"] == str(report)
 
 
+def test_datasets_callbacks_and_calls_that_differ_between_ranks_are_refused_on_all(ranks):
+    last = ranks.world_size - 1
+    differences = {
+        "eval_dataset": f"eval_dataset='a dataset' on rank {last}, but eval_dataset=None on rank 0.",
+        "names": f"eval_dataset=['a', 'b'] on rank {last}, but eval_dataset=['a'] on rank 0.",
+        "states": f"callbacks=['SaveTrainingStateCallback'] on rank {last}, but callbacks=[] on rank 0.",
+        "best": f"callbacks=[] on rank {last}, but callbacks=['SaveBestModelCallback'] on rank 0.",
+        "average": f"callbacks=[] on rank {last}, but callbacks=['ModelEmaCallback'] on rank 0.",
+        "own": f"callbacks=['AddedOnOne'] on rank {last}, but callbacks=[] on rank 0.",
+        "order": f"callbacks=['SaveBestModelCallback', 'ModelEmaCallback'] on rank {last}, but callbacks=['Model",
+        "seed": f"seed=None on rank {last}, but seed=0 on rank 0.",
+        "resumes": f"call='train(resume_from=...)' on rank {last}, but call='train()' on rank 0.",
+        "call": f"call='predict()' on rank {last}, but call='evaluate()' on rank 0.",
+    }
+    for result in ranks(cases.processes.unlike_calls):
+        assert result.pop("same") == "no error"
+        assert result.keys() == differences.keys()
+        for name, said in result.items():
+            assert said.startswith(differences[name]), said
+            assert "Make the same calls on every process, with the same arguments and callbacks" in said
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (["evaluates"], "evaluate() on rank 0 waits for the other ranks, but one of them has not called it"),
+        (["predicts"], "predict() on rank 1 waits for the other ranks, but one of them has not called it"),
+        (["evaluates in a callback"], "evaluate() on rank 0 waits for the other ranks"),
+        (["gathers"], "gather_for_metrics() waits for all processes in each step of an evaluation, but some have no"),
+        (["updates", "2"], "RuntimeError: The processes are at different updates: train_step must call update()"),
+        pytest.param(
+            ["updates", "3"],
+            "another process did not take part until the time limit of the process group.",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are not shown with tracebacks"),
+        ),
+    ],
+)
+def test_a_call_on_one_rank_alone_is_named_at_the_latest_by_the_time_limit(case, said):
+    done = launch([*TORCHRUN, "2", "tests/scripts/unlike_ranks.py", *case], warm=True)
+    assert done.returncode != 0
+    assert said in done.stderr, done.stderr
+
+
 def test_a_launch_that_accelerate_does_not_see_is_refused():
     done = run_elastic_script(2, "tests/scripts/refused.py")
     assert done.returncode == 0, done.stdout
