@@ -13,9 +13,11 @@ from torch import nn
 
 from pytorch_accel_lite.attributes import set_optimizer_modes
 from pytorch_accel_lite.batches import BatchOutput
+from pytorch_accel_lite.checks.arguments import check_same_call
 from pytorch_accel_lite.checks.losses import watch_first_call
 from pytorch_accel_lite.data import Batch, ShardedLoader, shard
-from pytorch_accel_lite.distributed import Ranks, launch
+from pytorch_accel_lite.distributed import Ranks, launch, shutdown
+from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.distributed.prepared import PreparedModel
 from pytorch_accel_lite.distributed.stopping import StopCoordinator
 from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError
@@ -53,7 +55,8 @@ class Run:
     :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
     :ivar made_loaders: loaders created for this run, whose workers end with it
-    :ivar batch: the batch being processed
+    :ivar batch: the batch being processed; ``None`` outside a step
+    :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
     :ivar loss_trackers: the running losses of the epoch or evaluation
     :ivar recorded_losses: the mean losses of the last epoch or evaluation
     :ivar special_step: runs a step that may fail, or the user's own; ``None`` for the usual step
@@ -111,6 +114,7 @@ class Run:
     trained_model: nn.Module | None = None
     resumed: TrainingState | None = None
     batch: Batch | None = None
+    has_fillers: bool = True
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, Any] = field(default_factory=dict)
@@ -278,19 +282,27 @@ def create_config(trainer: Trainer, run: Run, batch_size: int) -> TrainerRunConf
 
 
 @contextmanager
-def entering(trainer: Trainer, run: Run) -> Iterator[None]:
+def entering(trainer: Trainer, run: Run, call: str) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
     A run that has started sets its ``before`` to ``None``, and stays as the latest one.
+
+    :param call: the method that begins the run, which every process must call
     """
     run.before = trainer.current_run
     run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with computing(trainer):
+        with computing(trainer), gathering_uneven_batches(trainer):
+            datasets = {"train_dataset": run.train_dataset, "eval_dataset": run.eval_dataset}
+            check_same_call(trainer.ranks, call, datasets, trainer.callback_handler.callback_list, trainer.seed)
             launch.begin_sharded(trainer, run)
             yield
+        shutdown.note_end(failed=False)
+    except BaseException as error:
+        shutdown.note_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
+        raise
     finally:
         if trainer.current_run is run and run.before is not None:
             trainer.current_run = run.before

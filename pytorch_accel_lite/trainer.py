@@ -274,7 +274,7 @@ class Trainer:
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
-        with entering(self, run):
+        with entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
             setup.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
             setup.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)

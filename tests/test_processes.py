@@ -436,6 +436,26 @@ def test_gathering_every_evaluation_batch_gives_the_dataset_in_order(ranks):
             assert torch.equal(inputs, regression_data(size).tensors[0])
 
 
+def test_accelerates_gather_for_metrics_gives_every_sample_of_an_uneven_evaluation_once(ranks):
+    x, y = regression_data(37).tensors
+    loss = nn.functional.mse_loss(small_model()(x), y).item()
+    results = ranks(cases.evaluation.gather_for_metrics)
+    for result in results:
+        assert len(result) == 6
+        for found in result.values():
+            assert torch.equal(found["step"], y)
+            assert torch.equal(found["callback"], y)
+            assert torch.equal(found["at the end"], y.sort(dim=0).values)
+            assert found["names"] == [f"{value:.3f}" for value in y.flatten().tolist()]
+            assert found["evaluation_loss"] == pytest.approx(loss, abs=1e-10)
+    for case in results[0]:
+        assert sum(result[case]["count"] for result in results) == 37
+
+
+def test_accelerates_gather_for_metrics_gathers_the_batches_of_training(ranks):
+    assert all(ranks(cases.evaluation.gather_for_metrics_in_training))
+
+
 def test_all_ranks_evaluate_with_the_running_statistics_of_rank_0(ranks):
     first, *others = ranks(cases.training.batch_norm)
     assert all(equal(result["weights"], first["weights"]) for result in others)
@@ -609,6 +629,17 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
     assert "in __getitem__" in summary
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("how", ["caught", "exits"])
+def test_a_rank_that_leaves_a_run_by_sys_exit_ends_the_job(how, rank):
+    """Also if it has caught the error before, so that the interpreter prints none."""
+    done = launch([*TORCHRUN, "2", "tests/scripts/failing_rank.py", how, rank], warm="launcher")
+    assert done.returncode != 0
+    assert done.stdout.count("has caught: sample") >= (how == "caught")
+    cause = done.stderr.split("Root Cause")[1]
+    assert re.search(rf"rank +: {rank} .*\n +exitcode +: 3 ", cause), done.stderr
+
+
 def test_the_signal_that_killed_a_rank_is_the_root_cause_and_not_the_lost_connection():
     rarely = "--monitor-interval=1"  # the launcher looks at the ranks, which leaves the other the time to fail
     done = launch([*TORCHRUN, "2", rarely, "tests/scripts/failing_rank.py", "killed"], warm=True)
@@ -634,6 +665,49 @@ def test_of_an_error_report_that_was_interrupted_nothing_is_left_for_the_launche
     fail(True)
     assert json.loads(report.read_text())["message"]["message"] == "OSError: sample 7 cannot be read"
     assert os.environ["TORCHELASTIC_ERROR_FILE"] == str(report)
+
+
+def test_datasets_callbacks_and_calls_that_differ_between_ranks_are_refused_on_all(ranks):
+    last = ranks.world_size - 1
+    differences = {
+        "eval_dataset": f"eval_dataset='a dataset' on rank {last}, but eval_dataset=None on rank 0.",
+        "names": f"eval_dataset=['a', 'b'] on rank {last}, but eval_dataset=['a'] on rank 0.",
+        "states": f"callbacks=['SaveTrainingStateCallback'] on rank {last}, but callbacks=[] on rank 0.",
+        "best": f"callbacks=[] on rank {last}, but callbacks=['SaveBestModelCallback'] on rank 0.",
+        "average": f"callbacks=[] on rank {last}, but callbacks=['ModelEmaCallback'] on rank 0.",
+        "own": f"callbacks=['AddedOnOne'] on rank {last}, but callbacks=[] on rank 0.",
+        "order": f"callbacks=['SaveBestModelCallback', 'ModelEmaCallback'] on rank {last}, but callbacks=['Model",
+        "seed": f"seed=None on rank {last}, but seed=0 on rank 0.",
+        "resumes": f"call='train(resume_from=...)' on rank {last}, but call='train()' on rank 0.",
+        "call": f"call='predict()' on rank {last}, but call='evaluate()' on rank 0.",
+    }
+    for result in ranks(cases.processes.unlike_calls):
+        assert result.pop("same") == "no error"
+        assert result.keys() == differences.keys()
+        for name, said in result.items():
+            assert said.startswith(differences[name]), said
+            assert "Make the same calls on every process, with the same arguments and callbacks" in said
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (["evaluates"], "evaluate() on rank 0 waits for the other ranks, but one of them has not called it"),
+        (["predicts"], "predict() on rank 1 waits for the other ranks, but one of them has not called it"),
+        (["evaluates in a callback"], "evaluate() on rank 0 waits for the other ranks"),
+        (["gathers"], "gather_for_metrics() waits for all processes in each step of an evaluation, but some have no"),
+        (["updates", "2"], "RuntimeError: The processes are at different updates: train_step must call update()"),
+        pytest.param(
+            ["updates", "3"],
+            "another process did not take part until the time limit of the process group.",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are not shown with tracebacks"),
+        ),
+    ],
+)
+def test_a_call_on_one_rank_alone_is_named_at_the_latest_by_the_time_limit(case, said):
+    done = launch([*TORCHRUN, "2", "tests/scripts/unlike_ranks.py", *case], warm=True)
+    assert done.returncode != 0
+    assert said in done.stderr, done.stderr
 
 
 def test_a_launch_that_accelerate_does_not_see_is_refused():

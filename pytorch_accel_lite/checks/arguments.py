@@ -31,7 +31,7 @@ from pytorch_accel_lite.utils import (
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.distributed import Ranks
-    from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig
+    from pytorch_accel_lite.run_config import RunRequest
 
 # Settings of a run that may differ between ranks.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
@@ -167,16 +167,43 @@ def warn_of_what_is_not_trained(
             )
 
 
-def check_same_on_all_ranks(config: TrainerRunConfig, ranks: Ranks) -> None:
+def check_same_call(ranks: Ranks, call: str, datasets: dict[str, Any], callbacks: list[str], seed: int | None) -> None:
+    """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
+
+    It comes before any other communication, in which they would wait for each other.
+
+    :param call: the method of the trainer that begins the run
+    :param datasets: the datasets by the names of their arguments, of which only is compared which there are
+    :param callbacks: the names of their classes, in order
+    """
+    if ranks.world_size == 1:
+        return
+    given = {name: _which(dataset) for name, dataset in datasets.items()}
+    try:
+        check_same_on_all_ranks({"call": call, **given, "callbacks": callbacks, "seed": seed}, ranks)
+    except RuntimeError as error:  # the time limit of the process group, or the end of another rank
+        raise RuntimeError(
+            f"{call} on rank {ranks.rank} waits for the other ranks, but one of them has not called it, or has failed. "
+            f"Call it on every process, even if only one uses the results. ({error})"
+        ) from error
+
+
+def _which(dataset: Any) -> Any:
+    return [*dataset] if isinstance(dataset, dict) else None if dataset is None else "a dataset"
+
+
+def check_same_on_all_ranks(given: dict[str, Any], ranks: Ranks) -> None:
     """Check that all ranks have the same settings: otherwise they would deadlock or read each other's samples."""
-    given = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
-    first, *others = ranks.all_gather_object(given)
-    for rank, other in enumerate(others, 1):
+    of_all = ranks.all_gather_object({name: value for name, value in given.items() if name not in _OF_ONE_RANK})
+    own, first = of_all[ranks.rank], of_all[0]
+    for rank, other in enumerate(of_all):
+        if not isinstance(other, dict) or other.keys() != own.keys():
+            raise RuntimeError(f"Rank {rank} communicates about something else.")
         for name, value in first.items():
             if other[name] != value:
                 raise ValueError(
-                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Pass the same arguments "
-                    "to the Trainer and train() on every process: each derives its share of the run from them."
+                    f"{name}={other[name]!r} on rank {rank}, but {name}={value!r} on rank 0. Make the same calls on "
+                    "every process, with the same arguments and callbacks: each derives its share of the run from them."
                 )
 
 

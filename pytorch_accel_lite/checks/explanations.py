@@ -53,6 +53,11 @@ _BY_TEXT = {
         "the graph of a loss is freed by its backward pass: detach() what you keep from one step to the next. In an "
         "overridden train_step, pass retain_graph=True to update() if a later loss uses the same outputs."
     ),
+    r"Timed out waiting \d+ms for (recv|send) operation": (
+        "another process did not take part until the time limit of the process group. All must make the same calls in "
+        "the same order: of update() in an overridden train_step, of evaluate(), gather() and the like in callbacks. "
+        "HangWatchCallback shows where each process is."
+    ),
 }
 
 

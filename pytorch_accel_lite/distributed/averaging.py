@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -13,12 +13,26 @@ from pytorch_accel_lite.distributed.ranks import Ranks
 _NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero."""
+def average_gradients(
+    parameters: Iterable[torch.nn.Parameter], ranks: Ranks, update: Sequence[int] = (), num_parameters: int = 0
+) -> None:
+    """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero.
+
+    :param update: numbers that tell the update from others, if a rank may be at another one
+    :param num_parameters: the largest number of parameters that an update may have
+    :raises RuntimeError: on all ranks, if they are at different updates
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     sparse_dims = [_NO_GRADIENT if p.grad is None else local(p.grad).sparse_dim() for p in trained]
+    padding = [_NO_GRADIENT] * (num_parameters - len(trained))
+    largest = ranks.max([*update, *(-number for number in update), *sparse_dims, *padding])
+    if any(largest[place] != -largest[place + len(update)] for place in range(len(update))):
+        raise RuntimeError(
+            "The processes are at different updates: train_step must call update() equally often, and in the same "
+            "order, on every process. Where a process has nothing to learn from, pass a loss of zero: 0 * loss."
+        )
     gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter, sparse_dim in zip(trained, map(int, ranks.max(sparse_dims)), strict=True):
+    for parameter, sparse_dim in zip(trained, map(int, largest[2 * len(update) :]), strict=False):
         if sparse_dim > 0:
             parameter.grad = ranks.sum_on_device(_as_sparse(parameter, sparse_dim)) / ranks.world_size
         elif sparse_dim == 0:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.helpers import current_process, remove_padding
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
     from pytorch_accel_lite.trainer import Trainer
 
 T = TypeVar("T")
@@ -54,6 +57,54 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, wi
     if padding_value is None:
         return gathered
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda rows: remove_padding(rows, padding_value), gathered)
+
+
+@contextmanager
+def gathering_uneven_batches(trainer: Trainer) -> Iterator[None]:
+    """In a block, let Accelerate's ``gather_for_metrics`` gather the batches of a run, whose lengths may differ."""
+    if trainer.ranks.world_size == 1:
+        yield
+        return
+    held = vars(trainer.accelerator)
+    before = held.get("gather_for_metrics")
+    held["gather_for_metrics"] = partial(_gather_for_metrics, trainer)
+    try:
+        yield
+    finally:
+        held["gather_for_metrics"] = before
+        if before is None:
+            del held["gather_for_metrics"]
+
+
+def _gather_for_metrics(trainer: Trainer, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Return what Accelerate would: tensors concatenated over all processes, or a list of other objects.
+
+    Called in a step, it leaves out the rows of filler batches, which evaluations have as well from then on: a process
+    without samples in the last step of this one then takes part, too.
+    """
+    run, batch = trainer.current_run, trainer.current_run.batch
+    if batch is not None and not run.has_fillers:
+        _check_all_have_batches(trainer, batch)
+        run.has_fillers = True
+    is_filler = batch is not None and batch.num_samples == 0
+    leaves, structure = torch.utils._pytree.tree_flatten(input_data)
+    if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        given = trainer.data_ranks.all_gather_object([] if is_filler else input_data)
+        return [item for of_rank in given for item in of_rank]
+    rows = [(leaf if leaf.ndim else leaf[None])[: 0 if is_filler else None].detach() for leaf in leaves]
+    return trainer.gather(torch.utils._pytree.tree_unflatten(rows, structure))
+
+
+def _check_all_have_batches(trainer: Trainer, batch: Batch) -> None:
+    """Raise an error if other processes are known to have no batch in the first step of an evaluation."""
+    ranks, total = trainer.data_ranks, batch.total_samples
+    is_short = total is not None and (total < ranks.world_size or total == batch.num_samples)
+    if trainer.logical is not None or is_short:
+        reason = f"the first step has {total} samples in all" if is_short else "logical_processes divide them unevenly"
+        raise RuntimeError(
+            f"accelerator.gather_for_metrics() waits for all processes in each step of an evaluation, but some have no "
+            f"batch: {reason}. Keep the values of each process, and call trainer.gather() once, in on_eval_epoch_end."
+        )
 
 
 def barrier(self: Trainer) -> None:

@@ -31,6 +31,14 @@ def timeout_of(group: Any) -> timedelta:
     return getattr(options, "_timeout", None) or dist.default_pg_timeout
 
 
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Change how long a collective of a process group may take."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:  # before torch 2.15
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def chosen_timeout(job: Any) -> timedelta | None:
     """Return the timeout that the user has given the default process group of a job.
 
@@ -207,7 +215,12 @@ class Ranks:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
         return self.run_together(make, only_first=True)[0]
 
-    def barrier(self) -> None:
-        """Wait until every rank has reached this point."""
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        """Wait until every rank has reached this point.
+
+        :param timeout: raise a ``RuntimeError`` after this time, which also holds for all later collectives
+        """
         if self.world_size > 1:
+            if timeout is not None:
+                set_timeout(self._group, timeout)
             dist.barrier(group=self._group)

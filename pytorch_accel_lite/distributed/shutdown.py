@@ -6,25 +6,27 @@ import atexit
 import gc
 import sys
 import weakref
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from pytorch_accel_lite.distributed.ranks import Ranks
+
 if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 _open: weakref.WeakSet[Trainer] = weakref.WeakSet()
-_job: list[Accelerator] = []  # ends the job, even if its trainers were dropped without being closed
+_job: list[tuple[Accelerator, Ranks]] = []  # ends the job, even if its trainers were dropped without being closed
+_last_run_failed = False  # even if the program has caught the error
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
 def register(trainer: Trainer) -> None:
     """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
     _open.add(trainer)
-    _job[:] = [trainer.accelerator]
+    _job[:] = [(trainer.accelerator, trainer.ranks)]
 
 
 def unregister(trainer: Trainer) -> bool:
@@ -34,6 +36,12 @@ def unregister(trainer: Trainer) -> bool:
     return is_open
 
 
+def note_end(failed: bool) -> None:
+    """Remember whether the last run of this process ended with an error: the others may then still be in theirs."""
+    global _last_run_failed
+    _last_run_failed = failed
+
+
 @atexit.register
 def _close_all() -> None:
     for trainer in list(_open):
@@ -41,11 +49,16 @@ def _close_all() -> None:
     if not _job:
         return
     gc.collect()  # remains of DistributedDataParallel must be freed before its process group
-    failed = hasattr(sys, "last_type")  # set once the interpreter has printed an uncaught error
-    if not failed and dist.is_available() and dist.is_initialized():
-        if dist.get_backend() == "gloo":
-            with suppress(RuntimeError):  # a peer has failed
-                dist.monitored_barrier(timeout=_EXIT_TIMEOUT)
-        else:
-            dist.barrier()
-    _job.pop().end_training()
+    accelerator, ranks = _job.pop()
+    failed = _last_run_failed or hasattr(sys, "last_type")  # set once the interpreter has printed an uncaught error
+    if dist.is_available() and dist.is_initialized():
+        if not failed:
+            try:
+                ranks.barrier(_EXIT_TIMEOUT)
+            except RuntimeError:  # another rank has failed, or is still busy
+                failed = True
+        if failed and dist.get_backend() != "gloo":  # destroying a group of NCCL waits for ranks that wait for this one
+            for tracker in accelerator.trackers:
+                tracker.finish()
+            return
+    accelerator.end_training()

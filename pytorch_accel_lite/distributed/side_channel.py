@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.distributed.ranks import timeout_of
+from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of
 
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None
 _stores: Any = dist  # which does not declare them as its own
@@ -46,17 +46,10 @@ class GroupTimeouts:
         for group in list(_c10d._world.pg_map):
             if isinstance(group, dist.ProcessGroup):
                 self._before.append((group, timeout_of(group)))
-                _set_timeout(group, timedelta(seconds=seconds))
+                set_timeout(group, timedelta(seconds=seconds))
 
     def restore(self) -> None:
         """Restore what :meth:`set` has changed."""
         for group, timeout in self._before:
-            _set_timeout(group, timeout)
+            set_timeout(group, timeout)
         self._before.clear()
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(timeout, group)
-    else:  # before torch 2.15
-        _c10d._set_pg_timeout(timeout, group)

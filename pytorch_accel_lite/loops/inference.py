@@ -90,17 +90,18 @@ def run_evaluation(
     run = self.current_run.derive()
     own = self.model
     if model is not None:
-        self.sync_buffers(model)
         run.trained_model = own
     used = own if model is None else model
     handler = self.callback_handler if callbacks is None else callbacks
     with (
-        entering(self, run),
+        entering(self, run, "run_evaluation()"),
         preserving_generators(),
         preserving_modes(own.modules()),
         prefixed(self, prefix),
         replaced(self, model=used, callback_handler=handler),
     ):
+        if model is not None:
+            self.sync_buffers(model)
         return evaluate_all(self, run, is_intermediate=is_intermediate)
 
 
@@ -116,7 +117,7 @@ def inference_run(
     run = trainer.current_run.derive()
     run.eval_dataset = dataset
     run.collate_fn = collate_fn
-    with entering(trainer, run):
+    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
         if run.outer is None:
             run.train_loader = run.train_loader_kwargs = run.stop_reason = None
             run.control = StopCoordinator(trainer.ranks)

@@ -115,7 +115,7 @@ def begin_training(trainer: Trainer, run: Run, batch_size: int) -> None:
         check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)
         check_optimizers(trainer, stacklevel=5)
     run.config = create_config(trainer, run, batch_size)
-    check_same_on_all_ranks(run.config, ranks)
+    check_same_on_all_ranks(run.config.to_dict(), ranks)
     run.window = GradientWindow(
         run.data_ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )

@@ -98,6 +98,7 @@ def train_epoch(trainer: Trainer, run: Run) -> None:
         if run.must_compare_replicas and progress.update:
             run.must_compare_replicas = False
             trainer.compare_replicas()
+    run.batch = None
     if not progress.step:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
     if trainer.check_replicas and trainer.ranks.world_size > 1:

@@ -43,6 +43,7 @@ class OwnStep:
         self.windows = {
             name: GradientWindow(trainer.ranks, trainer.device, window.steps, batch_size) for name in self.optimizers
         }
+        self._num_parameters = max(len([*optimized_parameters(part)]) for part in self.optimizers.values())
         self.losses: dict[str, torch.Tensor] = {}
         self.items: dict[str, Any] = {}
         self.ends_window = True
@@ -131,7 +132,8 @@ class OwnStep:
         self.updating = name
         optimizer = self.optimizers[name]
         if trainer.ranks.world_size > 1:
-            average_gradients(optimized_parameters(optimizer), trainer.ranks)
+            update = run.progress.update, len(self._made), [*self.optimizers].index(name)
+            average_gradients(optimized_parameters(optimizer), trainer.ranks, update, self._num_parameters)
         self.windows[name].finish(optimizer)
         run.gradient_norm = None
         run.skips_update = False

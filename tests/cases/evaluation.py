@@ -233,6 +233,75 @@ def gather_in_evaluation() -> Any:
     return results
 
 
+class GathersForMetrics(Trainer):
+    """Gathers as with Accelerate: in the steps of the trainer and of a callback, and at the end of an evaluation."""
+
+    def __init__(self) -> None:
+        class InEvents(TrainerCallback):
+            def on_train_step_end(_, trainer, batch, **kwargs):
+                self.note("train", trainer.accelerator.gather_for_metrics(batch[1]))
+
+            def on_eval_step_end(_, trainer, batch, batch_output, **kwargs):
+                self.counts.append(batch_output["batch_size"])
+                gathered = trainer.accelerator.gather_for_metrics({"y": batch[1], "mean": batch[1].mean()})
+                self.note("callback", gathered["y"])
+                self.note("means", gathered["mean"])
+                names = [f"{y:.3f}" for y in batch[1].flatten().tolist()]
+                self.note("names", trainer.accelerator.gather_for_metrics(names))
+
+            def on_eval_epoch_end(_, trainer, **kwargs):
+                own = torch.cat(self.own)
+                self.note("at the end", trainer.accelerator.gather_for_metrics(own).sort(dim=0).values)
+
+        super().__init__(small_model(), nn.MSELoss(), None, callbacks=[InEvents])
+        self.seen: dict[str, list[Any]] = {}
+        self.counts: list[int] = []
+        self.own: list[torch.Tensor] = []
+
+    def note(self, name: str, value: Any) -> None:
+        self.seen.setdefault(name, []).append(value)
+
+    def calculate_eval_batch_loss(self, batch):
+        output = super().calculate_eval_batch_loss(batch)
+        outputs, targets = self.accelerator.gather_for_metrics((output["model_outputs"], batch[1]))
+        self.note("step", targets)
+        assert len(outputs) == len(targets)
+        assert not outputs.requires_grad
+        if self.current_run.batch.num_samples:
+            self.own.append(batch[1])
+        return output
+
+    def found(self) -> dict[str, Any]:
+        """Return what was gathered, and how many samples this process was told that it has."""
+        names = [name for names in self.seen.pop("names", []) for name in names]
+        return {name: torch.cat(parts) for name, parts in self.seen.items()} | {
+            "names": names,
+            "count": sum(self.counts),
+        }
+
+
+def gather_for_metrics() -> Any:
+    """What Accelerate's method gathers from 37 samples by batch size, of map data and of a stream."""
+    results = {}
+    for batch_size in (1, 3, 5):
+        for kind in ("map", "stream"):
+            data = regression_data(37)
+            trainer = GathersForMetrics()
+            given = data if kind == "map" else OrderedStream(data)
+            metrics = trainer.evaluate(given, batch_size, None if kind == "map" else {"num_workers": 0})
+            results[kind, batch_size] = trainer.found() | metrics
+    return results
+
+
+def gather_for_metrics_in_training() -> Any:
+    """What it gathers in training, whose last step has fewer samples than ranks."""
+    data = regression_data(4 * world_size() + 1)
+    trainer = GathersForMetrics()
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
+    return torch.equal(torch.cat(trainer.seen["train"]), data.tensors[1])
+
+
 def ema() -> Any:
     """The average with its buffers, and what its evaluation gave; the expected loss is that of the whole set."""
     torch.manual_seed(0)

@@ -9,14 +9,15 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from tests.cases.common import rank, shared_folder, world_size
@@ -186,6 +187,43 @@ def writers_side_by_side() -> Any:
             found.append([verify_state(path)["world_size"] for path in paths])
         trainer.barrier()
     return found
+
+
+class AddedOnOne(TrainerCallback):
+    """Would be left alone in its barrier."""
+
+    def on_training_run_start(self, trainer, **kwargs):
+        trainer.barrier()
+
+
+def unlike_calls() -> dict[str, str]:
+    """What is said if the last rank has other datasets or callbacks than the others, or makes another call."""
+    data = regression_data(12)
+    is_last = rank() == world_size() - 1
+
+    def error_of(call: Callable[[Trainer], Any], callbacks: Sequence[Any] = (), seed: int | None = None) -> str:
+        try:
+            call(quiet_trainer(small_model(), callbacks=callbacks, seed=seed))
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    with shared_folder() as folder:
+        average, best = ModelEmaCallback(save_path=None), SaveBestModelCallback(folder / "best.pt")
+        states = SaveTrainingStateCallback(folder / "states")
+        return {
+            "eval_dataset": error_of(lambda t: t.train(data, 1, data if is_last else None)),
+            "names": error_of(lambda t: t.evaluate({"a": data, "b": data} if is_last else {"a": data})),
+            "states": error_of(lambda t: t.train(data, 1), [states] if is_last else []),
+            "best": error_of(lambda t: t.train(data, 1, data), [] if is_last else [best]),
+            "average": error_of(lambda t: t.train(data, 1, data), [] if is_last else [average]),
+            "own": error_of(lambda t: t.train(data, 1), [AddedOnOne] if is_last else []),
+            "order": error_of(lambda t: t.train(data, 1, data), [best, average] if is_last else [average, best]),
+            "seed": error_of(lambda t: t.train(data, 1), [states], None if is_last else 0),
+            "resumes": error_of(lambda t: t.train(data, 1, resume_from="latest" if is_last else None), [states]),
+            "call": error_of(lambda t: t.predict(data) if is_last else t.evaluate(data)),
+            "same": error_of(lambda t: t.train(data, 1, data), [average, best, AddedOnOne]),
+        }
 
 
 def run_script(path: str, *arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""A dataset that fails, or with an argument has its process killed, on one rank only."""
+"""One of two ranks fails in its first steps; how, and which, are the arguments."""
 
 import os
 import signal
@@ -6,19 +6,36 @@ import sys
 
 import torch
 
+from pytorch_accel_lite import TrainerCallback
 from tests.tasks import Rows, quiet_trainer, regression_data, small_model
+
+how = sys.argv[1] if sys.argv[1:] else "fails"
+failing_rank = int(sys.argv[2]) if sys.argv[2:] else 1
+IN_ORDER = {"shuffle": False, "num_workers": 0}
 
 
 class Fails(Rows):
     def __getitem__(self, index):
-        if index == 7 and sys.argv[1:]:
+        if index == (5, 7)[failing_rank] and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if index == 7:
-            raise OSError("sample 7 cannot be read")
+        if index == (5, 7)[failing_rank] and how != "exits":
+            raise OSError(f"sample {index} cannot be read")
         return super().__getitem__(index)
 
 
+class Exits(TrainerCallback):
+    def on_train_step_end(self, trainer, **kwargs):
+        if how == "exits" and trainer.ranks.rank == failing_rank:
+            sys.exit(3)
+
+
 torch.set_num_threads(1)
-trainer = quiet_trainer(small_model())
+trainer = quiet_trainer(small_model(), callbacks=[Exits])
 assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"]) == 2
-trainer.train(Fails(regression_data(40)), 2, per_device_batch_size=2, train_dataloader_kwargs={"shuffle": False})
+try:
+    trainer.train(Fails(regression_data(40)), 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
+except OSError as error:
+    if how != "caught":
+        raise
+    print("has caught:", error, flush=True)
+    sys.exit(3)
