@@ -131,10 +131,11 @@ class ExpectedMetrics:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
                 from pytorch_accel_lite.checks.missing_metrics import refuse  # not loaded in a plain run
 
-                refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)
+                reason = _NEEDS_EVALUATION if name in possible else ""
+                refuse(where, name, reason, self.directions, others, warns=trainer.ranks.rank == 0)
             for watched in self.watched:
                 if watched is where:
-                    watched.settle(possible.get(name))
+                    watched.settle(possible.get(name), warns=trainer.ranks.rank == 0)
 
     def check_evaluated(self, recorded: Iterable[str], prefix: str, losses_only: bool) -> None:
         """Check that an evaluation has recorded the watched metrics expected from it.

@@ -6,14 +6,14 @@ import io
 import json
 import os
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ProgressTableCallback,
@@ -93,3 +93,23 @@ def wsd() -> Any:
         continued = run("second", 2, 0.5, folder / "wsd first" / "checkpoint_4_wsd_pre_decay.pt")
         names = sorted(path.name for path in (folder / "wsd first").iterdir())
         return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}
+
+
+class RecordsMae(TrainerCallback):
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("mae", 1.0)
+
+
+def warnings_of_watched_metrics() -> list[str]:
+    """What this rank says of a metric of unknown direction, and of another that may not be recorded."""
+    with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        best = SaveBestModelCallback(folder / "best.pt", watch_metric="mae")
+        trainer = quiet_trainer(small_model(), callbacks=[RecordsMae, best])
+        trainer.train(regression_data(8), 1, regression_data(4))
+        stopping = EarlyStoppingCallback(watch_metric="eval_loss_epochs")
+        with suppress(ValueError):
+            quiet_trainer(small_model(), callbacks=[RecordsMae, stopping]).train(
+                regression_data(8), 1, regression_data(4)
+            )
+        return [str(warning.message) for warning in caught]
