@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder
+from tests.launching import forget
 from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
@@ -113,3 +116,13 @@ def warnings_of_watched_metrics() -> list[str]:
                 regression_data(8), 1, regression_data(4)
             )
         return [str(warning.message) for warning in caught]
+
+
+def warnings_of_unknown_events() -> list[str]:
+    """What this rank says of a misspelt event."""
+    misspelt = type("Misspelt", (TrainerCallback,), {"on_train_step" + "_ends": lambda self, trainer, **kwargs: None})
+    with patch.dict(sys.modules), warnings.catch_warnings(record=True) as caught:
+        forget("tests", "conftest")  # which fire events, too
+        warnings.simplefilter("always")
+        quiet_trainer(small_model(), callbacks=[misspelt]).train(regression_data(8), 1)
+    return [str(warning.message) for warning in caught]
