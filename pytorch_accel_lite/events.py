@@ -315,7 +315,7 @@ class CallbackHandler:
                 f"callbacks: {callback!r} is not a TrainerCallback. "
                 "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
             )
-        check_callback(instance, TrainerCallback, EVENTS)
+        check_callback(instance, TrainerCallback)
         self.callbacks.append(instance)
         self.listeners.clear()
 

@@ -50,6 +50,8 @@ class GradientWindow:
         self.is_guarded = False
         #: Number of items in a nominal micro-batch, fixed by the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
+        self._known: list[int] = []  # the parameters that were sorted last, by their ids
+        self._in_model_order: list[torch.nn.Parameter] = []
 
     @property
     def is_between_updates(self) -> bool:
@@ -102,6 +104,18 @@ class GradientWindow:
             torch._foreach_mul_(gradients, nominal / true)
         return nominal / true
 
+    def in_model_order(self, parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return an optimizer's parameters in the order of the model, as the last bits of their norm depend on it.
+
+        Those of other modules come last. Sorts only when the parameters have changed.
+        """
+        known = list(map(id, parameters))
+        if known != self._known:
+            places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+            self._in_model_order = sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
+            self._known = known
+        return self._in_model_order
+
     def _total_items(self, local: Count) -> Count:
         """Return the number of items in the window over all ranks."""
         if self._ranks.world_size == 1:
@@ -138,7 +152,10 @@ def clip(trainer: Trainer, config: TrainerRunConfig) -> None:
     """Clip each element of the gradients and their total norm, as far as the config says so."""
     accelerator, run = trainer.accelerator, trainer.current_run
     value, norm = config.gradient_clip_value, config.gradient_clip_norm
-    clipped = list(trainer.model.parameters()) if trainer.is_sharded else updated_parameters(trainer)
+    if trainer.is_sharded:
+        clipped = list(trainer.model.parameters())
+    else:
+        clipped = run.window.in_model_order(updated_parameters(trainer), trainer.model)
     if are_sharded(clipped):
         from pytorch_accel_lite.sharding.norms import clip_shards
 

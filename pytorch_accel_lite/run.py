@@ -190,10 +190,12 @@ class Run:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation."""
-        epoch = self.progress.epoch
+        epoch, every = self.progress.epoch, self.request.eval_every_n_epochs
+        if every is None or not self.all_eval_loaders:
+            return False
         no_limit = self.request.max_num_train_steps is None
         is_last = self.is_finished or (no_limit and epoch == self.required_config.num_epochs)
-        return bool(self.all_eval_loaders) and (is_last or epoch % self.request.eval_every_n_epochs == 0)
+        return is_last or epoch % every == 0
 
     @property
     def batch_indices(self) -> list[Any] | None:

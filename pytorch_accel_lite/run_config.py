@@ -50,7 +50,7 @@ class RunRequest:
     gradient_clip_norm: float | None = None
     scheduler_interval: str = "update"
     scheduler_metric: str | None = None
-    eval_every_n_epochs: int = 1
+    eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False
     sanity_eval_batches: int = 0
     saves_training_states: bool = False
@@ -136,7 +136,7 @@ class TrainerRunConfig:
     gradient_clip_norm: float | None = None
     scheduler_interval: str = "update"
     scheduler_metric: str | None = None
-    eval_every_n_epochs: int = 1
+    eval_every_n_epochs: int | None = 1
     auto_microbatch: bool = False
     sanity_eval_batches: int = 0
     logical_processes: int | None = None

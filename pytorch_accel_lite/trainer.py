@@ -218,7 +218,7 @@ class Trainer:
         resume_from: str | os.PathLike[str] | None = None,
         *,
         gradient_clip_norm: float | None = None,
-        eval_every_n_epochs: int = 1,
+        eval_every_n_epochs: int | None = 1,
         scheduler_interval: str = "update",
         scheduler_metric: str | None = None,
         auto_microbatch: bool = False,
@@ -247,7 +247,8 @@ class Trainer:
         :param collate_fn: makes a batch from a list of samples
         :param resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in
             the ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
-        :param eval_every_n_epochs: evaluate after every n epochs, and after the last
+        :param eval_every_n_epochs: evaluate after every n epochs, and after the last; ``None`` to evaluate only every n
+            updates, with :class:`~pytorch_accel_lite.callbacks.StepBasedEvaluationCallback`
         :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"`` including its evaluation
         :param scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``,
             as ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import sys
+import sysconfig
 import textwrap
 import time
 import warnings
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.helpers import worker_init_fn as worker_init_fn
     from pytorch_accel_lite.helpers import world_process_zero_only as world_process_zero_only
 
+#: Where Python and what is installed for it are.
+LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
 LIMIT_BATCHES_VARIABLE = LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"  # the second name is the ancestor's
 
 

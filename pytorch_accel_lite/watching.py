@@ -41,14 +41,15 @@ class WatchedMetric:
         """The direction of the metric in words."""
         return _in_words(self.greater_is_better)
 
-    def settle(self, known: bool | None) -> None:
+    def settle(self, known: bool | None, warns: bool) -> None:
         """Determine which values are better, from the user's argument or the metric itself; for losses, smaller ones.
 
         :param known: whether greater values are better according to the metric, or ``None`` if unknown
+        :param warns: whether this process warns if neither says it
         :raises ValueError: if the argument and the metric contradict each other
         """
         if self._given is None:
-            if known is None and "loss" not in self.name:
+            if known is None and "loss" not in self.name and warns:
                 warnings.warn(
                     f"{self}: whether greater values are better is unknown, so smaller ones are assumed to be better. "
                     "Pass greater_is_better=True or False.",
@@ -67,7 +68,8 @@ class WatchedMetric:
         self.seen = len(self._history.get_metric_values(self.name))
         self._came = False
         if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
-            self.settle(trainer.current_run.request.metrics.directions.get(self.name))
+            known = trainer.current_run.request.metrics.directions.get(self.name)
+            self.settle(known, warns=trainer.ranks.rank == 0)
 
     def new_value(self, trainer: Trainer, mid_epoch: bool = False) -> float | None:
         """Return the newest value, or ``None`` if there is none since the last call.

@@ -963,6 +963,15 @@ def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments,
         assert trainer.stop_reason is None or epochs == len(script)
 
 
+@pytest.mark.parametrize(("mode", "by"), [("absolute", "0.01"), ("relative", "0.01 of the best value")])
+def test_the_reason_of_an_early_stop_names_the_threshold_and_the_patience_that_led_to_it(mode, by):
+    callback = EarlyStoppingCallback(watch_metric="score", greater_is_better=False, threshold_mode=mode)
+    assert scripted([0.0073, 0.0073, 0.0031], callback).stop_reason == (
+        f"Stopping: score has not improved by more than {by} (early_stopping_threshold) for 1 epoch "
+        "(early_stopping_patience); best 0.0073, smaller is better."
+    )
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_early_stopping_begins_anew_in_the_next_run_unless_told_otherwise(reset):
     callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="score", reset_on_train=reset)
@@ -981,7 +990,7 @@ def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update)
     trainer = make_trainer([StepBasedEvaluationCallback(1), stopping], model=model, optimizer=unmoved)
     train(trainer, epochs=5, eval_dataset=True)
     assert trainer.progress.update == update  # an epoch has three; the first value is the best
-    assert f"has not improved for 2 {patience_in[:-1]}" in trainer.stop_reason
+    assert f"has not improved by more than 0 (early_stopping_threshold) for 2 {patience_in} (" in trainer.stop_reason
 
 
 @pytest.mark.parametrize("saves_first", [True, False])

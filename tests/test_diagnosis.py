@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from tests import cases
 from tests.launching import two_are_enough
 from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
@@ -83,6 +85,86 @@ def test_an_update_that_takes_long_is_found(spend):
     assert any("AdamW(..., fused=True)" in text for text in found.advice)
 
 
+class Sleeps(TrainerCallback):
+    """Takes its time in each step, and remembers it."""
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        self.spend, self.steps, self.count = spend, list[int](), 0
+
+    def on_train_step_end(self, trainer, step, **kwargs):
+        self.spend(0.03)
+        self.steps.append(step)
+        self.count += 1
+        trainer.run_history.update_metric("slept", 0.03)
+
+    def on_training_run_start(self, trainer, **kwargs):
+        raise AssertionError("no run starts")
+
+
+class SleepsLess(TrainerCallback):
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        self.spend = spend
+
+    def on_update_end(self, trainer, **kwargs):
+        self.spend(0.002)
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        raise AssertionError("nothing is saved")
+
+
+def test_the_time_of_callbacks_is_part_of_a_step_and_the_slowest_class_is_named(spend, capsys):
+    sleeps = Sleeps(spend)
+    callbacks = [*DEFAULT_CALLBACKS, SleepsLess(spend), sleeps]
+    trainer = quiet_trainer(Slow(partial(spend, 0.018)), callbacks=callbacks)
+    found = trainer.diagnose(regression_data(40), num_steps=6)
+    assert found.callbacks == pytest.approx({"Sleeps": 0.03, "SleepsLess": 0.002})
+    assert (found.step, found.unexplained) == pytest.approx((0.05, 0))
+    assert "Callbacks take 64 % of a step, most of all Sleeps: 30 ms." in found.advice[0]
+    assert re.search(r"own callbacks +32 ms\n", capsys.readouterr().out)
+    assert (sleeps.steps, sleeps.count, len(trainer.run_history)) == ([], 0, 0)
+
+
+def test_callbacks_that_need_a_run_are_said_not_to_be_measured(spend):
+    class NeedsRun(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs):
+            self.writer = []
+
+        def on_train_step_end(self, trainer, **kwargs):
+            self.writer.append(1)
+
+    class Stops(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            raise StopTrainingError
+
+    callbacks = [Stops, NeedsRun, Sleeps(spend)]
+    found = quiet_trainer(Slow(partial(spend, 0.01)), callbacks=callbacks).diagnose(regression_data(40), num_steps=6)
+    assert found.callbacks == pytest.approx({"Stops": 0, "Sleeps": 0.03})
+    error = "AttributeError: 'NeedsRun' object has no attribute 'writer'"
+    assert found.advice[-1].startswith(f"Callbacks that could not be measured: NeedsRun ({error}). TimingCallback")
+
+
+def test_what_no_part_explains_is_shown_and_said(spend):
+    class Contended(Slow):
+        """Slower if the data are read in between."""
+
+        def forward(self, x):
+            self.spend(0.02 if Reads.has_read else 0.01)
+            Reads.has_read = False
+            return self.inner(x)
+
+    class Reads(Rows):
+        has_read = False
+
+        def __getitem__(self, index):
+            Reads.has_read = True
+            return super().__getitem__(index)
+
+    arguments = {"num_steps": 6, "train_dataloader_kwargs": {"num_workers": 0}}
+    found = quiet_trainer(Contended(spend)).diagnose(Reads(regression_data(48)), **arguments)
+    assert (found.forward, found.step, found.unexplained) == pytest.approx((0.01, 0.02, 0.5), rel=0.2)
+    assert re.search(r"\d\d % of a step are explained by none of its parts", " ".join(found.advice))
+
+
 @pytest.mark.parametrize(
     ("layer", "advises"), [(nn.Sequential(*(nn.GELU() for _ in range(12))), True), (nn.Linear(2048, 2048), False)]
 )
@@ -128,6 +210,7 @@ def test_it_works_on_several_processes(ranks):
         assert found["unchanged"]
         assert found["steps"] == 4
         assert found["step"] > 0
+        assert "Callbacks that could not be measured: Speaks (several processes)." in found["advice"]
 
 
 def test_bad_input():

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
+    MetricsCallback,
+    ModelEmaCallback,
     SaveBestModelCallback,
+    SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
 from tests.launching import run_elastic_script
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
+from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 from tests.test_ema import normed_model
 
 
@@ -123,6 +133,97 @@ def test_evaluation_after_every_nth_epoch_and_the_last(tmp_path):
     with pytest.raises(ValueError, match=r"EarlyStoppingCallback\(watch_metric='accuracy'\): the run has not"):
         trainer.train(regression_data(16), 5, regression_data(9), eval_every_n_epochs=2)
     assert trainer.progress.epoch == 2
+
+
+def only_within_epochs(callbacks: list[Any], epochs: int = 3, rises: bool = False, **kwargs: Any) -> Trainer:
+    """Six updates in an epoch, and an evaluation after every fourth.
+
+    :param rises: whether the loss rises, so that the first evaluation is the best
+    """
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, maximize=rises)
+    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[StepBasedEvaluationCallback(4), *callbacks], seed=1)
+    data = {"train_dataset": regression_data(24), "eval_dataset": regression_data(9), "per_device_batch_size": 4}
+    trainer.train(num_epochs=epochs, eval_every_n_epochs=None, **(data | kwargs))
+    return trainer
+
+
+def losses_after_updates(epochs: int) -> dict[int, float]:
+    """The evaluation loss after every fourth update of that run, computed apart."""
+    found = {}
+
+    def evaluate(trainer: Any, **kwargs: Any) -> None:
+        if trainer.progress.update % 4 == 0:
+            apart = quiet_trainer(deepcopy(trainer.get_model()), callbacks=[])
+            found[trainer.progress.update] = apart.evaluate(regression_data(9), 4)["evaluation_loss"]
+
+    trainer = quiet_trainer(small_model(), callbacks=[listener(on_update_end=evaluate)], seed=1)
+    trainer.train(regression_data(24), epochs, per_device_batch_size=4)
+    return found
+
+
+def test_without_evaluations_after_epochs_those_within_are_the_evaluations_of_the_run(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt")
+    squares = MetricsCallback({"squares": MeanSquaredError()})
+    trainer = only_within_epochs([squares, best])
+    expected = losses_after_updates(3)
+    assert trainer.run_history.get_metric_values("eval_loss_epoch") == list(expected.values())
+    assert trainer.run_history.get_metric_values("squares") == pytest.approx(list(expected.values()))
+    assert "intermediate_eval_loss" not in trainer.run_history
+    assert best.best_metric == min(expected.values())
+    assert trainer.evaluate(regression_data(9), 4)["evaluation_loss"] == best.best_metric, "the weights of that update"
+    plain = quiet_trainer(small_model(), seed=1)
+    plain.train(regression_data(24), 3, per_device_batch_size=4)
+    again = only_within_epochs([])
+    assert equal(weights(again.model), weights(plain.model))
+
+
+@pytest.mark.parametrize(("patience_in", "update"), [("evaluations", 12), ("epochs", 18)])
+def test_early_stopping_counts_the_evaluations_within_epochs_if_there_are_no_others(patience_in, update):
+    stopping = EarlyStoppingCallback(2, 1e9, patience_in=patience_in)  # nothing is an improvement
+    assert only_within_epochs([stopping], epochs=9).progress.update == update
+
+
+@pytest.mark.parametrize("saves_first", [True, False])
+def test_a_run_resumed_after_an_evaluation_within_an_epoch_keeps_the_same_best_model(saves_first, tmp_path):
+    def run(folder: str, **kwargs: Any) -> Any:
+        best = SaveBestModelCallback(tmp_path / folder / "best.pt", load_saved_checkpoint=False)
+        states = SaveTrainingStateCallback(tmp_path / folder / "states", save_every_n_steps=1)
+        only_within_epochs([states, best] if saves_first else [best, states], 2, rises=True, **kwargs)
+        return best.best_metric, best.best_metric_epoch, torch.load(best.save_path)["model_state_dict"]
+
+    whole = run("whole")
+    shutil.copytree(tmp_path / "whole/states", tmp_path / "states")
+    for state in sorted((tmp_path / "states").glob("update-*")):
+        folder = f"after-{state.name}"
+        (tmp_path / folder).mkdir()
+        shutil.copy(tmp_path / "whole/best.pt", tmp_path / folder)
+        *found, saved = run(folder, resume_from=state)
+        assert (found, equal(saved, whole[2])) == ([*whole[:2]], True), state.name
+
+
+def test_a_schedule_may_follow_evaluations_within_epochs():
+    trainer = only_within_epochs(
+        [],
+        create_scheduler_fn=partial(ReduceLROnPlateau, patience=0, threshold=1e9),
+        scheduler_interval="epoch",
+        scheduler_metric="eval_loss_epoch",
+    )
+    assert trainer.scheduler.last_epoch == 3
+    assert trainer.optimizer.param_groups[0]["lr"] < 0.01
+
+
+def test_without_evaluations_after_epochs_something_must_evaluate_within_them():
+    trainer = quiet_trainer(small_model())
+    with pytest.raises(ValueError, match=r"eval_every_n_epochs=None leaves .* Add a StepBasedEvaluationCallback"):
+        trainer.train(regression_data(8), 1, regression_data(8), eval_every_n_epochs=None)
+    with pytest.raises(
+        ValueError, match=r"watch_metric='intermediate_eval_loss'.*Did you mean|It records: .*eval_loss_ep"
+    ):
+        only_within_epochs([SaveBestModelCallback(watch_metric="intermediate_eval_loss")])
+    with pytest.raises(ValueError, match="Pass evaluate_during_training=False, or a number of epochs"):
+        only_within_epochs([ModelEmaCallback()])
+    only_within_epochs([ModelEmaCallback(evaluate_during_training=False)])
 
 
 def test_bad_input():

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+import sys
+import sysconfig
+import textwrap
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +19,8 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import CallbackHandler, NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
+from tests import cases
+from tests.launching import forget, run_forked, two_are_enough
 from tests.tasks import EVENTS, Broken, equal, listener, make_data, make_model, make_trainer, train, weights
 
 BEFORE_RUNS = ("on_init", "on_dataloaders", "on_evaluation", "on_predict")
@@ -342,28 +350,156 @@ def test_an_event_method_inherited_from_a_base_callback_is_heard():
     assert heard == ["Child"]
 
 
-def test_an_almost_right_event_name_warns_with_the_right_one():
-    class Misspelt(TrainerCallback):
-        def on_train_step_ends(self, trainer, **kwargs):
+PROGRAM = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from pytorch_accel_lite import Trainer, TrainerCallback
+
+{definitions}
+
+if __name__ == "__main__":
+    data, model = TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), nn.Linear(1, 1)
+    kind = globals().get("Own", Trainer)
+    trainer = kind(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Listens])
+    trainer.train(data, 1)
+"""
+
+
+def warnings_of(folder: Path, definitions: str, installed: bool = False, **modules: str) -> list[str]:
+    """Run a program whose callback is called Listens, and its trainer Own, and return what it warns of.
+
+    :param installed: whether its modules are installed, rather than beside it
+    """
+    of_modules = folder / "site" if installed else folder
+    of_modules.mkdir(exist_ok=True)
+    program = folder / "program.py"
+    program.write_text(PROGRAM.format(definitions=textwrap.dedent(definitions)))
+    for name, source in modules.items():
+        (of_modules / f"{name}.py").write_text(textwrap.dedent(source))
+
+    def run() -> None:
+        forget("tests", "conftest")  # which fire events, too
+        warnings.resetwarnings()
+        sys.path[:0] = [str(folder), str(of_modules)]
+        if installed:
+            forget("pytorch_accel_lite")
+            path_of = sysconfig.get_path
+            sysconfig.get_path = lambda name: str(of_modules) if name == "platlib" else path_of(name)
+        runpy.run_path(str(program), run_name="__main__")
+
+    done = run_forked(run)
+    assert done.returncode == 0, done.stdout
+    return [line for line in done.stdout.splitlines() if "is not an event" in line]
+
+
+UNKNOWN = {
+    "on_train_step_ends": "on_train_step_end",  # misspelt
+    "on_training_run_stat": "on_training_run_start",
+    "on_optimiser_step_end": "on_optimizer_step_end",
+    "on_train_batch_end": "on_train_step_end",  # of Lightning and Keras
+    "on_epoch_end": "on_training_run_epoch_end",
+    "on_validation_epoch_end": "on_eval_epoch_end",
+    "on_step_end": "on_update_end",  # of transformers
+    "on_save_checkpoint": "state_dict",
+    "on_checkpoint_uploaded": None,
+}
+
+
+def test_methods_called_like_events_that_nothing_calls_are_warned_of_with_the_event_meant(tmp_path):
+    methods = "".join(
+        f"""
+    def {name}(self, trainer, **kwargs):
+        super().{name}(trainer, **kwargs)
+"""
+        for name in UNKNOWN
+    )
+    found = warnings_of(tmp_path, f"class Listens(TrainerCallback):\n    on_gpu = False\n{methods}")
+    assert len(found) == len(UNKNOWN)
+    for name, meant in UNKNOWN.items():
+        (first,) = [line for line in found if f"Listens.{name} is not an event of the trainer" in line]
+        assert re.search(r"program\.py:\d+: UserWarning", first), "the line that calls train()"
+        assert first.partition("never called.")[2].strip() == (f"Did you mean {meant!r}?" if meant else "")
+
+
+LISTENS = """
+class Listens(TrainerCallback):
+    def on_train_batch_end(self, trainer, **kwargs):
+        pass
+"""
+FIRING = {
+    "an overridden step": """
+        class Own(Trainer):
+            def train_epoch_end(self):
+                self.callback_handler.call_event("on_train_batch_end", self)
+        """,
+    "a function": """
+        def fire(trainer):
+            trainer.call_event(
+                'on_train_batch_end', loss=1.0
+            )
+        """,
+    "a wrapper": """
+        class Own(Trainer):
+            def fire(self, event):
+                self.call_event(event)
+        """,
+    "a name made when it runs": """
+        def fire(trainer, phase):
+            trainer.call_event(f"on_{phase}_batch_end")
+        """,
+    "another callback": """
+        class Other(Listens):
+            def on_train_step_end(self, trainer, **kwargs):
+                self.on_train_batch_end(trainer)
+        """,
+    "a module": """
+        import fires
+        """,
+}
+
+
+@pytest.mark.parametrize("firing", FIRING)
+def test_events_that_the_program_fires_are_not_warned_of(firing, tmp_path):
+    fires = "def fire(trainer):\n    trainer.call_event('on_train_batch_end')\n"
+    assert not warnings_of(tmp_path, LISTENS + textwrap.dedent(FIRING[firing]), fires=fires)
+
+
+def test_methods_of_a_library_and_events_that_its_trainer_fires_are_not_warned_of(tmp_path):
+    handling = "class Handler:\n    def on_modified(self, event):\n        pass\n"
+    training = """
+        from pytorch_accel_lite import Trainer
+        class Base(Trainer):
+            def train_epoch_end(self):
+                self.call_event("on_train_batch_end")
+    """
+    libraries = {"handling": handling, "training": training}
+    program = """
+        from handling import Handler
+        from training import Base
+        class Own(Base):
             pass
-
-    with pytest.warns(UserWarning, match=r"Misspelt\.on_train_step_ends .*[Dd]id you mean 'on_train_step_end'"):
-        make_trainer([Misspelt])
-
-
-@pytest.mark.parametrize(
-    "name", ["on_eval_epoch_starts", "on_training_run_stat", "on_train_epochs_end", "on_optimiser_step_end"]
-)
-def test_other_misspelt_events_warn_too(name):
-    with pytest.warns(UserWarning, match="did you mean|Did you mean"):
-        CallbackHandler([type("Misspelt", (TrainerCallback,), {name: lambda self, trainer, **kwargs: None})])
+        class Listens(TrainerCallback, Handler):
+            def on_modified(self, event):
+                pass
+            def on_train_batch_end(self, trainer, **kwargs):
+                pass
+    """
+    assert not warnings_of(tmp_path, program, installed=True, **libraries)
+    program = program.replace("Own(Base)", "Own(Trainer)")  # then nothing fires it
+    assert len(warnings_of(tmp_path, program, installed=True, **libraries)) == 1
 
 
-@pytest.mark.parametrize("name", ["on_sample_drawn", "on_epoch_checkpoint", "on_checkpoint_uploaded", "_on_train_step"])
-def test_custom_and_right_event_names_do_not_warn(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        CallbackHandler([type("Fine", (TrainerCallback,), {name: lambda self, trainer, **kwargs: None})])
+@pytest.mark.processes
+@two_are_enough
+def test_one_process_warns_of_unknown_events_on_behalf_of_all(ranks):
+    assert list(map(len, ranks(cases.callbacks.warnings_of_unknown_events))) == [1] + [0] * (ranks.world_size - 1)
+
+
+@pytest.mark.parametrize(("cell", "number"), [("trainer.fire('on_train' '_batch_end')", 1), ("fire(%r)", 0)])
+def test_the_cells_of_a_notebook_count_as_its_program(cell, number, tmp_path):
+    cells = f"In = [{cell!r} % ('on_train' + '_batch_end')]" if "%" in cell else f"In = [{cell!r}]"
+    assert len(warnings_of(tmp_path, f"{LISTENS}\n{cells}")) == number
 
 
 def test_shipped_callbacks_do_not_warn():

@@ -167,6 +167,29 @@ def test_gradients_are_clipped_to_the_bits_of_torchs_own_function(kind, limit):
     assert trainer.run_history.get_latest_metric("gradient_norm_max") == max(norms)
 
 
+def biases_last(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    matrices, biases = ([p for p in parameters if (p.ndim > 1) == of_two] for of_two in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("frozen", [0, 4])
+def test_gradients_of_sorted_groups_are_clipped_to_the_bits_of_clipping_the_models_parameters(frozen):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(60)), nn.Linear(5, 1)).double()
+    model[:frozen].requires_grad_(False)
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(biases_last(expected[frozen:]), lr=0.1)
+    for x, y in DataLoader(DATA, 2):
+        nn.functional.mse_loss(expected(x), y).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    trainer = quiet_trainer(model, optimizer=torch.optim.AdamW(biases_last(model[frozen:]), lr=0.1))
+    trainer.train(DATA, 1, per_device_batch_size=2, gradient_clip_norm=0.01, train_dataloader_kwargs={"shuffle": False})
+    assert equal(weights(model), weights(expected))
+
+
 def test_a_list_of_optimizers_is_numbered():
     model = small_model()
     parts = list(two_optimizers(model).values())

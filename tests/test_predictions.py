@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from tests import cases
 from tests.tasks import Stream, listener, make_model, quiet_trainer, regression_data, small_model
@@ -43,8 +44,8 @@ def test_structures_are_kept(tmp_path):
     assert torch.equal(found["twice"][1], found["y"] * 2)
 
 
-def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
-    data = regression_data(21)
+def break_off(folder: Any, data: Any, model: nn.Module | None = None) -> None:
+    """Predict until the 16 samples of the fourth step have been written."""
     steps = []
 
     def fail(trainer: Any, **kwargs: Any) -> None:
@@ -53,7 +54,12 @@ def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        predict(tmp_path, data, [listener(on_predict_step_end=fail)])
+        predict(folder, data, [listener(on_predict_step_end=fail)], model)
+
+
+def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
+    data = regression_data(21)
+    break_off(tmp_path, data)
     with pytest.raises(ValueError, match="missing in"):
         read_predictions(tmp_path)
     rest = predict(tmp_path, data)
@@ -63,6 +69,71 @@ def test_a_prediction_that_was_broken_off_goes_on(tmp_path, capsys):
     torch.testing.assert_close(read_predictions(tmp_path), expected)
     assert predict(tmp_path, data) == []
     assert sum(map(len, predict(tmp_path, data, overwrite=True))) == 21
+
+
+@pytest.mark.parametrize("begin", [break_off, predict], ids=["half-written", "finished"])
+def test_predictions_of_other_weights_are_replaced_as_a_message_says(begin, tmp_path, capsys):
+    data = regression_data(21)
+    begin(tmp_path, data)
+    other = small_model(seed=1)
+    assert sum(map(len, predict(tmp_path, data, model=other))) == 21
+    said = f"{str(tmp_path)!r} contains predictions of other weights, which are replaced: predicting all 21 samples."
+    assert capsys.readouterr().out.splitlines() == [said]
+    assert torch.equal(read_predictions(tmp_path), quiet_trainer(other).predict(data, per_device_batch_size=4))
+    assert predict(tmp_path, data, model=other) == []  # they are known now
+    assert "other weights" not in capsys.readouterr().out
+
+
+def test_predictions_that_do_not_tell_their_weights_are_replaced_too(tmp_path, capsys):
+    """As version 0.2 has written them."""
+    data = regression_data(21)
+    break_off(tmp_path, data)
+    (tmp_path / "predictions.json").write_text('{"length": 21}')
+    assert sum(map(len, predict(tmp_path, data))) == 21
+    assert "contains predictions of unknown weights, which are replaced" in capsys.readouterr().out
+
+
+def test_other_buffers_count_as_other_weights(tmp_path, capsys):
+    model = nn.Sequential(nn.BatchNorm1d(5), small_model()).double()
+    predict(tmp_path, regression_data(9), model=model)
+    model[0].running_mean += 1
+    assert len(predict(tmp_path, regression_data(9), model=model)) == 3
+    assert "other weights" in capsys.readouterr().out
+
+
+class Scales(Trainer):
+    """Makes its predictions with a module besides the model."""
+
+    def calculate_predict_batch_output(self, batch: Any) -> Any:
+        return self.scale(super().calculate_predict_batch_output(batch))
+
+
+def test_other_weights_beside_the_model_count_if_the_trainer_uses_them(tmp_path, capsys):
+    data = regression_data(9)
+
+    def predict_with(trainer_class: type[Trainer], seed: int) -> None:
+        writer = PredictionWriterCallback(tmp_path / trainer_class.__name__)
+        trainer: Any = trainer_class(small_model(), None, None, [writer])
+        trainer.scale = small_model(seed, features=1)
+        list(trainer.predict_iter(data))
+
+    for trainer_class, counts in ((Scales, True), (Trainer, False)):
+        for seed in (0, 1):
+            predict_with(trainer_class, seed)
+        assert ("other weights" in capsys.readouterr().out) == counts
+
+
+@pytest.mark.processes
+def test_several_processes_replace_predictions_of_other_weights(tmp_path, two_ranks):
+    data = regression_data(21)
+    break_off(tmp_path, data)
+    first, second = two_ranks.run(cases.evaluation.predicts_into, tmp_path, 1)
+    assert first["samples"] == second["samples"] == 21
+    assert first["printed"].count("predictions of other weights, which are replaced") == 1
+    assert not second["printed"]
+    expected = quiet_trainer(small_model(seed=1)).predict(data, per_device_batch_size=4)
+    torch.testing.assert_close(read_predictions(tmp_path), expected)
+    assert predict(tmp_path, data, model=small_model(seed=1)) == []  # one process knows them again
 
 
 class CountedStream(Stream):

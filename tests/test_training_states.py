@@ -32,6 +32,7 @@ from pytorch_accel_lite.callbacks import (
     KeepBest,
     LimitBatchesCallback,
     ModelEmaCallback,
+    PredictionWriterCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
@@ -804,6 +805,20 @@ def test_with_sharded_weights_a_sample_that_only_keeps_a_process_in_step_counts_
         expected = (outputs - data.tensors[1]).square()[:, 0].tolist()
         assert worst == pytest.approx(dict(enumerate(expected)))
         assert loss == pytest.approx(sum(expected) / 7)
+
+
+@CAN_SHARD
+@pytest.mark.processes
+def test_predictions_of_sharded_weights_are_known_as_those_of_the_same_weights_in_one_process(
+    tmp_path, two_ranks, capsys
+):
+    data, model = regression_data(7), sharded.make_model()
+    weights = two_ranks.run(sharded.of_seven_samples, tmp_path)[0][0]
+    for has_same, number in ((True, 0), (False, 7)):
+        model.load_state_dict({name: value if has_same else value + 1 for name, value in weights.items()})
+        trainer = Trainer(model, None, None, [PredictionWriterCallback(tmp_path / "predictions")])
+        assert sum(map(len, trainer.predict_iter(data))) == number
+        assert ("other weights" in capsys.readouterr().out) != has_same
 
 
 @CAN_SHARD

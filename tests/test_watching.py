@@ -275,10 +275,22 @@ def test_messages_name_the_direction_and_rounded_numbers_after_the_metrics_of_th
     assert lines[10].endswith("score: 0.333333")
     assert "2 of 2 epochs of patience" in lines[11]
     assert lines[12:] == [
-        "Stopping: score has not improved for 2 epoch(s) (best 0.666667, greater is better).",
+        "Stopping: score has not improved by more than 0.01 (early_stopping_threshold) for 2 epochs "
+        "(early_stopping_patience); best 0.666667, greater is better.",
         "Finishing training run",
         "Loading the best model: epoch 1, score: 0.666667 (greater is better)",
     ]
+
+
+@pytest.mark.processes
+@two_are_enough
+def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
+    first, *others = ranks(cases.callbacks.warnings_of_watched_metrics)
+    assert len(others) == ranks.world_size - 1 > 0
+    unknown, unrecorded = first
+    assert unknown.startswith("SaveBestModelCallback(watch_metric='mae'): whether greater values are better is unknown")
+    assert "the run will not record it, unless RecordsMae does. Did you mean 'eval_loss_epoch'?" in unrecorded
+    assert not any(others)
 
 
 # ------------------------------------------------------------------------- what is known before training

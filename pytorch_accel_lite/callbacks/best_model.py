@@ -16,7 +16,7 @@ from pytorch_accel_lite.checkpoint.files import load_plain
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
 from pytorch_accel_lite.checks.answering import answering
 from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.utils import check_positive_int, is_overridden
 from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.trainer import Trainer
 
 
+_STEP_EVENTS = ("on_train_step_start", "on_train_step_checkpoint")
+
+
 @answering
 class SaveBestModelCallback(TrainerCallback):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
+
+    Metrics of evaluations within an epoch (``intermediate_eval_loss``, or with ``eval_every_n_epochs=None``) are looked
+    at when they are made, others at the end of the epoch.
 
     The best model is also loaded when a run is stopped or interrupted. If a run fails, the model is left as it is, and
     a message says where the best one is; likewise if its file is missing, of which a resumed run warns, or holds the
@@ -51,6 +57,7 @@ class SaveBestModelCallback(TrainerCallback):
     """
 
     _failed = False
+    _is_due = False  # whether there was an evaluation within the epoch that has not been looked at
     _measured_at = -1  # samples seen when a metric was recorded last: none have changed the weights since, if still so
 
     def __init__(
@@ -91,8 +98,9 @@ class SaveBestModelCallback(TrainerCallback):
             request.metrics.watch(self._watched)
 
     def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        self._failed = False
+        self._failed = self._is_due = False
         self._measured_at = -1
+        self._listen_to_steps(trainer, True)
         if self.trainable_only:
             self._check_what_is_frozen(trainer)
         self._watched.start(trainer)
@@ -108,11 +116,30 @@ class SaveBestModelCallback(TrainerCallback):
                 "trains them later, so the best model could not be restored. Save it with trainable_only=False."
             )
 
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._look_if_due(trainer)  # the resumed state was saved before this callback's turn
+
+    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._look_if_due(trainer)
+
+    def _look_if_due(self, trainer: Trainer) -> None:
+        """Look at an evaluation within the epoch, and listen to no more steps until the next."""
+        is_due, self._is_due = self._is_due, False
+        self._listen_to_steps(trainer, False)
+        if is_due:
+            self._look(trainer, mid_epoch=True)
+
+    def _listen_to_steps(self, trainer: Trainer, listens: bool) -> None:
+        own = [event for event in _STEP_EVENTS if not is_overridden(self, event)]
+        trainer.callback_handler.set_listening(self, listens, *own)
+
     def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._measured_at = trainer.progress.samples
 
     def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
         self._measured_at = trainer.progress.samples
+        self._is_due = "evaluation_loss" not in trainer.current_run.recorded_losses  # evaluate() returns what it finds
+        self._listen_to_steps(trainer, True)
 
     def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
         """Look at the value for which the run may have been stopped, before the end of the epoch."""
@@ -120,6 +147,7 @@ class SaveBestModelCallback(TrainerCallback):
             self._look(trainer, mid_epoch=True)
 
     def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        self._is_due = False
         self._look(trainer)
 
     def _look(self, trainer: Trainer, mid_epoch: bool = False) -> None:
@@ -203,7 +231,8 @@ class SaveBestModelCallback(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all kept models."""
         best = {"best_metric": self.best_metric, "best_metric_epoch": self.best_metric_epoch}
-        return {**self._watched.state_dict(), **best, "kept": [list(kept) for kept in self._kept]}
+        kept = [list(kept) for kept in self._kept]
+        return {**self._watched.state_dict(), **best, "kept": kept, "is_due": self._is_due}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`, unless it belongs to another metric."""
@@ -211,6 +240,7 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric = state["best_metric"]
             self.best_metric_epoch = state["best_metric_epoch"]
             self._kept = [(metric, epoch) for metric, epoch in state["kept"]]
+            self._is_due = state.get("is_due", False)
             if self.best_metric is not None and not os.path.exists(self.save_path):
                 warnings.warn(
                     f"SaveBestModelCallback: save_path={str(self.save_path)!r} does not exist, but the resumed run has "

@@ -148,6 +148,11 @@ class ModelEmaCallback(TrainerCallback):
                 "to train(), or set evaluate_during_training=False to save the average after every epoch.",
                 stacklevel=2,
             )
+        if trainer.eval_dataloaders and trainer.current_run.request.eval_every_n_epochs is None:
+            raise ValueError(
+                "ModelEmaCallback evaluates the average after the evaluations of epochs, and with "
+                "eval_every_n_epochs=None there are none. Pass evaluate_during_training=False, or a number of epochs."
+            )
         averages = [other for other in trainer.callback_handler if isinstance(other, ModelEmaCallback)]
         for other in averages:
             if other is not self and other.evaluate_during_training and other.prefix == self.prefix:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 class StepBasedEvaluationCallback(TrainerCallback):
     """Evaluate every n optimizer updates, in addition to the evaluation after each epoch.
 
-    Losses are recorded as ``intermediate_eval_loss``. Training is unaffected: the final weights are bit-identical to
-    those of a run without these evaluations.
+    Losses are recorded as ``intermediate_eval_loss``. With ``train(eval_every_n_epochs=None)``, these are the only
+    evaluations of the run: they are recorded like those after epochs, as ``eval_loss_epoch``, and callbacks that watch
+    a metric look at them. Training is unaffected: the final weights are bit-identical to those of a run without these
+    evaluations.
 
     :param eval_every_n_steps: number of optimizer updates between evaluations
     """
@@ -33,4 +35,4 @@ class StepBasedEvaluationCallback(TrainerCallback):
 
     def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.update % self.eval_every_n_steps == 0:
-            trainer.run_evaluation()
+            trainer.run_evaluation(is_intermediate=trainer.current_run.request.eval_every_n_epochs is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -10,10 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.checkpoint.files import load_plain, write_checkpoint
+from pytorch_accel_lite import attributes
+from pytorch_accel_lite.checkpoint.files import load_plain, replacing, write_checkpoint
+from pytorch_accel_lite.checkpoint.frozen import fingerprints
+from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.events import TrainerCallback
 from pytorch_accel_lite.pieces import ListOfSamples, concatenate, reorder, to_cpu
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.utils import check_positive_int, is_overridden
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run_config import RunRequest
@@ -27,8 +31,9 @@ class PredictionWriterCallback(TrainerCallback):
 
     Each process writes its own shards, with the indices of their samples; :func:`read_predictions` puts them in the
     order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
-    first sample that has not been written, on any number of processes, and returns only the remaining outputs. To keep
-    memory use low::
+    first sample that has not been written, on any number of processes, and returns only the remaining outputs. If the
+    directory contains predictions of other weights, finished or not, a message says so, and they are replaced: a
+    fingerprint of the weights is in ``predictions.json``. To keep memory use low::
 
         for _ in trainer.predict_iter(dataset):
             pass
@@ -66,33 +71,48 @@ class PredictionWriterCallback(TrainerCallback):
             length = len(trainer.eval_dataset)
         except TypeError as error:
             raise TypeError("PredictionWriterCallback needs a dataset with a length.") from error
-        (start,) = trainer.ranks.run_together(lambda: self._begin(length), only_first=True)
+        weights = _fingerprint(trainer)
+        start, replaced = trainer.ranks.broadcast_object(lambda: self._begin(length, weights))
         request.first_sample = start
         if self.skip_failed:
             request.on_failed_batch = partial(self._note_failure, trainer)
+        if replaced:
+            trainer.print(
+                f"{os.fspath(self.directory)!r} contains predictions of {replaced} weights, which are replaced: "
+                f"predicting all {length} samples."
+            )
         if start:
             trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
 
-    def _begin(self, length: int) -> int:
-        """Return the number of leading samples that have all been written."""
+    def _begin(self, length: int, weights: str) -> tuple[int, str]:
+        """Remove predictions of other weights, and return the number of leading samples that have all been written.
+
+        :param weights: fingerprint of the weights
+        :return: that number, and which predictions were removed: those of ``"other"`` or ``"unknown"`` weights, if any
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         about = self.directory / _ABOUT
-        if self.overwrite:
-            for path in self.directory.glob("shard-*.pt"):
-                path.unlink()
-        elif about.exists() and (before := json.loads(about.read_text())["length"]) != length:
+        before = json.loads(about.read_text()) if about.exists() else {}
+        if before.get("length", length) != length and not self.overwrite:
             raise ValueError(
-                f"{os.fspath(self.directory)!r} contains predictions for {before} samples, not {length}. Choose "
-                "another directory, or pass overwrite=True."
+                f"{os.fspath(self.directory)!r} contains predictions for {before['length']} samples, not {length}. "
+                "Choose another directory, or pass overwrite=True."
             )
-        about.write_text(json.dumps({"length": length}) + "\n")
+        replaced = ""
+        now = {"length": length, "weights": weights}
+        if self.overwrite or before != now:
+            for path in self.directory.glob("shard-*.pt"):  # before the new fingerprint is there: it is not theirs
+                path.unlink()
+                replaced = "" if self.overwrite else "other" if "weights" in before else "unknown"
+            with replacing(about) as temporary:
+                temporary.write_text(json.dumps(now) + "\n")
         written = {path: _samples_in(load_plain(path)) for path in self.directory.glob("shard-*.pt")}
         done = set(chain.from_iterable(written.values()))
         start = next((index for index in range(length) if index not in done), length)
         for path, samples in written.items():
             if max(samples) >= start:  # of a process that was ahead of the others
                 _shorten(path, start)
-        return start
+        return start, replaced
 
     def _note_failure(self, trainer: Trainer, indices: list[int], error: str) -> None:
         self._failures.append({"indices": indices, "error": error})
@@ -124,6 +144,19 @@ class PredictionWriterCallback(TrainerCallback):
             name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
             write_checkpoint(shard, self.directory / name)
         self._clear()
+
+
+def _fingerprint(trainer: Trainer) -> str:
+    """Return a hash of the weights and buffers that predictions depend on. A collective operation if they are sharded.
+
+    They are the model's, and if the trainer's class makes the outputs, those of its other modules.
+    """
+    modules = {"model": trainer.get_model(keep_torch_compile=False)}
+    if is_overridden(trainer, "calculate_predict_batch_output"):
+        modules |= attributes.modules(trainer)
+    with attributes.evaluating_optimizers(trainer):
+        numbers = {name: fingerprints(without_compile(module.state_dict())) for name, module in modules.items()}
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
 def _samples_in(shard: dict[str, Any]) -> list[int]:

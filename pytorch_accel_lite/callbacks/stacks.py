@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Sequence
 
+from pytorch_accel_lite.utils import LIBRARIES
+
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 # What a run is doing while a function of this package is on the stack, the first match of each frame from outside in.
 _ACTIVITIES = (
@@ -68,4 +68,4 @@ def _named(frame: traceback.FrameSummary) -> str:
 def is_library(frame: traceback.FrameSummary) -> bool:
     """Whether a frame is of this package or an installed one, rather than of the user's code."""
     name = frame.filename
-    return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(_LIBRARIES)
+    return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(LIBRARIES)

@@ -120,6 +120,9 @@ _ADVICE = "Lower the learning rate, clip the gradients, or inspect the data of t
 class EarlyStoppingCallback(TrainerCallback):
     """Stop the run when a metric has stopped improving.
 
+    The defaults are those of pytorch-accelerated: the run stops at the first epoch whose loss is not lower than the
+    best by more than 0.01. For a loss that is itself as small as that, pass ``early_stopping_threshold=0``.
+
     :param early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops;
         those without a value of the metric do not count
     :param early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
@@ -247,9 +250,13 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def _use_up_patience(self) -> None:
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            patience = self.early_stopping_patience
+            units = self.patience_in if patience > 1 else self.patience_in[:-1]
+            of_best = " of the best value" if self.threshold_mode == "relative" else ""
             self._stop = (
-                f"Stopping: {self.watch_metric} has not improved for {self.early_stopping_patience} "
-                f"{self.patience_in[:-1]}(s) ({self._stands_at})."
+                f"Stopping: {self.watch_metric} has not improved by more than {self.early_stopping_threshold:.6g}"
+                f"{of_best} (early_stopping_threshold) for {patience} {units} (early_stopping_patience); "
+                f"{self._stands_at}."
             )
 
     def _stop_if_due(self) -> None:

@@ -8,19 +8,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.checkpoint.weights import full_state_dict, listed, without_compile
 from pytorch_accel_lite.replicas import sums_of_bits
 
 
 def fingerprints(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Return a number for each tensor, by name, that changes with any of its bits. Skips tensors without values.
+    """Return a number for each tensor, by name, that changes with any of its bits.
 
-    A collective operation if they are sharded.
+    Skips tensors without values, and sparse ones. A collective operation if they are sharded.
     """
-    found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor) and not value.is_meta}
+    found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor) and _has_values(value)}
     whole = (full_state_dict(value, keep=True) for value in found.values())  # one at a time
     return dict(zip(found, sums_of_bits(whole), strict=True))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or is_lazy(tensor)) and tensor.layout is torch.strided
 
 
 def model_fingerprints(model: nn.Module) -> dict[str, int]:

@@ -53,10 +53,9 @@ def check_training(optimizer: Any, accelerator: Accelerator, request: RunRequest
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
     check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
-    check_positive_int("eval_every_n_epochs", request.eval_every_n_epochs)
     if request.sanity_eval_batches != 0:
         check_positive_int("sanity_eval_batches", request.sanity_eval_batches)
-    for name in ("num_epochs", "max_num_train_steps"):
+    for name in ("num_epochs", "max_num_train_steps", "eval_every_n_epochs"):
         if getattr(request, name) is not None:
             _check_length(name, getattr(request, name))
     for name in ("gradient_clip_value", "gradient_clip_norm"):

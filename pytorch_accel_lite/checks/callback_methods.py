@@ -1,15 +1,23 @@
-"""Checks of a callback when it is added: its signatures, the spelling of its methods, and its constructor."""
+"""Checks of a callback: its signatures and its constructor when it is added, the names of its methods in a run."""
 
 from __future__ import annotations
 
 import dis
 import inspect
+import linecache
+import os
+import re
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.utils import did_you_mean, is_ours
+from pytorch_accel_lite.checks.known_elsewhere import suggest
+from pytorch_accel_lite.utils import LIBRARIES, is_ours
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.trainer import Trainer
 
 
 def instance_of(callback: Any) -> Any:
@@ -32,11 +40,10 @@ def instance_of(callback: Any) -> Any:
     return callback()
 
 
-def check_callback(callback: Any, base: type, events: Iterable[str]) -> None:
+def check_callback(callback: Any, base: type) -> None:
     """Check a callback that is being added, and complete its construction where its class has omitted that."""
     _call_skipped_constructors(callback)
     _check_methods(callback, base)
-    _warn_about_misspelt_events(type(callback), events)
 
 
 def _check_methods(callback: Any, base: type) -> None:
@@ -81,13 +88,55 @@ def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
         ) from None
 
 
-def _warn_about_misspelt_events(callback_class: type, events: Iterable[str]) -> None:
-    """Warn of methods with nearly the name of an event, which would never be called."""
+def warn_of_unknown_events(trainer: Trainer, events: Collection[str]) -> None:
+    """Warn of methods that are called like events, but that neither the trainer nor the program calls.
+
+    The first process warns for all.
+    """
+    found = {(kind, name) for kind in map(type, trainer.callback_handler) for name in _unknown_events(kind, events)}
+    if not found or trainer.ranks.rank:
+        return
+    program = list(_sources(trainer))
+    main = vars(sys.modules["__main__"])
+    is_whole = "__file__" in main or "In" in main  # rather than read from a pipe
+    for kind, name in sorted(found, key=str):
+        hint = suggest(name, [*events, "state_dict", "load_state_dict"], cutoff=0.88)
+        if (hint or is_whole) and not any(_may_call(source, name) for source in program):
+            warnings.warn(
+                f"{kind.__name__}.{name} is not an event of the trainer, and no call_event() fires it, so it is never "
+                f"called.{hint}",
+                stacklevel=5,  # the call of train()
+            )
+
+
+def _unknown_events(callback_class: type, events: Collection[str]) -> Iterator[str]:
+    """Yield the methods of the user's that are called like events; what a library defines, it may call itself."""
     for name in dir(callback_class):
-        if name.startswith("on_") and name not in events:
-            hint = did_you_mean(name, events, cutoff=0.88)
-            if hint:
-                warnings.warn(f"{callback_class.__name__}.{name} is not an event of the trainer.{hint}", stacklevel=5)
+        if name.startswith("on_") and name not in events and callable(getattr(callback_class, name)):
+            owners = (base.__module__ for base in callback_class.__mro__ if name in vars(base))
+            if not any(_is_installed(sys.modules.get(owner)) for owner in owners):
+                yield name
+
+
+def _is_installed(module: Any) -> bool:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file is not None and os.path.realpath(file).startswith(LIBRARIES)
+
+
+def _sources(trainer: Trainer) -> Iterator[str]:
+    """Yield the source of each module of the program: those that are not installed, or have a class of the run."""
+    parts = [trainer, *trainer.callback_handler]
+    used = {base.__module__ for part in parts for base in type(part).__mro__}
+    for name, module in list(sys.modules.items()):
+        is_ours = name.partition(".")[0] == __package__.partition(".")[0]
+        if not is_ours and (name in used or not _is_installed(module)):
+            yield "".join(linecache.getlines(getattr(module, "__dict__", {}).get("__file__") or ""))
+    yield from vars(sys.modules["__main__"]).get("In", [])  # the cells of a notebook
+
+
+def _may_call(source: str, name: str) -> bool:
+    """Whether a source may fire an event: it has the name as a string, calls it, or fires names made when it runs."""
+    return bool(re.search(rf"""["']{name}["']|(?<!super\(\))\.{name}\b|call_event\(\s*(?!["'\s])""", source))
 
 
 def _call_skipped_constructors(callback: Any) -> None:

@@ -31,7 +31,7 @@ class ExpectedMetrics:
     :ivar watched: the metrics that callbacks watch, in the order of the callbacks
     :ivar losses: the losses of the evaluations, if they have any
     :ivar may_lack_loss: whether the loss of evaluations is needed, but may not exist, which only trying one can tell
-    :ivar within_epochs: whether a callback evaluates within epochs, too
+    :ivar within_epochs: whether a callback evaluates within epochs
     """
 
     directions: Directions = field(default_factory=dict)
@@ -109,7 +109,13 @@ class ExpectedMetrics:
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
         known: dict[tuple[str, ...], bool | None] = {("train_loss_epoch",): False, **self._known}
-        if others or self.within_epochs:
+        every = trainer.current_run.request.eval_every_n_epochs
+        if every is None and trainer.eval_dataset is not None and not (others or self.within_epochs):
+            raise ValueError(
+                "eval_every_n_epochs=None leaves evaluations to callbacks, but none makes any. Add a "
+                "StepBasedEvaluationCallback, or pass a number of epochs."
+            )
+        if others or (self.within_epochs and every is not None):
             known |= {("", f"intermediate_{parts[1]}"): known[parts] for parts in self._known if parts[0] == ""}
             known["", "intermediate_eval_loss"] = False
         known["", "eval_loss_epoch"] = False
@@ -134,10 +140,11 @@ class ExpectedMetrics:
             if name not in self.directions and not (_is_part_of_a_loss(name, datasets) and _has_parts(trainer)):
                 from pytorch_accel_lite.checks.missing_metrics import refuse  # not loaded in a plain run
 
-                refuse(where, name, _NEEDS_EVALUATION if name in possible else "", self.directions, others)
+                reason = _NEEDS_EVALUATION if name in possible else ""
+                refuse(where, name, reason, self.directions, others, warns=trainer.ranks.rank == 0)
             for watched in self.watched:
                 if watched is where:
-                    watched.settle(possible.get(name))
+                    watched.settle(possible.get(name), warns=trainer.ranks.rank == 0)
 
     def check_evaluated(self, recorded: Iterable[str], prefix: str, losses_only: bool) -> None:
         """Check that an evaluation has recorded the watched metrics expected from it.

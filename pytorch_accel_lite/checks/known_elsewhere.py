@@ -1,4 +1,4 @@
-"""The names of arguments in other libraries, and the answers to them: which of ours is meant."""
+"""The names of arguments and events in other libraries, and the answers to them: which of ours is meant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytorch_accel_lite.utils import did_you_mean
 
 _METHODS = ("__init__", "train")
 
-# Our names of arguments, whichever method takes them, with the names that other libraries use.
+# Our names of arguments, whichever method takes them, and of events, with the names that other libraries use.
 _NAMES: dict[str, tuple[str, ...]] = {
     ours: tuple(theirs.split())
     for ours, theirs in {
@@ -51,6 +51,28 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "save_path": "filepath dirpath path filename",
         "keep": "save_top_k",
         "load_saved_checkpoint": "load_best_model_at_end restore_best_weights",
+        # events of callbacks
+        "on_training_run_start": "on_train_begin on_train_start on_fit_start",
+        "on_training_run_end": "on_train_end on_fit_end",
+        "on_train_epoch_start": "on_epoch_begin on_epoch_start",
+        "on_training_run_epoch_end": "on_epoch_end",
+        "on_train_step_start": "on_train_batch_begin on_train_batch_start on_batch_begin on_batch_start on_step_begin",
+        "on_train_step_end": "on_train_batch_end on_batch_end on_substep_end",
+        "on_update_end": "on_step_end",
+        "on_backward_start": "on_before_backward",
+        "on_backward_end": "on_after_backward",
+        "on_optimizer_step_start": "on_before_optimizer_step on_pre_optimizer_step",
+        "on_optimizer_step_end": "on_before_zero_grad on_optimizer_step",
+        "on_eval_epoch_start": "on_validation_start on_validation_epoch_start on_test_begin on_test_start",
+        "on_eval_epoch_end": "on_validation_end on_validation_epoch_end on_test_end on_evaluate",
+        "on_eval_step_start": "on_validation_batch_start on_test_batch_begin on_test_batch_start",
+        "on_eval_step_end": "on_validation_batch_end on_test_batch_end on_prediction_step",
+        "on_epoch_checkpoint": "on_save",
+        "on_predict_run_start": "on_predict_begin on_predict_start",
+        "on_predict_run_end": "on_predict_end on_predict",
+        "on_predict_step_end": "on_predict_batch_end",
+        "state_dict": "on_save_checkpoint",
+        "load_state_dict": "on_load_checkpoint",
     }.items()
 }
 
@@ -93,10 +115,13 @@ _ADVICE: dict[str, str] = {
 }
 
 
-def suggest(word: str, known: Collection[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for what others call ``word``, or for what is spelt alike, or nothing."""
+def suggest(word: str, known: Collection[str], cutoff: float = 0.6) -> str:
+    """Return ``" Did you mean 'x'?"`` for what others call ``word``, or for what is spelt alike, or nothing.
+
+    :param cutoff: how similar a word must be, from 0 to 1
+    """
     ours = next((ours for ours, theirs in _NAMES.items() if word in theirs and ours in known), None)
-    return f" Did you mean {ours!r}?" if ours else did_you_mean(word, known)
+    return f" Did you mean {ours!r}?" if ours else did_you_mean(word, known, cutoff)
 
 
 def answers(cls: type, method: Callable[..., Any], words: set[str]) -> Iterator[str]:

@@ -29,10 +29,10 @@ class _Objective(WatchedMetric):
 
     is_maximised: bool | None = None
 
-    def settle(self, known: bool | None) -> None:
+    def settle(self, known: bool | None, warns: bool) -> None:
         """Determine which values are better; see :meth:`WatchedMetric.settle`."""
         if self.is_maximised is None:
-            super().settle(known)
+            super().settle(known, warns)
         elif known in (None, self.is_maximised):
             self.greater_is_better = self.is_maximised
         else:

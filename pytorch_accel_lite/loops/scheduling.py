@@ -56,9 +56,14 @@ def _create(trainer: Trainer, now: Options, initial: Options) -> bool:
 
 
 def step_after_epoch(trainer: Trainer, run: Run) -> None:
-    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
-    each_epoch = trainer.scheduler is not None and run.request.scheduler_interval == "epoch"
-    has_metric = run.request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
+    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation.
+
+    If evaluations do not follow epochs, it gets the latest value.
+    """
+    request = run.request
+    each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
+    has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
+    has_metric = has_metric or request.eval_every_n_epochs is None
     if each_epoch and has_metric:
         trainer.scheduler_step()
 

@@ -16,6 +16,8 @@ from pytorch_accel_lite.checks.arguments import (
     check_training,
     warn_of_what_is_not_trained,
 )
+from pytorch_accel_lite.checks.callback_methods import warn_of_unknown_events
+from pytorch_accel_lite.events import EVENTS
 from pytorch_accel_lite.gradients import GradientWindow
 from pytorch_accel_lite.history import InMemoryRunHistory
 from pytorch_accel_lite.loops.evaluation import create_eval_loaders
@@ -54,6 +56,7 @@ def find_data(
     """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
     request = run.request
     check_resume(resume_from)
+    warn_of_unknown_events(trainer, EVENTS)
     trainer.callback_handler.configure_run(trainer, request)
     check_training(trainer.optimizer, trainer.accelerator, request, trainer.create_scheduler_fn)  # with their changes
     _check_metrics(trainer, run)

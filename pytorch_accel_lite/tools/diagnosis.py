@@ -17,12 +17,14 @@ from pytorch_accel_lite.devices import module_of
 from pytorch_accel_lite.lazy import LazyMethod
 from pytorch_accel_lite.loops.training import loss_of
 from pytorch_accel_lite.run_config import RunRequest
+from pytorch_accel_lite.tools.callback_times import CallbackTimes
 from pytorch_accel_lite.tools.fusion import fusible_share
 from pytorch_accel_lite.tools.trial import report, trial
 from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data import Batch
+    from pytorch_accel_lite.run import Run
     from pytorch_accel_lite.trainer import Trainer
 
 # Compiled steps pay on a CPU if they are not short, and spend this share of their time on what is fused: the
@@ -43,8 +45,10 @@ class Diagnosis:
     :param forward: time of the forward pass and the loss, on batches that are already in memory
     :param backward: time that the backward pass adds
     :param update: time that the optimizer's step and clearing the gradients add
-    :param step: time of a complete step, including data; less than the sum of the others if workers read ahead
+    :param step: time of a complete step, including data and callbacks; less than the sum of the others if workers read
+        ahead
     :param advice: what to change, most important first; empty if nothing stands out
+    :param callbacks: time of your own callbacks, by class name
     """
 
     steps: int
@@ -55,12 +59,22 @@ class Diagnosis:
     update: float
     step: float
     advice: list[str] = field(default_factory=list)
+    callbacks: dict[str, float] = field(default_factory=dict)
 
     @property
     def waiting(self) -> float:
         """The fraction of a step, from 0 to 1, during which the model waits for data."""
-        rest = self.step - (self.forward + self.backward + self.update)
-        return max(0.0, min(rest, self.data) / self.step)  # other time lost in a complete step is not waiting
+        return max(0.0, min(self._besides, self.data) / self.step)
+
+    @property
+    def unexplained(self) -> float:
+        """The fraction of a step, from 0 to 1, that none of its parts takes when measured alone."""
+        return max(0.0, (self._besides - self.data) / self.step)
+
+    @property
+    def _besides(self) -> float:
+        """The seconds of a complete step besides those that its parts in memory take alone."""
+        return self.step - (self.forward + self.backward + self.update + sum(self.callbacks.values()))
 
     def summary(self) -> str:
         """Return the time of a step and the throughput in a sentence."""
@@ -72,8 +86,12 @@ class Diagnosis:
     def parts(self) -> list[tuple[str, str]]:
         """Return the name and the time, as text, of each part of a step."""
         times = [(f"{name} alone", f"{getattr(self, name) * 1e3:.3g} ms") for name in ("data", "forward", "backward")]
-        update = ("update alone", f"{self.update * 1e3:.3g} ms")
-        return [*times, update, ("waiting for data", f"{100 * self.waiting:.0f} %")]
+        times += [
+            (name, f"{seconds * 1e3:.3g} ms")
+            for name, seconds in (("update alone", self.update), ("own callbacks", sum(self.callbacks.values())))
+        ]
+        fractions = [("waiting for data", self.waiting), ("unexplained", self.unexplained)]
+        return [*times, *((name, f"{100 * fraction:.0f} %") for name, fraction in fractions)]
 
     def __repr__(self) -> str:
         lines = [f"  {name:<16} {amount:>10}" for name, amount in self.parts()]
@@ -93,8 +111,10 @@ def diagnose(
 ) -> Diagnosis:
     """Find out what limits the speed of training, and advise what to change.
 
-    Data loading, the forward pass, the backward pass and complete steps are timed for ``num_steps`` steps each, without
-    callbacks. The model, the optimizer and the generators are restored afterwards. Must be called on every process.
+    Data loading, the forward pass, the backward pass and complete steps are timed for ``num_steps`` steps each; with a
+    single process, so is what your own callbacks do at the events of a step. The model, the optimizer, the generators
+    and the attributes of these callbacks are restored afterwards; what they write elsewhere is not undone. For
+    built-in callbacks, see :class:`~pytorch_accel_lite.callbacks.TimingCallback`. Must be called on every process.
 
     :param num_steps: number of steps to measure for each part
     :return: the measurements and the advice; also printed, unless a console or a notebook shows the return value
@@ -103,14 +123,16 @@ def diagnose(
     batch_size = per_device_batch_size
     loader_kwargs = train_dataloader_kwargs
     request = RunRequest(num_epochs=1)
+    callbacks = CallbackTimes(self.callback_handler, lambda: _now(self))
     with trial(self, "diagnose", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
-        found = _measure(self, run.train_loader, num_steps)
+        found = _measure(self, run, num_steps, callbacks)
     report(self, found)
     return found
 
 
-def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
+def _measure(trainer: Trainer, run: Run, num_steps: int, callbacks: CallbackTimes) -> Diagnosis:
     """Measure the trainer's steps."""
+    loader = run.train_loader
     held = list(itertools.islice(loader.steps(1), 8))
     if not held:
         raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
@@ -125,8 +147,13 @@ def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
     update, _ = _time(trainer, in_memory, _update)
     whole, _ = _time(trainer, _read(loader, num_steps), _update)
     samples = sum(find_batch_size(batch.data) for batch in held) / len(held)
-    found = Diagnosis(count, samples, data, forward, max(backward - forward, 0), max(update - backward, 0), whole)
-    found.advice = list(_advise(trainer, found))
+    if trainer.ranks.world_size == 1:  # of several, one whose callback fails would leave the others waiting
+        callbacks.measure(trainer, run, in_memory)
+    own = callbacks.seconds
+    whole += sum(own.values())
+    parts = data, forward, max(backward - forward, 0), max(update - backward, 0), whole
+    found = Diagnosis(count, samples, *parts, callbacks=own)
+    found.advice = [*_advise(trainer, found), *callbacks.describe_unmeasured()]
     # Several processes would have to agree on it, as the backward pass communicates.
     is_alone_on_cpu = trainer.device.type == "cpu" and trainer.ranks.world_size == 1
     if is_alone_on_cpu and not _is_compiled(trainer) and forward + found.backward > _LONG_STEP:
@@ -137,6 +164,22 @@ def _measure(trainer: Trainer, loader: Any, num_steps: int) -> Diagnosis:
                 "norms and pooling: try Trainer(..., compile_step=True)."
             )
     return found
+
+
+def _advise_on_the_rest(found: Diagnosis) -> Iterator[str]:
+    total = sum(found.callbacks.values())
+    if total > 0.1 * found.step:
+        slowest = max(found.callbacks, key=found.callbacks.__getitem__)
+        yield (
+            f"Callbacks take {100 * total / found.step:.0f} % of a step, most of all {slowest}: "
+            f"{found.callbacks[slowest] * 1e3:.3g} ms. Let it work less often, such as every hundredth step, and read "
+            "numbers from the device only then."
+        )
+    if found.unexplained > 0.2:
+        yield (
+            f"{100 * found.unexplained:.0f} % of a step are explained by none of its parts, which are faster when "
+            "measured alone: they may compete for cores or memory. ProfilerCallback shows what a run does meanwhile."
+        )
 
 
 def _read(loader: Any, num_steps: int) -> Iterable[Batch]:
@@ -206,6 +249,7 @@ def _advise(trainer: Trainer, found: Diagnosis) -> Iterable[str]:
     if found.waiting > 0.1:
         advice = faster_data(trainer)
         yield f"The model waits for data during {100 * found.waiting:.0f} % of a step. {advice}"
+    yield from _advise_on_the_rest(found)
     if found.update > 0.1 * compute and (name := not_fused(trainer.optimizer)):
         yield (
             f"The update takes {100 * found.update / compute:.0f} % of the computation. Fused optimizers are faster: "

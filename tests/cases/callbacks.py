@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer, get_default_callbacks
+from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ProgressTableCallback,
@@ -23,6 +25,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.cases.common import IN_ORDER, global_batch, rank, shared_folder
+from tests.launching import forget
 from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 
@@ -93,3 +96,33 @@ def wsd() -> Any:
         continued = run("second", 2, 0.5, folder / "wsd first" / "checkpoint_4_wsd_pre_decay.pt")
         names = sorted(path.name for path in (folder / "wsd first").iterdir())
         return {"files": names, "continued": continued, "in one go": run("whole", 3, 1 / 3)}
+
+
+class RecordsMae(TrainerCallback):
+    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("mae", 1.0)
+
+
+def warnings_of_watched_metrics() -> list[str]:
+    """What this rank says of a metric of unknown direction, and of another that may not be recorded."""
+    with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        best = SaveBestModelCallback(folder / "best.pt", watch_metric="mae")
+        trainer = quiet_trainer(small_model(), callbacks=[RecordsMae, best])
+        trainer.train(regression_data(8), 1, regression_data(4))
+        stopping = EarlyStoppingCallback(watch_metric="eval_loss_epochs")
+        with suppress(ValueError):
+            quiet_trainer(small_model(), callbacks=[RecordsMae, stopping]).train(
+                regression_data(8), 1, regression_data(4)
+            )
+        return [str(warning.message) for warning in caught]
+
+
+def warnings_of_unknown_events() -> list[str]:
+    """What this rank says of a misspelt event."""
+    misspelt = type("Misspelt", (TrainerCallback,), {"on_train_step" + "_ends": lambda self, trainer, **kwargs: None})
+    with patch.dict(sys.modules), warnings.catch_warnings(record=True) as caught:
+        forget("tests", "conftest")  # which fire events, too
+        warnings.simplefilter("always")
+        quiet_trainer(small_model(), callbacks=[misspelt]).train(regression_data(8), 1)
+    return [str(warning.message) for warning in caught]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,14 @@ def predictions() -> Any:
         by_hand = small_model()(data.tensors[0]).detach()
         names = [path.stem.partition("rank")[2] for path in directory.glob("shard-*")]
         return {"equal": bool(torch.allclose(written, by_hand)), "ranks": sorted(set(map(int, names)))}
+
+
+def predicts_into(directory: Path, seed: int) -> Any:
+    output = io.StringIO()
+    with redirect_stdout(output):
+        trainer = quiet_trainer(small_model(seed), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        parts = list(trainer.predict_iter(regression_data(21), per_device_batch_size=2))
+    return {"samples": sum(map(len, parts)), "printed": output.getvalue()}
 
 
 def predicted_streams() -> Any:

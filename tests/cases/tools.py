@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pytorch_accel_lite import Trainer, TrainerCallback
 from tests.cases.common import IN_ORDER, global_batch, rank, world_size
 from tests.tasks import equal, own_clock, quiet_trainer, regression_data, small_model, weights
 
@@ -62,9 +63,17 @@ class SlowOnTheLast(nn.Module):
         return self.inner(x)
 
 
+class Speaks(TrainerCallback):
+    """Communicates, which a process whose callback fails no longer does."""
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.barrier()
+
+
 def diagnosis() -> Any:
     with own_clock() as spend:
         model = SlowOnTheLast(spend)
         before = weights(model)
-        found = quiet_trainer(model).diagnose(regression_data(48), num_steps=4)
-    return {"unchanged": equal(weights(model), before), "steps": found.steps, "step": found.step}
+        found = quiet_trainer(model, callbacks=[Speaks]).diagnose(regression_data(48), num_steps=4)
+    unchanged, said = equal(weights(model), before), " ".join(found.advice)
+    return {"unchanged": unchanged, "steps": found.steps, "step": found.step, "advice": said}
