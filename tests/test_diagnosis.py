@@ -140,7 +140,7 @@ def test_callbacks_that_need_a_run_are_said_not_to_be_measured(spend):
     found = quiet_trainer(Slow(partial(spend, 0.01)), callbacks=callbacks).diagnose(regression_data(40), num_steps=6)
     assert found.callbacks == pytest.approx({"Stops": 0, "Sleeps": 0.03})
     error = "AttributeError: 'NeedsRun' object has no attribute 'writer'"
-    assert found.advice[-1].startswith(f"Callbacks that could not be measured: NeedsRun ({error}). TimingCallback")
+    assert found.advice[-1].startswith(f"Callbacks that could not be measured: NeedsRun ({error}). A run with Timing")
 
 
 def test_what_no_part_explains_is_shown_and_said(spend):

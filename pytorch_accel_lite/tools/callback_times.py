@@ -71,7 +71,8 @@ class CallbackTimes:
         reasons = {name: self._failed.get(name, "several processes") for name in self._handler.callback_list}
         unmeasured = [f"{name} ({reason})" for name, reason in reasons.items() if name not in self.seconds]
         if unmeasured:
-            yield f"Callbacks that could not be measured: {', '.join(unmeasured)}. TimingCallback measures all in a run."
+            listed = ", ".join(unmeasured)
+            yield f"Callbacks that could not be measured: {listed}. A run with TimingCallback measures them."
 
     @contextmanager
     def _time(self, callback: object) -> Iterator[None]:
