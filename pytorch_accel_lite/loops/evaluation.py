@@ -94,7 +94,8 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
-    run.batch, run.has_fillers = None, loader.options.fill
+    run.has_fillers = loader.options.fill
+    batch = None
     with (
         evaluating_optimizers(trainer),
         unwrapped_model(trainer),
@@ -103,8 +104,8 @@ def evaluation_epoch(trainer: Trainer, run: Run, source: Any, is_training: bool,
     ):
         for batch in loader.steps(run.progress.epoch):
             _evaluate_batch(trainer, run, batch)
-        if run.has_fillers and run.batch is not None and not run.batch.is_last:  # the others have one batch more
-            _evaluate_batch(trainer, run, run.batch._replace(num_samples=0))
+        if run.has_fillers and batch is not None and not batch.is_last:  # the others have one batch more
+            _evaluate_batch(trainer, run, batch._replace(num_samples=0))
     run.batch, run.has_fillers = None, True
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -56,8 +57,8 @@ class DataRanks(Ranks):
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
         return self._everyone.run_together(action, only_first)
 
-    def barrier(self) -> None:
-        self._everyone.barrier()
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        self._everyone.barrier(timeout)
 
     def alike(self, value: T) -> T:
         """Return the same value on all processes that share a batch: that of their first."""
