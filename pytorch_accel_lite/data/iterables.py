@@ -136,16 +136,17 @@ class ReadInTurn(ShardedLoader):
             return batches if rest is None else chain([last_samples(*rest)], batches)
 
     def _noting_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches; note what identifies the first, and warn if an epoch that is resumed began with another."""
-        for batch in islice(batches, 1 if self._is_seeded and self._may_resume and self._tracker is None else 0):
-            before, self._first_before = self._first_before, None
-            rows = next(map(len, tensors_in(batch)), 0)
-            self._first = [rows, checksum_of_batches([batch])]
-            has_own_size = not isinstance(_batches_of(self.source), DataLoader)  # not the user's batch_size
-            if before not in (None, self._first) and (has_own_size or before[0] == rows):
-                warnings.warn(_other_batches(_batches_of(self.source)), stacklevel=2)
-            yield batch
-        yield from batches
+        """Note what identifies the first batch, and warn if an epoch that is resumed began with another."""
+        if not self._may_resume or not self._is_seeded or self._tracker is not None:
+            return batches
+        first = list(islice(batches, 1))
+        before, self._first_before = self._first_before, None
+        rows = next(map(len, tensors_in(first)), 0)
+        self._first = [rows, checksum_of_batches(first)]
+        has_own_size = not isinstance(_batches_of(self.source), DataLoader)  # not the user's batch_size
+        if before not in (None, self._first) and (has_own_size or before[0] == rows):
+            warnings.warn(_other_batches(_batches_of(self.source)), stacklevel=2)
+        return chain(first, batches)
 
     def _open(self, first: int) -> Iterator[Any]:
         """Begin to read the source, whose next batch is number ``first`` of the epoch."""
