@@ -50,8 +50,9 @@ class GradientWindow:
         self.is_guarded = False
         #: Number of items in a nominal micro-batch, fixed by the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
-        self._known: list[int] = []  # the parameters that were sorted last, by their ids
-        self._in_model_order: list[torch.nn.Parameter] = []
+        #: The parameters that were clipped last, by their ids and in the order of the model.
+        self.clipped_ids: list[int] = []
+        self.clipped: list[torch.nn.Parameter] = []
 
     @property
     def is_between_updates(self) -> bool:
@@ -104,18 +105,6 @@ class GradientWindow:
             torch._foreach_mul_(gradients, nominal / true)
         return nominal / true
 
-    def in_model_order(self, parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return an optimizer's parameters in the order of the model, as the last bits of their norm depend on it.
-
-        Those of other modules come last. Sorts only when the parameters have changed.
-        """
-        known = list(map(id, parameters))
-        if known != self._known:
-            places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-            self._in_model_order = sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
-            self._known = known
-        return self._in_model_order
-
     def _total_items(self, local: Count) -> Count:
         """Return the number of items in the window over all ranks."""
         if self._ranks.world_size == 1:
@@ -155,7 +144,11 @@ def clip(trainer: Trainer, config: TrainerRunConfig) -> None:
     if trainer.is_sharded:
         clipped = list(trainer.model.parameters())
     else:
-        clipped = run.window.in_model_order(updated_parameters(trainer), trainer.model)
+        clipped = updated_parameters(trainer)
+        ids = list(map(id, clipped))
+        if run.window.clipped_ids != ids:
+            run.window.clipped_ids, run.window.clipped = ids, _in_model_order(clipped, trainer.model)
+        clipped = run.window.clipped
     if are_sharded(clipped):
         from pytorch_accel_lite.sharding.norms import clip_shards
 
@@ -166,6 +159,12 @@ def clip(trainer: Trainer, config: TrainerRunConfig) -> None:
     if norm is not None:
         is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
         run.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+
+
+def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Sort parameters as the model has them, as the last bits of their norm depend on it; those of others come last."""
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    return sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
 
 
 def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
