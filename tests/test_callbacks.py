@@ -606,7 +606,8 @@ def test_a_nan_in_evaluate_is_returned():
 
 
 def test_without_the_callback_a_nan_ends_nothing():
-    trainer = train(make_trainer(), epochs=2, train_dataset=poisoned(math.nan))
+    with pytest.warns(UserWarning, match="with weights that are infinite or NaN"):
+        trainer = train(make_trainer(), epochs=2, train_dataset=poisoned(math.nan))
     assert trainer.progress.epochs_completed == 2
 
 

@@ -84,7 +84,7 @@ def test_signatures_fit_a_screen():
         inspect.signature(Trainer)
     )
     for function in (Trainer, Trainer.train, Trainer.evaluate, Trainer.find_lr):
-        assert len(str(inspect.signature(function))) < 10 * 80
+        assert len(str(inspect.signature(function))) < 11 * 80
     assert str(DEFAULT_CALLBACKS).startswith("(MoveModulesToDeviceCallback, TerminateOnNaNCallback, ")
     assert (*DEFAULT_CALLBACKS,) == get_default_callbacks() == DEFAULT_CALLBACKS
 

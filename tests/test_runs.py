@@ -169,7 +169,7 @@ def test_a_run_that_stopped_early_goes_on_with_more_patience_as_if_it_had_always
         return train(trainer, epochs, eval_dataset=True, resume_from="latest")
 
     stopped = run("states", 1)
-    assert "has not improved for 1 " in stopped.stop_reason
+    assert "(early_stopping_threshold) for 1 " in stopped.stop_reason
     assert run("states", 1).progress == stopped.progress
     further, whole = run("states", 3), run("whole", 3)
     assert further.stop_reason == whole.stop_reason
