@@ -1,9 +1,10 @@
-"""A small, exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
-
-from typing import TYPE_CHECKING
+"""An exact, callback-driven trainer for PyTorch over Hugging Face Accelerate."""
 
 from accelerate import notebook_launcher
 
+from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
+from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.run_settings import TrainerRunConfig
 from pytorch_accel_lite.callbacks import (
     CallbackHandler,
     NonFiniteLossError,
@@ -11,17 +12,11 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
     get_default_callbacks,
 )
-from pytorch_accel_lite.history import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.lazy import loaded_when_named
-from pytorch_accel_lite.run_config import TrainerRunConfig
-from pytorch_accel_lite.tracking import LossTracker, Progress
-from pytorch_accel_lite.trainer import Trainer
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.experiment.comparison import compare_runs
-    from pytorch_accel_lite.experiment.cross_validation import cross_validate
-    from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
-    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler
+from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
+from pytorch_accel_lite.engine.losses import LossTracker
+from pytorch_accel_lite.experiment.cross_validation import cross_validate
+from pytorch_accel_lite.experiment.run_comparison import compare_runs
+from pytorch_accel_lite.trainer import Trainer, TrainerWithTimmScheduler
 
 __version__ = "0.2.0"
 
@@ -43,13 +38,3 @@ __all__ = [
     "get_default_callbacks",
     "notebook_launcher",
 ]
-
-__getattr__ = loaded_when_named(
-    __name__,
-    {
-        "TrainerPlaceholderValues": "pytorch_accel_lite.placeholders",
-        "TrainerWithTimmScheduler": "pytorch_accel_lite.timm_trainer",
-        "compare_runs": "pytorch_accel_lite.experiment.comparison",
-        "cross_validate": "pytorch_accel_lite.experiment.cross_validation",
-    },
-)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from pytorch_accel_lite.experiment.command_line import main as run
+
 
 def main() -> int:
     """Run the command line, and return its exit code."""
-    from pytorch_accel_lite.experiment.command_line import main as run
-
     return run()
 
 

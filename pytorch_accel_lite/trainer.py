@@ -1,11 +1,10 @@
-"""The trainer: what users pass, call and override. Its loops are in ``loops``, the state of a run in ``run``."""
+"""The trainer: what users pass, call and override. What it does is in ``engine``."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,8 +13,24 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import gradients, optimizers, optional
-from pytorch_accel_lite.batches import BatchOutput, total_loss
+from pytorch_accel_lite.base.backends import create_backend_settings
+from pytorch_accel_lite.base.batches import BatchOutput, total_loss
+from pytorch_accel_lite.base.devices import launched_on_cpus
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
+from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
+from pytorch_accel_lite.base.inspection import accepts, is_overridden
+from pytorch_accel_lite.base.modules import is_sharded, without_gradients
+from pytorch_accel_lite.base.placeholders import (
+    PlaceholderError,
+    TrainerPlaceholderValues,
+    replace_trainer_placeholder_values,
+)
+from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.base.signals import ending_in_order, exit_for
+from pytorch_accel_lite.base.subclass_checks import check_subclass
+from pytorch_accel_lite.base.unknown_arguments import METHODS, answering, explain_names
+from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -25,29 +40,42 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.checks import arguments
-from pytorch_accel_lite.checks.answering import METHODS, answering, explain_names
+from pytorch_accel_lite.callbacks.limits import limit_from_environment
+from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
-from pytorch_accel_lite.devices import launched_on_cpus
-from pytorch_accel_lite.distributed import Ranks, launch, prepared, shutdown
-from pytorch_accel_lite.events import CallbackHandler, RunPausedError, TrainerCallback
-from pytorch_accel_lite.history import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.lazy import LazyMethod, loaded_when_named
-from pytorch_accel_lite.loops import evaluation, scheduling, setup, training
-from pytorch_accel_lite.run import Run, entering
-from pytorch_accel_lite.run_attributes import Offered, of_the_run, offered, settable
-from pytorch_accel_lite.run_config import RunRequest, TrainerRunConfig, resolve_run_config
-from pytorch_accel_lite.signals import ending_in_order, exit_for
-from pytorch_accel_lite.tracking import LossTracker, LossTrackers, Progress
-from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, is_overridden
+from pytorch_accel_lite.distributed import Ranks, collectives, launch, rewrapping, shutdown
+from pytorch_accel_lite.engine import (
+    arguments,
+    evaluation,
+    inference,
+    logged_values,
+    prediction,
+    replicas,
+    resuming,
+    scheduling,
+    setup,
+    training,
+)
+from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
+from pytorch_accel_lite.engine.lifecycle import entering
+from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.engine.optimizer_factories import combine_or_defer
+from pytorch_accel_lite.engine.parallelism_checks import check_parallelism
+from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, get_model
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run_attributes import Offered, of_the_run, offered, settable
+from pytorch_accel_lite.engine.schedule_checks import check_scheduler
+from pytorch_accel_lite.engine.trainer_repr import html_of_trainer, of_trainer
+from pytorch_accel_lite.optimizers import gradients
+from pytorch_accel_lite.optimizers import operations as optimizers
+from pytorch_accel_lite.steps import closures, compiled, manual
+from pytorch_accel_lite.steps.choice import choose_step
+from pytorch_accel_lite.steps.logical import LogicalProcesses
+from pytorch_accel_lite.steps.model_methods import create_adapters
+from pytorch_accel_lite.tuning import diagnosis, finders, memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from pytorch_accel_lite.placeholders import PlaceholderError as PlaceholderError
-    from pytorch_accel_lite.placeholders import TrainerPlaceholderValues as TrainerPlaceholderValues
-    from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values as replace_trainer_placeholder_values
-    from pytorch_accel_lite.timm_trainer import TrainerWithTimmScheduler as TrainerWithTimmScheduler
 
 __all__ = [
     "DEFAULT_CALLBACKS",
@@ -173,29 +201,30 @@ class Trainer:
         arguments.check_model_options(compile_model, compile_step, channels_last)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: Any = optional.as_one(optimizer)
+        self.optimizer: Any = combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self.accelerator = accelerator if accelerator is not None else self._create_accelerator()
         self._accelerator = self.accelerator  # the name in pytorch-accelerated
         launch.check_launch(self.accelerator)
+        check_parallelism(self.accelerator)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model = compile_model
         self.channels_last = channels_last
         self.check_replicas = check_replicas
-        self.backend_settings = optional.create_backend_settings(deterministic, cudnn_benchmark, tf32)
+        self.backend_settings = create_backend_settings(deterministic, cudnn_benchmark, tf32)
         self.scheduler: Any = None
         self.create_scheduler_fn: Any = None
         self.registered_objects: dict[str, Any] = {}
-        self.prepared_model: prepared.PreparedModel | None = None
+        self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
         self.current_run.data_seed = self.seed
-        self.logical = optional.create_logical_processes(self, logical_processes)
-        self.__adapters = optional.create_adapters(model, loss_func, model_methods)  # a name only we can have
+        self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
+        self.__adapters = create_adapters(model, loss_func, model_methods)  # a name only we can have
         self._latest_eval_dataset: Any = None
-        optional.compile_step(self, compile_step, self.__adapters)
+        compiled.compile_step(self, compile_step, self.__adapters)
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
 
@@ -284,30 +313,31 @@ class Trainer:
                 self._run_training()
         exit_for(run.interruption)
 
-    evaluate = optional.inference.evaluate
-    run_evaluation = optional.inference.run_evaluation
-    predict = optional.prediction.predict
-    predict_iter = optional.prediction.predict_iter
-    find_lr = optional.tuning.find_lr
-    find_batch_size = optional.tuning.find_batch_size
-    diagnose = optional.diagnosis.diagnose
-    estimate_memory = optional.memory.estimate_memory
+    evaluate = inference.evaluate
+    run_evaluation = inference.run_evaluation
+    predict = prediction.predict
+    predict_iter = prediction.predict_iter
+    find_lr = finders.find_lr
+    find_batch_size = finders.find_batch_size
+    diagnose = diagnosis.diagnose
+    estimate_memory = memory.estimate_memory
     if not TYPE_CHECKING:
         fit, test, validate, add_callback = METHODS
 
-    save_checkpoint = optional.saving.save_checkpoint
-    load_checkpoint = optional.saving.load_checkpoint
-    save_model = optional.saving.save_model
-    check_weights = optional.saving.check_weights
-    register_for_checkpointing = optional.saving.register_for_checkpointing
-    save_training_state = optional.saving.save_training_state
-    load_training_state = optional.saving.load_training_state
+    save_checkpoint = saving.save_checkpoint
+    load_checkpoint = saving.load_checkpoint
+    save_model = saving.save_model
+    check_weights = saving.check_weights
+    register_for_checkpointing = saving.register_for_checkpointing
+    save_training_state = saving.save_training_state
+    load_training_state = saving.load_training_state
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        from pytorch_accel_lite.checks.overrides import check_subclass
-
         check_subclass(cls, Trainer)
+
+    def _choose_step(self) -> None:
+        choose_step(self, self.current_run)
 
     def _run_training(self) -> None:
         training.train(self, self.current_run)
@@ -323,7 +353,7 @@ class Trainer:
     def _create_callback_handler(self) -> CallbackHandler:
         handler = CallbackHandler(self._callbacks)
         if LIMIT_BATCHES_VARIABLE in os.environ:
-            handler.add_callbacks(import_module("pytorch_accel_lite.callbacks.limits").limit_from_environment())
+            handler.add_callbacks(limit_from_environment())
         return handler
 
     def _create_accelerator(self) -> Accelerator:
@@ -335,7 +365,8 @@ class Trainer:
         run = self.current_run
         request = replace(run.request, **asked)
         data = run.data_ranks, run.train_loader, run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
-        return resolve_run_config(request, self.accelerator, *data, self.seed, self.logical, self.backend_settings)
+        logical = None if self.logical is None else self.logical.count
+        return setup.resolve_run_config(request, self.accelerator, *data, self.seed, logical, self.backend_settings)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches. Override it to create your own.
@@ -367,14 +398,12 @@ class Trainer:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
-        return optional.create_scheduler(self, self.create_scheduler_fn)
+        return scheduling.create_with(self, self.create_scheduler_fn)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
         given = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
         if not (self.scheduler is None and given is None and request.scheduler_interval == "update"):
-            from pytorch_accel_lite.checks.schedules import check_scheduler
-
             check_scheduler(self.scheduler, request, given, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
@@ -452,11 +481,9 @@ class Trainer:
         if metric is None:
             self.scheduler.step()
         else:
-            from pytorch_accel_lite.watching import latest_metric
-
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
-    advance_scheduler = optional.resuming.advance_scheduler
+    advance_scheduler = resuming.advance_scheduler
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
@@ -474,7 +501,7 @@ class Trainer:
 
         No gradients are computed. An override may return ``None`` as ``loss`` to evaluate only with metrics.
         """
-        with prepared.without_gradients():
+        with without_gradients():
             return self.__adapters["eval"].outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
 
     def eval_epoch_end(self) -> None:
@@ -502,20 +529,20 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
-    log = optional.own_numbers.log
-    update = optional.own_step.update
-    recompute_gradients = optional.closures.recompute_gradients
-    gather = optional.collectives.gather
-    barrier = optional.collectives.barrier
-    broadcast_object = optional.collectives.broadcast_object
-    all_gather_object = optional.collectives.all_gather_object
-    tensor_to_numeric = optional.collectives.tensor_to_numeric
-    sync_buffers = optional.collectives.sync_buffers
-    get_model = prepared.get_model
-    rewrap_model = optional.rewrapping.rewrap_model
+    log = logged_values.log
+    update = manual.update
+    recompute_gradients = closures.recompute_gradients
+    gather = collectives.gather
+    barrier = collectives.barrier
+    broadcast_object = collectives.broadcast_object
+    all_gather_object = collectives.all_gather_object
+    tensor_to_numeric = collectives.tensor_to_numeric
+    sync_buffers = collectives.sync_buffers
+    get_model = get_model
+    rewrap_model = rewrapping.rewrap_model
     skip_update = gradients.skip_update
-    compare_replicas = optional.replicas.compare_replicas
-    can_rewrap_model = property(prepared.can_rewrap_model)
+    compare_replicas = replicas.compare_replicas
+    can_rewrap_model = property(can_rewrap_model)
     update_was_skipped = property(gradients.update_was_skipped)
 
     def call_event(self, event: str, **kwargs: Any) -> None:
@@ -558,7 +585,7 @@ class Trainer:
     def is_sharded(self) -> bool:
         """Whether the weights of the model are sharded over the processes (FSDP, DeepSpeed, ``fully_shard``)."""
         known = self.prepared_model
-        return prepared.is_sharded(self.accelerator, self.model) if known is None else known.is_sharded
+        return is_sharded(self.accelerator, self.model) if known is None else known.is_sharded
 
     @property
     def device(self) -> torch.device:
@@ -590,13 +617,47 @@ class Trainer:
         """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
         return tuple(self.callback_handler)
 
-    __repr__ = LazyMethod("pytorch_accel_lite.reprs", "of_trainer")
-    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_trainer")
+    __repr__ = of_trainer
+    _repr_html_ = html_of_trainer
 
 
-_OF_PLACEHOLDERS = ("PlaceholderError", "TrainerPlaceholderValues", "replace_trainer_placeholder_values")
-__getattr__ = loaded_when_named(
-    __name__,
-    {"TrainerWithTimmScheduler": "pytorch_accel_lite.timm_trainer"}
-    | dict.fromkeys(_OF_PLACEHOLDERS, "pytorch_accel_lite.placeholders"),
-)
+class TrainerWithTimmScheduler(Trainer):
+    """A :class:`Trainer` for timm's schedulers, stepped as in timm's own training script. Needs the extra ``timm``.
+
+    Calls ``step_update(num_updates)`` after every update, and ``step(epoch, metric)`` after every epoch, with the
+    number of finished epochs and the latest loss. The scheduler's ``t_in_epochs`` determines which takes effect.
+    """
+
+    @Offered
+    def num_updates(self) -> int:
+        """The number of updates so far, scaled if the run was resumed with a different number of updates per epoch."""
+        return self.progress.update + self.current_run.schedule_shift
+
+    def scheduler_step(self) -> None:
+        """Step the scheduler after an update."""
+        if self.scheduler is not None:
+            self.scheduler.step_update(num_updates=self.num_updates)
+
+    def advance_scheduler(self, num_updates: int) -> None:
+        """Step a new scheduler to its position after a number of updates."""
+        self.scheduler.step_update(num_updates=num_updates)
+
+    def training_run_epoch_end(self) -> None:
+        """Step the scheduler after an epoch."""
+        if self.scheduler is not None:
+            self.scheduler.step(self.progress.epoch, next(iter(self.current_run.recorded_losses.values()), None))
+
+    def _check_scheduler(self, request: RunRequest) -> None:
+        super()._check_scheduler(request)
+        if request.scheduler_interval != "update":
+            raise ValueError(
+                f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "
+                "after both updates and epochs, as needed. Omit scheduler_interval and scheduler_metric."
+            )
+        scheduler = self.scheduler
+        takes = scheduler is None or (hasattr(scheduler, "step_update") and accepts(scheduler.step, 1, 0.0))
+        if not takes:
+            raise TypeError(
+                f"create_scheduler_fn returned {type(scheduler).__name__}, which is not stepped like timm's "
+                "schedulers, by step_update(num_updates) and step(epoch, metric). Use Trainer for it."
+            )

@@ -28,8 +28,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+from pytorch_accel_lite.base.signals import keeping_handlers
 from pytorch_accel_lite.distributed import shutdown
-from pytorch_accel_lite.signals import keeping_handlers
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback, LimitBatchesCallback
-from pytorch_accel_lite.callbacks.batch_norm import synchronised
+from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.tasks import equal, make_data, make_trainer, train, weights
 

@@ -16,7 +16,8 @@ import yaml
 from matplotlib import pyplot
 
 import pytorch_accel_lite
-from pytorch_accel_lite import callbacks, events
+from pytorch_accel_lite import callbacks
+from pytorch_accel_lite.base import events
 from tests.launching import CAN_SHARD, ROOT
 
 PAGES = [

@@ -18,7 +18,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     WorstSamplesCallback,
 )
-from pytorch_accel_lite.callbacks.batch_norm import synchronised
+from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.ema import ModelEma
 from tests import cases
 from tests.cases.training import image_data, image_model

@@ -34,8 +34,8 @@ pytest.importorskip("jsonargparse", reason="needs the extra cli")
 from pytorch_accel_lite.experiment import Experiment, ExperimentError
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.expressions import parse
-from pytorch_accel_lite.experiment.files import PARTS
-from pytorch_accel_lite.experiment.weights import find_weights, load_weights
+from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights
+from pytorch_accel_lite.experiment.yaml_files import PARTS
 
 FILE = """
 model:

@@ -20,7 +20,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra cli")
 from pytorch_accel_lite.experiment import Experiment, LaunchError, launch
 from pytorch_accel_lite.experiment.command_line import main
 from pytorch_accel_lite.experiment.launching import choose_devices
-from pytorch_accel_lite.experiment.weights import find_weights, load_weights
+from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights
 from tests import experiment_parts as parts
 from tests.launching import ROOT, WarmPython, run_elastic, run_forked
 from tests.test_experiments import FILE, STATES, assert_equal, weights

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
+from pytorch_accel_lite.base.randomness import restore_generators
 from pytorch_accel_lite.callbacks import GradientNormCallback, NaNReportCallback, TerminateOnNaNCallback
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.data.plan import split
-from pytorch_accel_lite.logical.tree import Node, TreeSum, blocks_of
-from pytorch_accel_lite.randomness import restore_generators
+from pytorch_accel_lite.steps.pairwise_sum import Node, TreeSum, blocks_of
 from tests.cases import logical
 from tests.launching import CAN_SHARD, SOAK
 from tests.scripts.resumable import run_to_the_end

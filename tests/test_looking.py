@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import R2Score
 
-from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues, utils
+from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite.base import time_budget
 from pytorch_accel_lite.callbacks import (
     MetricsCallback,
     ModelEmaCallback,
@@ -267,7 +268,7 @@ def test_metrics_are_plotted_after_each_epoch(tmp_path, monkeypatch):
     seen = []
     path = tmp_path / "plots" / "metrics.png"
     hours = itertools.count(step=3600)  # each look at the clock is an hour later
-    monkeypatch.setattr(utils, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    monkeypatch.setattr(time_budget, "time", SimpleNamespace(monotonic=lambda: next(hours)))
     look = listener(on_training_run_epoch_end=lambda t: seen.append(path.exists()))
     train(make_trainer([look, PlotMetricsCallback(path)]), epochs=60, eval_dataset=True)
     assert seen[0] is False

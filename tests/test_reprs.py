@@ -19,6 +19,7 @@ from torchmetrics import MeanSquaredError
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, RunHistory, Trainer, TrainerCallback
+from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -30,7 +31,6 @@ from pytorch_accel_lite.callbacks import (
     WorstSamplesCallback,
     get_default_callbacks,
 )
-from pytorch_accel_lite.utils import format_metric
 from tests.shipped import NEEDED, SHIPPED
 from tests.tasks import make_data, make_trainer, train
 

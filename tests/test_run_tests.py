@@ -21,8 +21,8 @@ from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStat
 from pytorch_accel_lite.callbacks.prediction_writer import iterate_predictions
 from pytorch_accel_lite.experiment import Experiment, run_tests
 from pytorch_accel_lite.experiment.command_line import main
+from pytorch_accel_lite.experiment.tested_weights import find_weights
 from pytorch_accel_lite.experiment.testing import _callbacks
-from pytorch_accel_lite.experiment.weights import find_weights
 from tests import experiment_parts as parts
 from tests.cases import testing
 from tests.launching import SOAK, run_forked

@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, WSDCheckpointCallback
-from pytorch_accel_lite.events import RunPausedError
+from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback, WSDCheckpointCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
 from pytorch_accel_lite.schedulers.wsd_scheduler import DECAYS, estimate_checkpoint_steps
 from tests import ancestor, cases

@@ -11,8 +11,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, LambdaLR, LinearLR, OneCycleLR
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import AdviceCallback, MetricsFileCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.events import RunPausedError
+from pytorch_accel_lite.callbacks import AdviceCallback, MetricsFileCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
 from tests import cases
 from tests.launching import two_are_enough

@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
-from pytorch_accel_lite.checkpoint.pieces import find_pieces, read_whole
+from pytorch_accel_lite.checkpoint.shards import find_pieces, read_whole
 from tests.cases import parallel
 from tests.launching import CAN_SHARD, SOAK
 from tests.tasks import equal, largest_difference, quiet_trainer, same

@@ -1,92 +1,75 @@
-"""The house: which room imports which, and what is loaded with the package."""
+"""The house: rooms in a staircase, and the public interface."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests import interface
-from tests.launching import ROOT, run_python
+from tests.launching import ROOT
 
 PACKAGE = ROOT / "pytorch_accel_lite"
-FILES = sorted(PACKAGE.rglob("*.py"))
+#: From the bottom up: each imports only those before it. Other files of the package only re-export.
+ROOMS = (
+    "base", "distributed", "optimizers", "schedulers", "plotting", "data", "checkpoint", "engine", "steps", "callbacks",
+    "tuning", "trainer", "experiment",
+)  # fmt: skip
+#: So that editors know what an event is passed.
+EXCEPTIONS = {("pytorch_accel_lite.base.events", "pytorch_accel_lite.trainer")}
+PUBLIC_PATHS = {"ema", "finetuning", "integrations", "placeholders", "run_config", "tracking", "utils"}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
-def room_of(module: str) -> str:
-    """The part of the package that a module belongs to."""
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield our modules that a file imports anywhere, also for typing, and whether that is in a function."""
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inner = {id(child) for function in functions for child in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in FILES else str(node.module), id(node) in inner
+
+
+EDGES = {(name, imported) for name, path in FILES.items() for imported, _ in imports(path)} - EXCEPTIONS
+
+
+def room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def modules_imported(path: Path) -> Iterator[str]:
-    """Yield our modules that a file imports when it runs, anywhere in it."""
-
-    def walk(node: ast.AST) -> Iterator[str]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-                for statement in child.orelse:
-                    yield from walk(statement)
-                continue
-            if isinstance(child, ast.ImportFrom) and child.module and child.module.split(".")[0] == PACKAGE.name:
-                plain = [f"{child.module}.{alias.name}" for alias in child.names]
-                is_package = child.module == PACKAGE.name
-                yield from plain if is_package else [child.module]
-            yield from walk(child)
-
-    yield from walk(ast.parse(path.read_text()))
+def test_a_room_imports_only_rooms_below_it():
+    climbing = [
+        (name, imported)
+        for name, imported in EDGES
+        if room(name) in ROOMS and room(imported) not in ROOMS[: ROOMS.index(room(name)) + 1]
+    ]
+    assert climbing == []
+    assert {room(name) for name in FILES} - {*ROOMS} == {"", "__main__"} | PUBLIC_PATHS
 
 
-def rooms() -> dict[str, set[str]]:
-    """What each room imports of the others."""
-    found: dict[str, set[str]] = {}
-    for path in FILES:
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts == ("__init__",):
-            continue
-        found.setdefault(parts[0], set()).update(map(room_of, modules_imported(path)))
-    return {room: imported - {room} for room, imported in found.items()}
-
-
-def documented() -> dict[str, set[str]]:
-    """The same, as ``docs/internals.md`` has it."""
-    text = (ROOT / "docs/internals.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \|([^|]*)\|$", text, re.MULTILINE)
-    return {room: set(re.findall(r"\w+", imports)) for room, imports in rows}
-
-
-def test_rooms_import_what_the_map_says():
-    assert rooms() == documented()
-
-
-def test_nothing_imports_in_a_circle():
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): set(modules_imported(path))
-        for path in FILES
-    }
-    graph = {name: imported & modules.keys() for name, imported in modules.items()}
-    graph["pytorch_accel_lite.callbacks"].discard("pytorch_accel_lite.tools.replay")
+def test_no_files_import_each_other_in_a_circle():
+    graph = {name: {imported for other, imported in EDGES if other == name} for name in FILES}
     while graph:
-        leaves = {name for name, imported in graph.items() if not imported & graph.keys() - {name}}
+        leaves = {name for name, imported in graph.items() if not imported & graph.keys()}
         assert leaves, f"these import each other: {sorted(graph)}"
         graph = {name: imported for name, imported in graph.items() if name not in leaves}
 
 
-DEFAULTS = {"advice", "devices", "epochs", "progress", "stopping", "table"}
+def test_our_own_modules_are_imported_at_the_top_of_files():
+    assert [(name, imported) for name, path in FILES.items() for imported, late in imports(path) if late] == []
 
 
-@pytest.mark.slow
-def test_importing_the_package_loads_the_core_and_the_default_callbacks_alone():
-    code = "import json, sys, pytorch_accel_lite; print(json.dumps(list(sys.modules)))"
-    loaded = {name for name in json.loads(run_python(code)) if name.startswith("pytorch_accel_lite.")}
-    assert "pytorch_accel_lite.loops.training" in loaded
-    for optional in ("tools", "plotting"):
-        assert not [name for name in loaded if name.startswith(f"pytorch_accel_lite.{optional}")]
-    callbacks = {name.removeprefix("pytorch_accel_lite.callbacks.") for name in loaded if ".callbacks." in name}
-    assert callbacks == DEFAULTS
+def test_no_two_files_have_one_name():
+    names = Counter(path.name for path in FILES.values() if not path.name.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == ["placeholders.py"]
 
 
 def test_the_public_interface_is_what_is_written_down():

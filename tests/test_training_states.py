@@ -33,13 +33,13 @@ from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     ModelEmaCallback,
     PredictionWriterCallback,
+    RunPausedError,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, verify_state
 from pytorch_accel_lite.checkpoint.files import checksum
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
-from pytorch_accel_lite.events import RunPausedError
 from tests import cases
 from tests.cases import sharded
 from tests.launching import (

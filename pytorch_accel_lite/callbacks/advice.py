@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.devices import to_float
-from pytorch_accel_lite.distributed.prepared import are_sharded
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.gradients import total_norm
-from pytorch_accel_lite.optimizers import optimized_parameters, parts_of
-from pytorch_accel_lite.utils import check_range, cores_per_process, is_terminal, wrapped
+from pytorch_accel_lite.base.devices import to_float
+from pytorch_accel_lite.base.environment import cores_per_process, is_terminal
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.validation import check_range
+from pytorch_accel_lite.callbacks.slow_ranks import PartTimes
+from pytorch_accel_lite.optimizers.gradients import total_norm
+from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.base.run_settings import RunRequest
     from pytorch_accel_lite.callbacks.slow_ranks import PartTimes
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
 
 
 _STEP_EVENTS = ("on_optimizer_step_start", "on_optimizer_step_end")
@@ -60,14 +63,14 @@ class AdviceCallback(TrainerCallback):
         self._times: PartTimes | None = None  # with several processes
         self._update_times: PartTimes | None = None  # of optimizers with a faster variant
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.measures_waiting = True
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._watches = self._trained = True
         self._advice = []
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._watches:
             return
         self._start = time.perf_counter()
@@ -80,31 +83,27 @@ class AdviceCallback(TrainerCallback):
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         self._update_times = None
         if not_fused(trainer.optimizer):
-            from pytorch_accel_lite.callbacks.slow_ranks import PartTimes  # loaded only if needed
-
             self._update_times = PartTimes(trainer.device)
         self._listen_to_updates(trainer, times=self._update_times is not None)
         trainer.callback_handler.set_listening(self, trainer.ranks.world_size > 1, *_TIMED_EVENTS)
         if trainer.ranks.world_size > 1:
-            from pytorch_accel_lite.callbacks.slow_ranks import PartTimes  # not loaded by a single process
-
             self._times = PartTimes(trainer.device)
 
-    def _listen_to_updates(self, trainer: Trainer, times: bool) -> None:
+    def _listen_to_updates(self, trainer: TrainerLike, times: bool) -> None:
         listening = trainer.callback_handler.set_listening
         looks_before = self._limit is not None or trainer.scheduler is not None
         listening(self, times or looks_before, "on_optimizer_step_start")
         listening(self, times or trainer.accelerator.scaler is not None, "on_optimizer_step_end")
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._times is not None:
             self._times.start()
 
-    def on_backward_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._times is not None and self._times.stop():
             trainer.callback_handler.set_listening(self, False, *_TIMED_EVENTS)
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._limit is not None:
             norm: Any = total_norm(trainer).detach()
             norm = to_float(norm) if norm.is_cpu else norm
@@ -117,12 +116,12 @@ class AdviceCallback(TrainerCallback):
         if self._update_times is not None:
             self._update_times.start()
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._skipped += trainer.update_was_skipped and not trainer.current_run.skips_update
         if self._update_times is not None and self._update_times.stop():
             self._listen_to_updates(trainer, times=False)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
@@ -131,7 +130,7 @@ class AdviceCallback(TrainerCallback):
             trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS, *_TIMED_EVENTS)
             self._advice = list(self._advise(trainer))
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._trained:  # only now has a per-epoch scheduler been stepped
             self._trained = True
             self._advice.append(_why_nothing_was_trained(trainer))
@@ -141,7 +140,7 @@ class AdviceCallback(TrainerCallback):
             trainer.print("\n".join([*apart, *said, *apart]))
             self._advice = []
 
-    def _advise(self, trainer: Trainer) -> Iterator[str]:
+    def _advise(self, trainer: TrainerLike) -> Iterator[str]:
         waited = trainer.train_dataloader.seconds_waited
         epoch = time.perf_counter() - self._start
         if waited >= max(0.2 * epoch, self.min_seconds):
@@ -173,7 +172,7 @@ class AdviceCallback(TrainerCallback):
         if self._trained and trainer.scheduler is not None and self._updates > 1:
             yield from self._look_at_schedule(trainer)
 
-    def _look_at_schedule(self, trainer: Trainer) -> Iterator[str]:
+    def _look_at_schedule(self, trainer: TrainerLike) -> Iterator[str]:
         config = trainer.run_config
         is_last = config is not None and config.num_epochs is not None and trainer.progress.epoch >= config.num_epochs
         if is_last or trainer.current_run.is_finished or math.isnan(self._rate):
@@ -208,7 +207,7 @@ def not_fused(optimizer: Any) -> str:
     return ""
 
 
-def _learning_rate(trainer: Trainer) -> float:
+def _learning_rate(trainer: TrainerLike) -> float:
     """Return the largest rate of all groups, or NaN, which gives no advice, if there is none or it is on a device."""
     rates = [_as_number(group.get("lr")) for group in trainer.optimizer.param_groups]
     return math.nan if not rates or math.isnan(sum(rates)) else max(rates)
@@ -222,7 +221,7 @@ def _as_number(rate: Any) -> float:
     return float(rate) if isinstance(rate, numbers.Real) else math.nan
 
 
-def _why_nothing_was_trained(trainer: Trainer) -> str:
+def _why_nothing_was_trained(trainer: TrainerLike) -> str:
     found = "The learning rate was 0 throughout this epoch, so no weight has changed. "
     next_rate = _learning_rate(trainer)
     if trainer.scheduler is None:
@@ -236,7 +235,7 @@ def _why_nothing_was_trained(trainer: Trainer) -> str:
     )
 
 
-def _why_skipped(trainer: Trainer) -> str:
+def _why_skipped(trainer: TrainerLike) -> str:
     if trainer.accelerator.scaler is None:
         return " by callbacks."
     return (
@@ -245,7 +244,7 @@ def _why_skipped(trainer: Trainer) -> str:
     )
 
 
-def faster_data(trainer: Trainer) -> str:
+def faster_data(trainer: TrainerLike) -> str:
     """Return advice for this machine on how to feed a model that waits for data."""
     workers = getattr(trainer.train_dataloader, "num_workers", 0)
     cores = cores_per_process(trainer.accelerator.num_processes)

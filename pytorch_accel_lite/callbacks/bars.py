@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from pytorch_accel_lite.base.environment import import_extra, is_terminal
 from pytorch_accel_lite.callbacks.epochs import is_rate
-from pytorch_accel_lite.utils import import_extra, is_terminal
+from pytorch_accel_lite.callbacks.notebook import leave_page, page_of
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.callbacks.notebook import Page
@@ -244,8 +245,6 @@ class NotebookBars:
         """Return a bar at zero; below those that are there."""
         if disable:
             return tqdm(total=total, disable=True)
-        from pytorch_accel_lite.callbacks.notebook import page_of
-
         self._trainer = trainer
         self._page = page_of(trainer)
         bar = _Bar(self, description, total, unit)
@@ -268,8 +267,6 @@ class NotebookBars:
     def close(self) -> None:
         """Remove all bars. The next run is shown in a new output."""
         if self._page is not None:
-            from pytorch_accel_lite.callbacks.notebook import leave_page
-
             self._page.bars.clear()
             self._page.refresh()
             leave_page(self._trainer)

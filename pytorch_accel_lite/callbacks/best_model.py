@@ -11,17 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.unknown_arguments import answering
+from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.checkpoint.files import load_plain
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
-from pytorch_accel_lite.checks.answering import answering
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int, is_overridden
-from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 _STEP_EVENTS = ("on_train_step_start", "on_train_step_checkpoint")
@@ -92,12 +93,12 @@ class SaveBestModelCallback(TrainerCallback):
         """The function that compares whether one value is better than another."""
         return operator.gt if self._watched.greater_is_better else operator.lt
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             request.claim_path(self, "save_path", self.save_path, "best model")
             request.metrics.watch(self._watched)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = self._is_due = False
         self._measured_at = -1
         self._listen_to_steps(trainer, True)
@@ -108,7 +109,7 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric = self.best_metric_epoch = None
             self._kept = []
 
-    def _check_what_is_frozen(self, trainer: Trainer) -> None:
+    def _check_what_is_frozen(self, trainer: TrainerLike) -> None:
         check_has_trainable(trainer.get_model())
         if any(isinstance(callback, GradualUnfreezingCallback) for callback in trainer.callback_handler):
             raise ValueError(
@@ -116,41 +117,41 @@ class SaveBestModelCallback(TrainerCallback):
                 "trains them later, so the best model could not be restored. Save it with trainable_only=False."
             )
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._look_if_due(trainer)  # the resumed state was saved before this callback's turn
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._look_if_due(trainer)
 
-    def _look_if_due(self, trainer: Trainer) -> None:
+    def _look_if_due(self, trainer: TrainerLike) -> None:
         """Look at an evaluation within the epoch, and listen to no more steps until the next."""
         is_due, self._is_due = self._is_due, False
         self._listen_to_steps(trainer, False)
         if is_due:
             self._look(trainer, mid_epoch=True)
 
-    def _listen_to_steps(self, trainer: Trainer, listens: bool) -> None:
+    def _listen_to_steps(self, trainer: TrainerLike, listens: bool) -> None:
         own = [event for event in _STEP_EVENTS if not is_overridden(self, event)]
         trainer.callback_handler.set_listening(self, listens, *own)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._measured_at = trainer.progress.samples
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._measured_at = trainer.progress.samples
         self._is_due = "evaluation_loss" not in trainer.current_run.recorded_losses  # evaluate() returns what it finds
         self._listen_to_steps(trainer, True)
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Look at the value for which the run may have been stopped, before the end of the epoch."""
         if trainer.train_dataloader is not None and self._measured_at == trainer.progress.samples:
             self._look(trainer, mid_epoch=True)
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._is_due = False
         self._look(trainer)
 
-    def _look(self, trainer: Trainer, mid_epoch: bool = False) -> None:
+    def _look(self, trainer: TrainerLike, mid_epoch: bool = False) -> None:
         """Save the model if a new value of the metric is the best."""
         metric = self._watched.new_value(trainer, mid_epoch)
         if metric is None:
@@ -163,7 +164,7 @@ class SaveBestModelCallback(TrainerCallback):
             self.best_metric = metric
             self.best_metric_epoch = epoch
 
-    def _save(self, trainer: Trainer, path: str | os.PathLike[str], metric: float, epoch: int) -> None:
+    def _save(self, trainer: TrainerLike, path: str | os.PathLike[str], metric: float, epoch: int) -> None:
         trainer.check_weights()
         trainer.save_checkpoint(
             path,
@@ -173,7 +174,7 @@ class SaveBestModelCallback(TrainerCallback):
             **({"trainable_only": True} if self.trainable_only else {}),
         )
 
-    def _keep(self, trainer: Trainer, metric: float, epoch: int) -> None:
+    def _keep(self, trainer: TrainerLike, metric: float, epoch: int) -> None:
         """Save the model under its epoch if it is among the best, and remove those that no longer are."""
         greater = bool(self._watched.greater_is_better)
         ranking = sorted([*self._kept, (metric, epoch)], key=lambda kept: kept[0], reverse=greater)
@@ -190,7 +191,7 @@ class SaveBestModelCallback(TrainerCallback):
                 if number not in kept:
                     file.unlink(missing_ok=True)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.best_metric is None and trainer.progress.epochs_completed:
             trainer.print(f"No best model was saved: {self.watch_metric} never had a numeric value.")
         if not self.load_saved_checkpoint or self.best_metric is None:
@@ -225,7 +226,7 @@ class SaveBestModelCallback(TrainerCallback):
         value = f"{self.watch_metric}: {self.best_metric:.6g}"
         return f"epoch {self.best_metric_epoch}, {value} ({self._watched.direction})"
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = isinstance(kwargs["exception"], Exception)
 
     def state_dict(self) -> dict[str, Any]:

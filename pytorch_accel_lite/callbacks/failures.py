@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 class SkipFailedBatchesCallback(TrainerCallback):
@@ -30,13 +30,13 @@ class SkipFailedBatchesCallback(TrainerCallback):
         self.max_failures = check_positive_int("max_failures", max_failures)
         self.failures: list[dict[str, Any]] = []
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.skips_failed_batches = True
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.failures = []
 
-    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for failure in kwargs["failures"]:
             place = {"epoch": trainer.progress.epoch, "step": kwargs["step"]}
             self.failures.append(place | failure._asdict())
@@ -62,5 +62,5 @@ class SkipFailedBatchesCallback(TrainerCallback):
 class OutOfMemoryCallback(TrainerCallback):
     """Split batches that do not fit into memory, like ``train(auto_microbatch=True)``."""
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.auto_microbatch = True

@@ -13,15 +13,13 @@ import uuid
 from collections import defaultdict
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.stacks import stack_of, waits_for_others, where
 from pytorch_accel_lite.distributed.side_channel import GroupTimeouts, connect
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_range
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
 
 #: Exit code of a program ended by the watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
 EXIT_CODE = 75
@@ -61,7 +59,7 @@ class HangWatchCallback(TrainerCallback):
         self._watch: _Watch | None = None
         self._steps = 0
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._stop()
         self._steps = 0
         trainer.callback_handler.set_listening(self, True, "on_update_end")
@@ -69,22 +67,22 @@ class HangWatchCallback(TrainerCallback):
         self._watch = _Watch(self, trainer, connect(f"hang_watch/{name}"))
         self._watch.start()
 
-    def _count(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def _count(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         self._steps += 1
 
     on_train_epoch_start = on_train_step_end = on_train_batch_skipped = on_train_epoch_end = _count
     on_eval_epoch_start = on_eval_step_end = on_eval_epoch_end = on_training_run_epoch_end = _count
 
-    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         trainer.callback_handler.set_listening(self, False, "on_update_end")  # only the first counts
         if self.end and self._watch is not None:
             self._watch.may_end = True
             self._timeouts.set(2 * self.seconds + 6 * _LONGEST_INTERVAL)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._stop()
 
-    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: Any) -> None:
         self._stop(f"has left the run: {type(exception).__name__}: {exception}")
 
     def _stop(self, reason: str = "") -> None:
@@ -123,7 +121,7 @@ class _Watch(threading.Thread):
     :ivar may_end: whether a report may end the job
     """
 
-    def __init__(self, callback: HangWatchCallback, trainer: Trainer, store: Any) -> None:
+    def __init__(self, callback: HangWatchCallback, trainer: TrainerLike, store: Any) -> None:
         super().__init__(name="HangWatchCallback", daemon=True)
         self.may_end = False
         self._callback = callback

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import LIMIT_BATCHES_VARIABLE, check_positive_int
+from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 class LimitBatchesCallback(TrainerCallback):
@@ -26,7 +27,7 @@ class LimitBatchesCallback(TrainerCallback):
     def __init__(self, num_batches: int) -> None:
         self.num_batches = check_positive_int("num_batches", num_batches)
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.max_batches = self.num_batches
 
 
@@ -59,13 +60,13 @@ class LimitEvalStepsCallback(TrainerCallback):
         return is_intermediate or not self.limit_intermediate_only
 
     # Positional too, because subclasses written for pytorch-accelerated pass it that way.
-    def on_eval_epoch_start(self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: Any) -> None:
         loader = trainer.eval_dataloader
         if self._applies(is_intermediate):
             self._limit_before = loader.limit
             loader.limit = self.num_eval_steps if loader.limit is None else min(loader.limit, self.num_eval_steps)
 
-    def on_eval_epoch_end(self, trainer: Trainer, is_intermediate: bool = False, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: Any) -> None:
         loader = trainer.eval_dataloader
         before = self._limit_before
         if self._applies(is_intermediate):  # the first of several such callbacks found the largest limit, or none

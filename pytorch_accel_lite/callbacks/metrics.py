@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.batches import TARGET_KEYS
-from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.base.batches import TARGET_KEYS
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
+    from pytorch_accel_lite.base.run_settings import RunRequest
     from pytorch_accel_lite.distributed import Ranks
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
 
 
 _UPDATES = "number of updates"  # in the state of a metric, which does not count them itself
@@ -70,7 +70,7 @@ class MetricsCallback(TrainerCallback):
         self._numbers = range(1)
         self._copies: dict[tuple[int, int], MetricCollection] = {}
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         named = list(self.metrics.items())
         better = {name: getattr(metric, "higher_is_better", None) for name, metric in named}
         of_several = not all(_is_single(metric) for _, metric in named)
@@ -82,16 +82,16 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is not None:
             request.metrics.record(self, {f"train_{name}": is_so for name, is_so in better.items()})
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._ranks = trainer.data_ranks
         if self.train_metrics is not None:  # of as many logical processes as a state to resume from has
             self._reset(trainer, self.train_metrics)
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.train_metrics is not None:
             self._reset(trainer, self.train_metrics)
 
-    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         if self.train_metrics is None:
             return
         if trainer.logical is None:
@@ -100,21 +100,21 @@ class MetricsCallback(TrainerCallback):
         for number, (share, output) in trainer.logical.outputs.items():
             self._update(self._of_share(self.train_metrics, number), share.data, output)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.train_metrics is not None:
             self._record(trainer, self.train_metrics, "train_")
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._reset(trainer, self.metrics)
 
-    def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         number = 0 if trainer.logical is None else trainer.logical.current
         self._update(self._of_share(self.metrics, number), batch, batch_output)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._record(trainer, self.metrics, "intermediate_" if kwargs.get("is_intermediate") else "")
 
-    def _reset(self, trainer: Trainer, metrics: MetricCollection) -> None:
+    def _reset(self, trainer: TrainerLike, metrics: MetricCollection) -> None:
         self._numbers = range(1) if trainer.logical is None else trainer.logical.shares.own
         metrics.to(trainer.device).reset()
         for number in self._numbers:
@@ -135,7 +135,7 @@ class MetricsCallback(TrainerCallback):
             for metric in parts:  # the collection's own update() also looks for the keywords that each takes
                 metric.update(*arguments)
 
-    def _record(self, trainer: Trainer, metrics: MetricCollection, prefix: str) -> None:
+    def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
         with warnings.catch_warnings():
             # A process without its own samples has not updated its metrics.
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.history import InMemoryRunHistory, count_values
+from pytorch_accel_lite.engine.history import InMemoryRunHistory, count_values
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 Row = dict[str, Any]
 
@@ -48,13 +48,13 @@ class MetricsFileCallback(StepLogger):
         self._epochs = _EpochFile(self.path)
         self._trained = False
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             request.claim_path(self, "path", self.path, "metrics")
             if self.every_n_updates is not None:
                 request.claim_path(self, "updates_path", self.updates_path, "metrics of updates")
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
         if not hasattr(trainer.run_history, "rows"):
             raise TypeError(
@@ -64,7 +64,7 @@ class MetricsFileCallback(StepLogger):
         self._trained = True
         trainer.ranks.run_together(lambda: self._begin_files(trainer), only_first=True)
 
-    def _begin_files(self, trainer: Trainer) -> None:
+    def _begin_files(self, trainer: TrainerLike) -> None:
         self._epochs.replace(trainer.run_history)
         if self.every_n_updates is not None:
             update = trainer.progress.update
@@ -81,18 +81,18 @@ class MetricsFileCallback(StepLogger):
         with self.updates_path.open("a") as file:
             file.write(_as_text([row], self.path.suffix, self._columns, header=False))
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._update(trainer)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_end(trainer)
         self._update(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._trained:  # otherwise an existing file belongs to another program's run
             self._update(trainer, is_later=trainer.current_run.outer is None)
 
-    def _update(self, trainer: Trainer, is_later: bool = False) -> None:
+    def _update(self, trainer: TrainerLike, is_later: bool = False) -> None:
         """Write what is new in the history, or all of it after an evaluation later than the run."""
         if trainer.accelerator.is_main_process:
             (self._epochs.replace if is_later else self._epochs.update)(trainer.run_history)

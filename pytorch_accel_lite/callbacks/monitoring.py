@@ -17,15 +17,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.devices import accumulation_dtype, module_of, to_float
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.gradients import total_norm
-from pytorch_accel_lite.optimizers import group_names, is_made, parts_of
-from pytorch_accel_lite.utils import check_positive_int, is_overridden
+from pytorch_accel_lite.base.devices import accumulation_dtype, module_of, to_float
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.optimizers.gradients import total_norm
+from pytorch_accel_lite.optimizers.operations import group_names, is_made, parts_of
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _MIB = 2**20
 
@@ -41,13 +42,13 @@ class LearningRateMonitorCallback(TrainerCallback):
         self._latest: dict[str, Any] = {}
         self._names: list[str] | None = None
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             knows = is_made(trainer.optimizer)  # else how many groups there will be is not known
             self._names = None  # it may have been used by another trainer
             request.metrics.record(self, _rate_names(trainer) if knows else (), and_others=not knows)
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         groups = trainer.optimizer.param_groups
         if self._names is None or len(self._names) != len(groups):
             self._names = _rate_names(trainer)
@@ -55,7 +56,7 @@ class LearningRateMonitorCallback(TrainerCallback):
         self._latest = {name: rate for name, rate in rates.items() if rate is not None}
         trainer.step_metrics.update(self._latest)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for name, value in self._latest.items():
             trainer.run_history.update_metric(name, float(value))
 
@@ -68,7 +69,7 @@ class LearningRateMonitorCallback(TrainerCallback):
         self._latest = dict(state["latest"])
 
 
-def _rate_names(trainer: Trainer) -> list[str]:
+def _rate_names(trainer: TrainerLike) -> list[str]:
     return ["_".join(filter(None, ("lr", name))) for name in group_names(trainer.optimizer)]
 
 
@@ -84,7 +85,7 @@ class GradientNormCallback(TrainerCallback):
     def __init__(self) -> None:
         self._norms: dict[str, _Norms] = {}  # by optimizer; "" for a single one, or for several that step together
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "training":
             return
         knows = is_made(trainer.optimizer) or not is_overridden(trainer, "train_step")
@@ -94,10 +95,10 @@ class GradientNormCallback(TrainerCallback):
             recorded += map(_clipped_name, names or [""])
         request.metrics.record(self, recorded if knows else (), and_others=not knows)
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._norms = {}
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         norm = total_norm(trainer).detach()
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
         own_step = trainer.current_run.own_step
@@ -106,7 +107,7 @@ class GradientNormCallback(TrainerCallback):
         trainer.step_metrics[_norm_name(name)] = value
         self._norms.setdefault(name, _Norms()).add(value, limit)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for name, norms in self._norms.items():
             trainer.run_history.update_metric(f"{_norm_name(name)}_mean", float(norms.sum) / norms.count)
             trainer.run_history.update_metric(f"{_norm_name(name)}_max", float(norms.max))
@@ -176,27 +177,27 @@ class ThroughputCallback(TrainerCallback):
         self._first = samples
         self._start = time.perf_counter()
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.metrics.record(self, {"samples_per_second_epoch": True, "items_per_second_epoch": True})
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         # The part of the epoch that was trained before resuming takes no time now.
         self._restart(trainer.progress.samples_in_epoch)
 
-    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         items = batch_output.get("num_items_in_batch")
         if items is not None:
             items = items.detach() if isinstance(items, torch.Tensor) else items
             self._items = items if self._items is None else self._items + items
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         now = time.perf_counter()
         samples = trainer.progress.samples_in_epoch
         since, before = self._recent[0] if self._recent else (self._start, self._first)
         self._recent.append((now, samples))
         trainer.step_metrics["samples_per_second"] = (samples - before) / (now - since)
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         mine = time.perf_counter() - self._start, None if self._items is None else float(self._items)
         everyone = trainer.all_gather_object(mine)
         seconds = max(taken for taken, _ in everyone)
@@ -216,16 +217,16 @@ class LossScaleCallback(TrainerCallback):
     def __init__(self) -> None:
         self._skipped = 0
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.metrics.record(self, {"loss_scale": None, "skipped_updates": False})
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._skipped = 0
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._skipped += trainer.update_was_skipped
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             trainer.run_history.update_metric("loss_scale", scaler.get_scale())
@@ -247,15 +248,15 @@ class DeviceMemoryCallback(TrainerCallback):
     ``memory_resident_mib``, the peak resident size since the process started.
     """
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         request.metrics.record(self, [f"memory_{kind}_mib" for kind in ("allocated", "reserved", "resident")])
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         memory = module_of(trainer.device)
         if hasattr(memory, "reset_peak_memory_stats"):
             memory.reset_peak_memory_stats(trainer.device)
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         memory = module_of(trainer.device)
         if hasattr(memory, "reset_peak_memory_stats"):
             used = {
@@ -280,7 +281,7 @@ class ModelSummaryCallback(TrainerCallback):
     def __init__(self, depth: int = 1) -> None:
         self.depth = check_positive_int("depth", depth)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         trainer.print(summarise(trainer.get_model(keep_torch_compile=False), self.depth))
 
 

@@ -7,22 +7,20 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from pytorch_accel_lite.batches import total_loss
+from pytorch_accel_lite.base.batches import total_loss
+from pytorch_accel_lite.base.devices import to_float
+from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
-from pytorch_accel_lite.devices import to_float
-from pytorch_accel_lite.distributed.prepared import mixed_precision
-from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.gradients import total_norm
-from pytorch_accel_lite.randomness import capture_generators, restore_generators
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.optimizers.gradients import total_norm
 
 
 @dataclass
@@ -89,17 +87,17 @@ class NaNReportCallback(TrainerCallback):
         self._parts = 1  # parts that the current batch is split into
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._clear()
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._window:
             self._buffers = {name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()}
         self._done = len(self._window)
         self._parts = trainer.current_run.num_microbatches
         self._window.append(RecordedStep(capture_generators()))
 
-    def on_backward_start(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         if trainer.current_run.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
             self._parts = trainer.current_run.num_microbatches
             del self._window[self._done + 1 :]
@@ -112,12 +110,12 @@ class NaNReportCallback(TrainerCallback):
         if self.report is None and not math.isfinite(to_float(loss)):
             self._write(trainer, "loss")
 
-    def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_backward_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         # Another part of the batch may follow, or the share of another logical process.
         if trainer.current_run.num_microbatches > 1 or trainer.logical is not None:
             self._window.append(RecordedStep(capture_generators()))
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.check_gradients and trainer.accelerator.scaler is None:
             norm = total_norm(trainer).detach()
             is_finite = math.isfinite(to_float(norm))
@@ -125,17 +123,17 @@ class NaNReportCallback(TrainerCallback):
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._window = []
 
-    def on_train_batch_skipped(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_batch_skipped(self, trainer: TrainerLike, **kwargs: Any) -> None:
         del self._window[self._done :]
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._window = []
         self._buffers = {}
 
-    def _write(self, trainer: Trainer, what: str) -> None:
+    def _write(self, trainer: TrainerLike, what: str) -> None:
         progress = trainer.progress
         rank = trainer.ranks.rank
         model = trainer.get_model()
@@ -170,7 +168,9 @@ class NaNReportCallback(TrainerCallback):
         )
 
 
-def find_non_finite(trainer: Trainer, step: RecordedStep, keep_buffers: bool = True) -> tuple[torch.Tensor, NonFinite]:
+def find_non_finite(
+    trainer: TrainerLike, step: RecordedStep, keep_buffers: bool = True
+) -> tuple[torch.Tensor, NonFinite]:
     """Repeat the forward pass of a step, on this process alone, and find where numbers stop being finite."""
     wrapped = trainer.model
     model = trainer.get_model()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.batches import KNOWN_OUTPUTS, is_number
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import did_you_mean
+from pytorch_accel_lite.base.batches import KNOWN_OUTPUTS, is_number
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import did_you_mean
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 class LogOutputsCallback(TrainerCallback):
@@ -32,12 +32,12 @@ class LogOutputsCallback(TrainerCallback):
             raise TypeError(f"names={names!r} must be a list of keys, such as ['kl'], or None for all numbers.")
         self.names = None if names is None else list(names)
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         names = self.names or []
         request.metrics.record(self, [f"train_{name}_epoch" for name in names], and_others=self.names is None)
         request.metrics.record(self, [f"eval_{name}_epoch" for name in names], in_evaluation=True, and_others=True)
 
-    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         missing = [name for name in self.names or () if name not in batch_output]
         if missing:
             raise ValueError(
@@ -47,10 +47,10 @@ class LogOutputsCallback(TrainerCallback):
         for output in [batch_output] if trainer.logical is None else trainer.logical.each_output():
             self._log(trainer, output)
 
-    def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         self._log(trainer, batch_output)
 
-    def _log(self, trainer: Trainer, output: dict[str, Any]) -> None:
+    def _log(self, trainer: TrainerLike, output: dict[str, Any]) -> None:
         names = self.names
         if names is None:
             names = [name for name, value in output.items() if name not in KNOWN_OUTPUTS and is_number(value)]

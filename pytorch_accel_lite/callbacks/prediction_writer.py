@@ -11,17 +11,18 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite import attributes
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.splitting import ListOfSamples, concatenate, reorder, to_cpu
+from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.checkpoint.files import load_plain, replacing, write_checkpoint
 from pytorch_accel_lite.checkpoint.frozen import fingerprints
 from pytorch_accel_lite.checkpoint.weights import without_compile
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.pieces import ListOfSamples, concatenate, reorder, to_cpu
-from pytorch_accel_lite.utils import check_positive_int, is_overridden
+from pytorch_accel_lite.optimizers import attributes
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _ABOUT = "predictions.json"
 
@@ -63,7 +64,7 @@ class PredictionWriterCallback(TrainerCallback):
         self._outputs: list[Any] = []
         self._failures: list[dict[str, Any]] = []
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind != "prediction":
             return
         self._clear()
@@ -114,11 +115,11 @@ class PredictionWriterCallback(TrainerCallback):
                 _shorten(path, start)
         return start, replaced
 
-    def _note_failure(self, trainer: Trainer, indices: list[int], error: str) -> None:
+    def _note_failure(self, trainer: TrainerLike, indices: list[int], error: str) -> None:
         self._failures.append({"indices": indices, "error": error})
         self._write_if_due(trainer)
 
-    def on_predict_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_predict_step_end(self, trainer: TrainerLike, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
         if indices is None:
             raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
@@ -128,15 +129,15 @@ class PredictionWriterCallback(TrainerCallback):
         self._outputs.append(to_cpu(batch_output, len(indices)))
         self._write_if_due(trainer)
 
-    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_predict_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._write(trainer)
         trainer.barrier()
 
-    def _write_if_due(self, trainer: Trainer) -> None:
+    def _write_if_due(self, trainer: TrainerLike) -> None:
         if len(self._indices) + sum(len(failure["indices"]) for failure in self._failures) >= self.shard_size:
             self._write(trainer)
 
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self, trainer: TrainerLike) -> None:
         outputs = concatenate(self._outputs) if self._outputs else None
         shard = {"indices": self._indices, **_stored(outputs), "failures": self._failures}
         samples = _samples_in(shard)
@@ -146,7 +147,7 @@ class PredictionWriterCallback(TrainerCallback):
         self._clear()
 
 
-def _fingerprint(trainer: Trainer) -> str:
+def _fingerprint(trainer: TrainerLike) -> str:
     """Return a hash of the weights and buffers that predictions depend on. A collective operation if they are sharded.
 
     They are the model's, and if the trainer's class makes the outputs, those of its other modules.

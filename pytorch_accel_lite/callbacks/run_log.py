@@ -20,19 +20,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite.base.environment import in_notebook
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.callbacks.run_page import pages
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.history import InMemoryRunHistory
-from pytorch_accel_lite.optimizers import parts_of, schedulers_in
+from pytorch_accel_lite.engine.history import InMemoryRunHistory
+from pytorch_accel_lite.optimizers.operations import parts_of, schedulers_in
 from pytorch_accel_lite.plotting.curves import svg_panels
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
-from pytorch_accel_lite.utils import TimeBudget, format_metric, in_notebook
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _PACKAGES = ("pytorch-accel-lite", "torch", "accelerate", "torchmetrics", "numpy", "timm", "transformers")
 
@@ -74,14 +76,14 @@ class RunLogCallback(TrainerCallback):
         self._writing = TimeBudget(1 / 50, expected=0.02)
         self._drawing = TimeBudget(1 / 50, expected=0.5)
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             request.claim_path(self, "directory", self.directory, "page of the run")
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: TrainerLike) -> None:
         self._restart()
         attempts = self._earlier_attempts() if trainer.progress.update else []
         configuration = {} if trainer.run_config is None else trainer.run_config.to_dict()
@@ -113,24 +115,24 @@ class RunLogCallback(TrainerCallback):
                 attempt["outcome"] = "killed"
         return attempts
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.accelerator.is_main_process and self._writing.is_due:
             self._write(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._record and trainer.accelerator.is_main_process and (not self._is_running or self._writing.is_due):
             self._write(trainer)
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         error = kwargs["exception"]
         outcome, *_ = f"failed: {type(error).__name__}: {error}".splitlines()
         self._end(trainer, outcome[:200], "".join(traceback.format_exception(error)))
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         reason = trainer.current_run.stop_reason
         self._end(trainer, "finished" if reason is None else f"stopped: {reason}")
 
-    def _end(self, trainer: Trainer, outcome: str, trace: str | None = None) -> None:
+    def _end(self, trainer: TrainerLike, outcome: str, trace: str | None = None) -> None:
         if not trainer.accelerator.is_main_process or not self._record:
             return
         if not self._is_running:  # on_exception has already recorded an error
@@ -147,7 +149,7 @@ class RunLogCallback(TrainerCallback):
     def _seconds(self) -> float:
         return round(time.monotonic() - self._start, 2)
 
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self, trainer: TrainerLike) -> None:
         is_running = self._is_running
         if is_running:
             self._record["attempts"][-1]["seconds"] = self._seconds()
@@ -201,7 +203,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _curves(trainer: Trainer) -> list[str]:
+def _curves(trainer: TrainerLike) -> list[str]:
     """Return the curves of the run history as SVG, or an empty list without matplotlib or numbers."""
     history = trainer.run_history
     if not isinstance(history, InMemoryRunHistory):
@@ -212,12 +214,12 @@ def _curves(trainer: Trainer) -> list[str]:
         return []
 
 
-def _device(trainer: Trainer) -> str:
+def _device(trainer: TrainerLike) -> str:
     device = trainer.device
     return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
-def launch_command(trainer: Trainer) -> list[str] | None:
+def launch_command(trainer: TrainerLike) -> list[str] | None:
     """Return the command line that started this program, or ``None`` in a notebook.
 
     A launched process knows only its own command line, so that of its launcher is reconstructed: ``accelerate launch``,
@@ -237,7 +239,7 @@ def launch_command(trainer: Trainer) -> list[str] | None:
     return ["accelerate", "launch", *options, *program]
 
 
-def describe(trainer: Trainer) -> dict[str, str]:
+def describe(trainer: TrainerLike) -> dict[str, str]:
     """Return one-line descriptions of the model, the loss, the optimizer and the schedule."""
     model = trainer.get_model(keep_torch_compile=False)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters() if not isinstance(p, UninitializedParameter)]

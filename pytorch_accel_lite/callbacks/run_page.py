@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.templates import render
+from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.plotting.panels import best_of, direction_of, place_of_each
-from pytorch_accel_lite.templates import render
-from pytorch_accel_lite.utils import format_metric, install_command
 
 
 class Cell(NamedTuple):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pytorch_accel_lite.devices import is_asynchronous, record_event
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.protocols import TrainerLike
 
 _WARM_UP_STEPS = 3
 _STEPS = 20
@@ -57,7 +55,7 @@ class PartTimes:
         marks[-1][1].synchronize()
         return float(median(start.elapsed_time(end) for start, end in marks)) / 1e3
 
-    def advise(self, trainer: Trainer, epoch: float, min_seconds: float) -> Iterator[str]:
+    def advise(self, trainer: TrainerLike, epoch: float, min_seconds: float) -> Iterator[str]:
         """Yield advice on the slowest process, if forward passes were timed. Call it on every process.
 
         In these, processes do not wait for each other, unlike in backward passes.

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pytorch_accel_lite.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.gradients import total_norm
-from pytorch_accel_lite.optimizers import optimized_parameters
-from pytorch_accel_lite.utils import check_choice, check_positive_int, check_range
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
+from pytorch_accel_lite.base.events import StopTrainingError, TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
+from pytorch_accel_lite.optimizers.gradients import total_norm
+from pytorch_accel_lite.optimizers.operations import optimized_parameters
 
 
 class GradientSpikeCallback(TrainerCallback):
@@ -58,10 +56,10 @@ class GradientSpikeCallback(TrainerCallback):
         self._averages: dict[str, Any] = {}  # tensors on the device when action="clip"
         self._name = ""
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._clear()
 
-    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         own = trainer.current_run.own_step
         self._name = "" if own is None else own.updating
         updated = trainer.optimizer if own is None else own.optimizers[own.updating]
@@ -72,7 +70,7 @@ class GradientSpikeCallback(TrainerCallback):
         else:
             self._skip(trainer, to_float(norm))
 
-    def _skip(self, trainer: Trainer, norm: float) -> None:
+    def _skip(self, trainer: TrainerLike, norm: float) -> None:
         usual = self._usual()
         if math.isfinite(norm) and not (self._is_known(trainer) and norm > self.factor * usual):
             self._in_a_row = 0
@@ -89,7 +87,7 @@ class GradientSpikeCallback(TrainerCallback):
                 "large as usual, or not finite. Lower the learning rate, or raise factor."
             )
 
-    def _clip(self, trainer: Trainer, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
+    def _clip(self, trainer: TrainerLike, gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
         """Clip and average without reading any number from the device."""
         largest: Any = math.inf
         average = self._averages.get(self._name)
@@ -102,7 +100,7 @@ class GradientSpikeCallback(TrainerCallback):
         norm = norm.to(accumulation_dtype(norm.device))
         self._add(torch.where(torch.isfinite(norm) & (norm <= largest), norm, self._usual()))
 
-    def _is_known(self, trainer: Trainer) -> bool:
+    def _is_known(self, trainer: TrainerLike) -> bool:
         """Whether there is a usual norm; an optimizer may make its first update after the warm-up."""
         return trainer.progress.update >= self.warm_up_updates and self._name in self._counts
 

@@ -7,18 +7,18 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from pytorch_accel_lite.utils import LIBRARIES
+from pytorch_accel_lite.base.environment import LIBRARIES
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 # What a run is doing while a function of this package is on the stack, the first match of each frame from outside in.
 _ACTIVITIES = (
-    ("loops/training.py", "forward", "forward pass"),
-    ("loops/training.py", "backward", "backward pass"),
-    ("loops/training.py", "update", "update"),
-    ("loops/evaluation.py", "", "evaluation"),
-    ("distributed/stopping.py", "", "agreeing on requests to stop"),
-    ("replicas.py", "", "comparing replicas"),
+    ("engine/training.py", "forward", "forward pass"),
+    ("engine/training.py", "backward", "backward pass"),
+    ("engine/training.py", "update", "update"),
+    ("engine/evaluation.py", "", "evaluation"),
+    ("distributed/stop_coordinator.py", "", "agreeing on requests to stop"),
+    ("engine/replicas.py", "", "comparing replicas"),
     ("data/", "", "reading data"),
     ("checkpoint/", "", "saving or loading"),
 )

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.batches import is_number
-from pytorch_accel_lite.devices import AsyncCopy, accumulation_dtype
+from pytorch_accel_lite.base.batches import is_number
+from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
+from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.logical import LogicalProcesses
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.steps.logical import LogicalProcesses
 
 
 # Number of rows kept pending while their numbers are copied from a device.
@@ -111,7 +111,7 @@ class StepLogger(TrainerCallback, ABC):
             check_positive_int("every_n_updates", every_n_updates)
         self.every_n_updates = every_n_updates
         self._ranks: Ranks | None = None
-        self._logged_by: Trainer | None = None
+        self._logged_by: TrainerLike | None = None
         self._loaded_latest: list[dict[str, float]] = []
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
@@ -138,7 +138,7 @@ class StepLogger(TrainerCallback, ABC):
             self._background = BackgroundWorker()
         self._background.do(job)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._ranks = trainer.ranks
         self._logged_by = trainer
         self._background = None
@@ -147,13 +147,13 @@ class StepLogger(TrainerCallback, ABC):
         self._last_row = {}
         self._known_names = []
 
-    def on_update_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self.every_n_updates is None or trainer.progress.update % self.every_n_updates:
             return
         self._pending.append(self._begin(trainer))
         self._average(keep=0 if trainer.device.type == "cpu" else _ROWS_BEHIND - 1)
 
-    def _begin(self, trainer: Trainer) -> _Row:
+    def _begin(self, trainer: TrainerLike) -> _Row:
         """Start a row, copying numbers on a device to host memory asynchronously."""
         logical = trainer.logical
         if logical is None:
@@ -216,7 +216,7 @@ class StepLogger(TrainerCallback, ABC):
         if self._ranks.rank == 0:
             self.in_background(lambda: self.write_row(row.update, row.epoch, values))
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._average(keep=0)
         if self.every_n_updates is not None:
             row = self._begin(trainer)
@@ -224,11 +224,11 @@ class StepLogger(TrainerCallback, ABC):
             total, count, _ = self._averaged(row)
             self._sums = row.epoch + 1, total_before - total, count_before - count
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._average(keep=0)
         self._end_background()
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.ranks.world_size == 1 or isinstance(kwargs["exception"], NonFiniteLossError):
             self._average(keep=0)
             self._end_background()
@@ -263,7 +263,8 @@ class StepLogger(TrainerCallback, ABC):
         if self.every_n_updates is None or trainer.logical is not None:
             return []
         own = {name: float(value) for name, value in trainer.step_metrics.items() if is_number(value)}
-        return trainer.ranks.all_gather_object(own)
+        gathered: list[dict[str, float]] = trainer.ranks.all_gather_object(own)
+        return gathered
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state returned by :meth:`state_dict`."""

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from pytorch_accel_lite.checks.answering import answering
-from pytorch_accel_lite.devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.utils import check_choice, check_positive_int, check_positive_number, is_overridden, wrapped
+from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.unknown_arguments import answering
+from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.base.watched_metric import WatchedMetric
+from pytorch_accel_lite.engine.run import Run
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run import Run
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 class TerminateOnNaNCallback(TrainerCallback):
@@ -43,11 +46,11 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._copy: AsyncCopy | None = None  # of the sum of self._copied
         self._copied: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = []
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self.triggered = False
         self._clear()
 
-    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         latest = trainer.current_run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # the loss is in host memory and has already been read
@@ -60,7 +63,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         if step % self.LOOK_EVERY == 0:
             self._look_late(trainer, loss)
 
-    def _look_late(self, trainer: Trainer, loss: torch.Tensor) -> None:
+    def _look_late(self, trainer: TrainerLike, loss: torch.Tensor) -> None:
         """Read the copy started some steps ago, if it has arrived, and start another."""
         if not is_asynchronous(loss.device):
             return  # checked at the end of the epoch
@@ -73,16 +76,16 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._copied = list(self._recent)
         self._copy = AsyncCopy(torch.stack([recent for _, recent, _ in self._copied]).float().sum())
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._search(trainer, [*self._copied, *self._recent])
         self._clear()
         self._check_recorded(trainer, "training", "train_{}_epoch")
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if "evaluation_loss" not in trainer.current_run.recorded_losses:  # evaluate() returns what it finds
             self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
-    def _check_recorded(self, trainer: Trainer, phase: str, *formats: str) -> None:
+    def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
         """Check the mean of the loss, and those of its parts: what else steps have logged may well be NaN."""
         recorded = trainer.current_run.recorded_losses
         names = ["loss", *sorted(trainer.current_run.loss_trackers.parts)]
@@ -96,7 +99,7 @@ class TerminateOnNaNCallback(TrainerCallback):
                 f"{trainer.progress.step}: {listed}. {_ADVICE}"
             )
 
-    def _search(self, trainer: Trainer, steps: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]]) -> None:
+    def _search(self, trainer: TrainerLike, steps: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]]) -> None:
         if not steps:
             return
         finite = torch.stack([loss for _, loss, _ in steps]).isfinite().tolist()
@@ -104,7 +107,9 @@ class TerminateOnNaNCallback(TrainerCallback):
             if not is_finite:
                 self._terminate(trainer, *recent)
 
-    def _terminate(self, trainer: Trainer, step: int, loss: torch.Tensor, named: dict[str, torch.Tensor]) -> NoReturn:
+    def _terminate(
+        self, trainer: TrainerLike, step: int, loss: torch.Tensor, named: dict[str, torch.Tensor]
+    ) -> NoReturn:
         self.triggered = True
         losses = {"loss": loss, **named}
         listed = ", ".join(f"{name}={float(value)}" for name, value in losses.items())
@@ -140,7 +145,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     _message = ""  # printed after the metrics of the epoch
     _stop = ""  # why the run is to stop, until it does
-    _trainer: Trainer | None = None
+    _trainer: TrainerLike | None = None
 
     def __init__(
         self,
@@ -154,8 +159,6 @@ class EarlyStoppingCallback(TrainerCallback):
         baseline: float | None = None,
         patience_in: str = "epochs",
     ) -> None:
-        from pytorch_accel_lite.watching import WatchedMetric  # a run without this callback does without
-
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         if not early_stopping_threshold >= 0:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
@@ -178,11 +181,11 @@ class EarlyStoppingCallback(TrainerCallback):
         """The function that compares whether one value is better than another."""
         return operator.gt if self._watched.greater_is_better else operator.lt
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             request.metrics.watch(self._watched)
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._trainer = trainer
         self._stop = ""
         trainer.callback_handler.set_listening(self, True, "on_train_step_start")
@@ -192,33 +195,33 @@ class EarlyStoppingCallback(TrainerCallback):
             self.best_metric = self.baseline
             self.early_stopping_patience_counter = 0
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not is_overridden(self, "on_train_step_start"):
             trainer.callback_handler.set_listening(self, False, "on_train_step_start")
         self._stop_if_due()  # the resumed state was saved when the run was about to stop
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._evaluated = True
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._evaluated and self.patience_in == "evaluations":
             self._look(trainer, mid_epoch=True)
             self._evaluated = False
             self._stop_if_due()
             self._say(trainer)
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._look(trainer, mid_epoch=False)
         self._evaluated = False
         self._stop_if_due()
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._say(trainer)
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._say(trainer)
 
-    def _look(self, trainer: Trainer, mid_epoch: bool) -> None:
+    def _look(self, trainer: TrainerLike, mid_epoch: bool) -> None:
         """Take account of a new value of the metric, if there is one."""
         metric = self._watched.new_value(trainer, mid_epoch)
         if metric is None:
@@ -264,7 +267,7 @@ class EarlyStoppingCallback(TrainerCallback):
         if reason:
             raise StopTrainingError(reason)
 
-    def _say(self, trainer: Trainer) -> None:
+    def _say(self, trainer: TrainerLike) -> None:
         if self._message:
             trainer.print(wrapped(self._message))
         self._message = ""
@@ -310,10 +313,10 @@ class TimeLimitCallback(TrainerCallback):
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
         self.seconds = check_positive_number("limit", seconds)
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.current_run.clock >= self.seconds:
             raise RunPausedError(f"Stopping: the time limit of {timedelta(seconds=self.seconds)} is reached.")
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not trainer.current_run.is_finished:
             self.on_train_step_checkpoint(trainer)

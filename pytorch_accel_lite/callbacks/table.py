@@ -12,15 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.base.environment import in_notebook, is_terminal
+from pytorch_accel_lite.base.events import RunInterruptedError
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.callbacks.epochs import EpochTable, Row, format_duration, format_value
-from pytorch_accel_lite.callbacks.progress import LogMetricsCallback, PrintProgressCallback, epoch_of, shown_rates
-from pytorch_accel_lite.events import RunInterruptedError
-from pytorch_accel_lite.utils import in_notebook, is_terminal, wrapped
+from pytorch_accel_lite.callbacks.notebook import open_page
+from pytorch_accel_lite.callbacks.progress_bar import LogMetricsCallback, PrintProgressCallback, epoch_of, shown_rates
 
 if TYPE_CHECKING:
+    from pytorch_accel_lite.base.run_settings import RunRequest
     from pytorch_accel_lite.callbacks.notebook import Page
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
 
 _NOTEBOOK_COLUMNS = 120
 
@@ -52,7 +54,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._evaluated_since: float | None = None  # start of an evaluation outside training
         self._config: Any = None
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             for name in self.metrics or ():
                 request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
@@ -63,20 +65,20 @@ class ProgressTableCallback(LogMetricsCallback):
 
     # ------------------------------------------------------------------------------------------ training
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
         self._begin(trainer)
         if not self._shows_table:
             self._messages.on_training_run_start(trainer)
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: TrainerLike) -> None:
         self._config = trainer.run_config
         self._evaluated_since = None
         self._view = _View(trainer, self.metrics) if self._look_for_table() else None
         if self._view is not None:
             trainer.current_run.last_words.append(lambda: self._end(trainer))
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)
         if trainer.run_config is not self._config:  # a subclass has overridden the start event
             self._begin(trainer)
@@ -85,13 +87,13 @@ class ProgressTableCallback(LogMetricsCallback):
         else:
             self._view.start_epoch()
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._view is None:
             super().on_train_epoch_end(trainer)
         else:
             self._view.finish_training(trainer)
 
-    def log_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
         """Show metrics as a row of the table, or as a line for an evaluation outside training."""
         if not self._shows_table:
             super().log_metrics(trainer, metrics)
@@ -102,18 +104,18 @@ class ProgressTableCallback(LogMetricsCallback):
             found = ", ".join(f"{name} {format_value(value) or value}" for name, value in metrics.items())
             trainer.print(wrapped(f"Evaluated in {taken}: {found}"))
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._messages.on_exception(trainer)
         error = kwargs["exception"]
         how = "Interrupted" if isinstance(error, KeyboardInterrupt) else f"Failed ({type(error).__name__})"
         self._end(trainer, how)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._shows_table:
             self._messages.on_training_run_end(trainer)
         super().on_training_run_end(trainer)
 
-    def _end(self, trainer: Trainer, how: str | None = None) -> None:
+    def _end(self, trainer: TrainerLike, how: str | None = None) -> None:
         """Show the summary.
 
         :param how: how the run ended, if with an error
@@ -124,7 +126,7 @@ class ProgressTableCallback(LogMetricsCallback):
 
     # ---------------------------------------------------------------------------------------- evaluation
 
-    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._view is not None:  # within a training run, metrics belong to the next row
             return
         super().on_evaluation_run_start(trainer)
@@ -132,7 +134,7 @@ class ProgressTableCallback(LogMetricsCallback):
         if not (trainer.current_run.outer is None and self._look_for_table()):
             self._messages.on_evaluation_run_start(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._view is not None:
             return
         if not self._shows_table:
@@ -146,7 +148,7 @@ class _View:
     :param chosen: names of the metrics that the user wants to see; ``None`` for any
     """
 
-    def __init__(self, trainer: Trainer, chosen: list[str] | None) -> None:
+    def __init__(self, trainer: TrainerLike, chosen: list[str] | None) -> None:
         self._chosen = chosen
         self._expected = trainer.current_run.request.metrics
         self._key, self._greater = self._choose_key()
@@ -162,8 +164,6 @@ class _View:
         self._before = {path: _changed(path) for path in trainer.current_run.request.paths}
         self._page: Page | None = None
         if in_notebook() and trainer.accelerator.is_local_main_process:
-            from pytorch_accel_lite.callbacks.notebook import open_page
-
             self._page = open_page(trainer)
         if trainer.progress.epochs_completed:
             self._remember_best(trainer)
@@ -175,7 +175,7 @@ class _View:
         losses = [name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name)]
         return min(losses, key=lambda name: name.startswith("ema_"), default=None), False
 
-    def _remember_best(self, trainer: Trainer) -> None:
+    def _remember_best(self, trainer: TrainerLike) -> None:
         """Find the best value of the epochs before a resumed run."""
         history: Any = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
@@ -217,11 +217,11 @@ class _View:
     def start_epoch(self) -> None:
         self._epoch_start = time.monotonic()
 
-    def finish_training(self, trainer: Trainer) -> None:
+    def finish_training(self, trainer: TrainerLike) -> None:
         self._trained = trainer.progress.epoch
         self._rates = shown_rates(trainer)
 
-    def add_row(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def add_row(self, trainer: TrainerLike, metrics: dict[str, Any]) -> None:
         """Show new metrics of an epoch or of an evaluation within one."""
         progress = trainer.progress
         is_whole = self._trained == progress.epoch
@@ -235,7 +235,7 @@ class _View:
         self._table.add(row, self._ranked([*self._expected.directions, *metrics]))
         self._show(trainer)
 
-    def _show(self, trainer: Trainer) -> None:
+    def _show(self, trainer: TrainerLike) -> None:
         if self._page is not None:
             self._page.html = self._table.html(_NOTEBOOK_COLUMNS)
             self._page.text = self._table.text(_NOTEBOOK_COLUMNS)
@@ -246,7 +246,7 @@ class _View:
         self._layout = layout
         trainer.print("\n".join([*head, self._table.line(self._table.rows[-1], layout)]))
 
-    def end(self, trainer: Trainer, how: str | None) -> None:
+    def end(self, trainer: TrainerLike, how: str | None) -> None:
         """Show the summary, unless nothing was trained."""
         if trainer.progress.update == self._first_update and how is None:
             return
@@ -259,7 +259,7 @@ class _View:
         self._page.bars.clear()
         self._page.refresh()
 
-    def _summary(self, trainer: Trainer, how: str) -> Iterator[str]:
+    def _summary(self, trainer: TrainerLike, how: str) -> Iterator[str]:
         progress = trainer.progress
         taken = format_duration(time.monotonic() - self._start)
         if how == "Trained":
@@ -283,7 +283,7 @@ class _View:
             yield f"  {content + ':':<{width}} {path}"
 
 
-def _how_it_ended(trainer: Trainer) -> str:
+def _how_it_ended(trainer: TrainerLike) -> str:
     run = trainer.current_run
     if run.interruption is not None:
         return "Interrupted" if isinstance(run.interruption, RunInterruptedError) else "Paused"

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytorch_accel_lite.devices import is_asynchronous, record_event
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int, check_range
+from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
 # Number of GPU steps after which the events of finished steps are read.
@@ -60,11 +60,11 @@ class TimingCallback(TrainerCallback):
         self._mark = self._mark_counted = self._epoch_start = 0.0
         self._callbacks_before = 0.0
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         _refuse_second(trainer, self, "One measures all callbacks")
         request.metrics.record(self, [f"time_{name}" for name in (*_PHASES, "data_max", "callbacks", "epoch")])
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._clear()
         self.totals = dict.fromkeys((*_PHASES, "data_max", "run"), 0.0)
         self._names = {}
@@ -111,25 +111,25 @@ class TimingCallback(TrainerCallback):
         self._of_step.append((phase, record_event(self._device, enable_timing=True)))
         self._lap(None)
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap(None)
 
-    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap("data")
         self._of_step = []
         if self._on_gpu:
             self._lap_of_device("start")
 
-    def on_backward_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_backward_start(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         self._lap_of_device("forward")
 
-    def on_backward_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_backward_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         self._lap_of_device("backward")
 
-    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap_of_device("optimizer")
 
-    def on_train_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         if self._on_gpu:
             self._events.append(self._of_step)
             while len(self._events) > _STEPS_BEHIND and self._events[0][-1][1].query():
@@ -141,17 +141,17 @@ class TimingCallback(TrainerCallback):
         for (_, before), (phase, event) in pairwise(self._events.popleft()):
             self._phases[phase] += before.elapsed_time(event) / 1e3
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap(None)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._lap("evaluation")
 
-    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         for name, seconds in self._count(trainer).items():
             trainer.run_history.update_metric(f"time_{name}", seconds)
 
-    def _count(self, trainer: Trainer) -> dict[str, float]:
+    def _count(self, trainer: TrainerLike) -> dict[str, float]:
         """Return the means over all processes since the last call, and add them to the totals."""
         if self._events:
             self._events[-1][-1][1].synchronize()  # does not block: the epoch's losses have already been read
@@ -171,7 +171,7 @@ class TimingCallback(TrainerCallback):
         self._phases.clear()
         return measured | {"callbacks": in_callbacks, "epoch": passed}
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._is_running:  # an error ended the run before it began
             return
         self._is_running = False
@@ -181,7 +181,7 @@ class TimingCallback(TrainerCallback):
         if self.show:
             trainer.print(self)
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         trainer.callback_handler.timer = None
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ class TimingCallback(TrainerCallback):
         return "\n".join(["Where the time went:", *lines, f"{'the whole run':<{width}}  {whole:>9.2f} s"])
 
 
-def _refuse_second(trainer: Trainer, callback: TrainerCallback, reason: str) -> None:
+def _refuse_second(trainer: TrainerLike, callback: TrainerCallback, reason: str) -> None:
     """Raise an error if the trainer has another callback of the same kind."""
     kind = type(callback)
     if any(other is not callback and isinstance(other, kind) for other in trainer.callback_handler):
@@ -237,7 +237,7 @@ class ProfilerCallback(TrainerCallback):
         self._profiler: torch.profiler.profile | None = None
         self._traces: Counter[int] = Counter()  # number of traces by update
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         _refuse_second(trainer, self, "torch.profiler cannot run twice at a time")
         self._traces.clear()
         trainer.ranks.run_together(lambda: self.output_dir.mkdir(parents=True, exist_ok=True), only_first=True)
@@ -252,14 +252,14 @@ class ProfilerCallback(TrainerCallback):
         self._profiler = torch.profiler.profile(schedule=self.schedule, on_trace_ready=write, **self.profile_kwargs)
         self._profiler.start()
 
-    def on_train_step_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._profiler.step()
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._stop()
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._stop()
 
     def _stop(self) -> None:

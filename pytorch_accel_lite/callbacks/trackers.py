@@ -8,16 +8,15 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.utils import did_you_mean, install_command
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
 
 
 class TrackerCallback(StepLogger):
@@ -64,7 +63,7 @@ class TrackerCallback(StepLogger):
         self.run_id: str | None = None
         self._started: Any = None
         self._client: Any = None
-        self._trainer: Trainer | None = None
+        self._trainer: TrainerLike | None = None
         self._is_over = True
         self._logged: dict[str, int] = {}
         #: The metrics of the run history that were logged last, and at which update.
@@ -73,7 +72,7 @@ class TrackerCallback(StepLogger):
         self._known: dict[str, set[int]] = {}
         self._first_update = 0
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_training_run_start(trainer)
         self._trainer = trainer
         self._started = None
@@ -117,7 +116,7 @@ class TrackerCallback(StepLogger):
             )
         self._note_run()
 
-    def _create(self, trainer: Trainer) -> Any:
+    def _create(self, trainer: TrainerLike) -> Any:
         if not isinstance(self.tracker, str):
             return self.tracker
         tracker_class = LOGGER_TYPE_TO_CLASS[self.tracker]
@@ -148,21 +147,21 @@ class TrackerCallback(StepLogger):
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         self._log({"epoch": epoch, **values}, update)
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._evaluated = True
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._evaluated:  # in the middle of the epoch
             self._log_new(trainer)
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._log_new(trainer)
 
-    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not self._is_over:
             self._log_new(trainer)
 
-    def _log_new(self, trainer: Trainer) -> None:
+    def _log_new(self, trainer: TrainerLike) -> None:
         self._average(keep=0)  # trackers do not accept rows of earlier updates afterwards
         counts = self._counts(trainer)
         new = {
@@ -197,7 +196,7 @@ class TrackerCallback(StepLogger):
         metrics = [Metric(name, float(value), now, step) for name, value in numbers.items()]
         self._client.log_batch(self.run_id, metrics=metrics)
 
-    def log_images(self, trainer: Trainer, images: Mapping[str, Any], step: int | None = None) -> None:
+    def log_images(self, trainer: TrainerLike, images: Mapping[str, Any], step: int | None = None) -> None:
         """Log pictures. May be called on the first process only, or on all.
 
         :param images: arrays of shape (height, width, channels) with values from 0 to 255, by name
@@ -218,7 +217,7 @@ class TrackerCallback(StepLogger):
             elif hasattr(self._started, "log_images"):
                 self._started.log_images({name: [picture]}, step=step)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._is_over:
             return
         try:
@@ -227,7 +226,7 @@ class TrackerCallback(StepLogger):
         finally:
             self._finish(trainer)
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if self._is_over:
             return
         try:
@@ -237,7 +236,7 @@ class TrackerCallback(StepLogger):
         finally:
             self._finish(trainer)
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self, trainer: TrainerLike) -> None:
         self._is_over = True
         tracker = self._started
         self._started = None
@@ -245,7 +244,7 @@ class TrackerCallback(StepLogger):
             trainer.accelerator.trackers.remove(tracker)
             tracker.finish()
 
-    def _counts(self, trainer: Trainer) -> dict[str, int]:
+    def _counts(self, trainer: TrainerLike) -> dict[str, int]:
         history = trainer.run_history
         return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
 

@@ -9,6 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.unknown_arguments import answering
+from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
+from pytorch_accel_lite.base.watched_metric import WatchedMetric
+from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import StrPath, place
 from pytorch_accel_lite.checkpoint.frozen import model_fingerprints
@@ -16,15 +25,9 @@ from pytorch_accel_lite.checkpoint.places import open_store
 from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
-from pytorch_accel_lite.checks.answering import answering
-from pytorch_accel_lite.distributed.prepared import are_sharded
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.utils import check_positive_int, check_positive_number, is_overridden, wrapped
-from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.base.run_settings import RunRequest
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._newest_time = 0.0  # of all states in save_dir, on the first process
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
-    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
         if request.kind == "training":
             request.saves_training_states = True
             request.ends_at_signals = request.ends_at_signals or self.save_on_signal
@@ -139,7 +142,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             if self.keep_best is not None:
                 request.metrics.watch(self._watched)
 
-    def find_latest(self, trainer: Trainer) -> TrainingState | None:
+    def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
         """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
         self._lock(trainer)
         try:
@@ -148,17 +151,17 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._store.unlock()
             raise
 
-    def _lock(self, trainer: Trainer) -> None:
+    def _lock(self, trainer: TrainerLike) -> None:
         trainer.ranks.run_together(self._store.lock, only_first=True)
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:
             return
         self._lock(trainer)
         if self.trainable_only and trainer.run_config is None:  # no state has been restored yet
             self._created_weights = model_fingerprints(trainer.get_model(keep_torch_compile=False))
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         check_states_are_possible(trainer.accelerator)
         if self.sharded is True and not _has_shards(trainer):
             raise ValueError(
@@ -190,9 +193,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._newest_time = max(time.time(), self._newest_time + 0.001)
         return self._newest_time
 
-    def _check_requeue(self, trainer: Trainer) -> None:
-        from pytorch_accel_lite.integrations import slurm
-
+    def _check_requeue(self, trainer: TrainerLike) -> None:
         slurm.check_requeue()
         if slurm.was_requeued() and trainer.progress.update == 0 and self._store.has_states():
             raise RuntimeError(
@@ -200,19 +201,19 @@ class SaveTrainingStateCallback(TrainerCallback):
                 "train() was not asked to resume: it would start over each time. Pass resume_from='latest'."
             )
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not is_overridden(self, "on_train_step_checkpoint"):
             listens = self.save_every_n_steps is not None or self.save_every_n_minutes is not None
             trainer.callback_handler.set_listening(self, listens, "on_train_step_checkpoint")
 
-    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._resumed_at = None
         self._measured_at = trainer.progress.samples
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._measured_at = trainer.progress.samples
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         every = self.save_every_n_steps
         minutes = self.save_every_n_minutes
         due = every is not None and trainer.progress.update % every == 0
@@ -221,14 +222,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         if due:
             self._save(trainer)
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         every = self.save_every_n_epochs
         due = every is not None and trainer.progress.epochs_completed % every == 0
         is_best = self._look_at_metric(trainer)
         if due or is_best or (self.save_at_end and trainer.current_run.is_finished):
             self._save(trainer)
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:  # an evaluation
             return
         is_measured = self._measured_at == trainer.progress.samples
@@ -247,7 +248,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         self._save(trainer, is_best)
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
             if self._writer is not None:
                 self._attempt(trainer, self._writer.wait)
@@ -262,13 +263,11 @@ class SaveTrainingStateCallback(TrainerCallback):
                 trainer.current_run.last_words.append(lambda: self._requeue(trainer))
         self._complete = None
 
-    def _requeue(self, trainer: Trainer) -> None:
-        from pytorch_accel_lite.integrations import slurm
-
+    def _requeue(self, trainer: TrainerLike) -> None:
         if said := slurm.requeue_after(trainer.current_run.interruption):
             trainer.print(said)
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
             if self._writer is not None and trainer.ranks.world_size == 1:  # peers may have failed: no wait for them
                 self._attempt(trainer, self._writer.wait)
@@ -276,7 +275,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._store.unlock()
             self._say_how_to_resume(trainer)
 
-    def _say_how_to_resume(self, trainer: Trainer) -> None:
+    def _say_how_to_resume(self, trainer: TrainerLike) -> None:
         """Print where an unfinished run was last saved, if it was."""
         complete, self._complete = self._complete, None
         if complete is not None:
@@ -287,7 +286,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             )
             trainer.print(wrapped(said))
 
-    def _save(self, trainer: Trainer, is_best: bool = False) -> None:
+    def _save(self, trainer: TrainerLike, is_best: bool = False) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.stop_reason}
         if moment == self._saved:  # already saved
             return
@@ -316,12 +315,12 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._saved_clock = trainer.current_run.clock
         self._attempt(trainer, save)
 
-    def _rotation(self, trainer: Trainer) -> Callable[[], None]:
+    def _rotation(self, trainer: TrainerLike) -> Callable[[], None]:
         """Return what removes all states but those to keep, as of now: it may be called while training goes on."""
         protected = {*self._best, state_name(trainer.progress.update)}
         return lambda: self._store.rotate(self.max_checkpoints, protected)
 
-    def _attempt(self, trainer: Trainer, action: Callable[[], object]) -> None:
+    def _attempt(self, trainer: TrainerLike, action: Callable[[], object]) -> None:
         """Run an action that may fail for lack of disk space or permissions."""
         try:
             action()
@@ -332,7 +331,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 raise
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
-    def _look_at_metric(self, trainer: Trainer, mid_epoch: bool = False) -> bool:
+    def _look_at_metric(self, trainer: TrainerLike, mid_epoch: bool = False) -> bool:
         """Record the value of the epoch that has just ended, and return whether it is among the best."""
         if self.keep_best is None:
             return False
@@ -367,5 +366,5 @@ def _check_settings(requeue: bool, save_on_signal: bool, sharded: object) -> Non
         raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
 
 
-def _has_shards(trainer: Trainer) -> bool:
+def _has_shards(trainer: TrainerLike) -> bool:
     return are_sharded(trainer.get_model(keep_torch_compile=False).parameters())

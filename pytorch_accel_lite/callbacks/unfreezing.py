@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
-from pytorch_accel_lite.layer_groups import GivenGroup, find_groups
-from pytorch_accel_lite.optimizers import is_made
-from pytorch_accel_lite.utils import check_positive_int, check_positive_number, wrapped
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
+from pytorch_accel_lite.optimizers.freezing import ModelFreezer, parameters_by_group
+from pytorch_accel_lite.optimizers.layer_groups import GivenGroup, find_groups
+from pytorch_accel_lite.optimizers.operations import is_made
 
 
 class GradualUnfreezingCallback(TrainerCallback):
@@ -51,7 +50,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         self.groups = groups
         self._is_running = False
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None or self._is_running:  # an evaluation
             return
         model = trainer.get_model(keep_torch_compile=False)
@@ -63,7 +62,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         else:  # it is made of what requires gradients when the model is prepared, and the epoch freezes afterwards
             self._unfreeze(model, len(groups))
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._is_running = True
         if not trainer.can_rewrap_model:
             raise RuntimeError(
@@ -80,13 +79,13 @@ class GradualUnfreezingCallback(TrainerCallback):
             )
             trainer.print(wrapped(said))
 
-    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._is_running = False
 
-    def on_exception(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._is_running = False
 
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         # Depends on the epoch alone, so a resumed run needs no state.
         wanted = self._num_trained(trainer.progress.epoch)
         if self._unfreeze(trainer.get_model(keep_torch_compile=False), wanted):

@@ -14,17 +14,17 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.batches import is_number
+from pytorch_accel_lite.base.batches import is_number
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.html import table
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.splitting import is_list_of_samples, slice_batch
+from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metrics import default_transform
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.lazy import LazyMethod
-from pytorch_accel_lite.pieces import is_list_of_samples, slice_batch
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.plotting import plot_sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from pytorch_accel_lite.trainer import Trainer
 
 
 class WorstSample(NamedTuple):
@@ -76,17 +76,17 @@ class WorstSamplesCallback(TrainerCallback):
         self._kept: dict[str, Any] | None = None
         self._gathered: list[WorstSample] = []
 
-    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.eval_dataloader is not None:
             self._loss = self.loss or _without_reduction(trainer.loss_func)
 
-    def on_eval_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._kept = None
         self._name = trainer.run_history.metric_name_prefix.removesuffix("_")
         if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
             self._gathered = []
 
-    def on_eval_step_end(self, trainer: Trainer, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
         indices = trainer.current_run.batch_indices
         if indices == []:  # a batch that only keeps ranks in step
             return
@@ -102,7 +102,7 @@ class WorstSamplesCallback(TrainerCallback):
         best = ranking.topk(min(self.k, len(ranking))).indices
         self._kept = {key: _choose(value, best) for key, value in both.items()}
 
-    def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         mine: list[WorstSample] = []
         if self._kept is not None:
             columns = send_to_device(self._kept, "cpu")
@@ -135,7 +135,9 @@ class WorstSamplesCallback(TrainerCallback):
         ]
         return rows
 
-    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_worst_samples")
+    def _repr_html_(self) -> str:
+        columns, *rows = self.table()
+        return table(repr(self), rows, columns)
 
     def __str__(self) -> str:
         """Return the samples as a table."""
@@ -154,8 +156,6 @@ class WorstSamplesCallback(TrainerCallback):
         :param classes: names of the classes
         :raises ValueError: if there is nothing to draw, or a sample is not an image
         """
-        from pytorch_accel_lite.plotting import plot_sheet
-
         if not self.samples or any(sample.index is None for sample in self.samples):
             raise ValueError("Nothing to draw: no samples with an index have been evaluated yet.")
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pytorch_accel_lite.events import TrainerCallback
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
 
 _PRE = "pre_decay"
 _POST = "post_decay"
@@ -46,7 +44,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
         self._kinds: set[tuple[int, str]] = set()  # when to save, in updates, and which kind of checkpoint
 
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if not hasattr(trainer.scheduler, "get_decay_info"):
             raise ValueError(
                 f"WSDCheckpointCallback needs a WSDLrScheduler, not {trainer.scheduler!r}: pass "
@@ -59,7 +57,7 @@ class WSDCheckpointCallback(TrainerCallback):
             self._load(trainer, self.initial_checkpoint)
         self._save_due(trainer)  # a run may have been killed between saving its training state and this checkpoint
 
-    def _load(self, trainer: Trainer, path: Path) -> None:
+    def _load(self, trainer: TrainerLike, path: Path) -> None:
         if path.is_dir():
             raise ValueError(
                 f"initial_checkpoint={str(path)!r} is a directory. Pass a file written by WSDCheckpointCallback; to "
@@ -74,29 +72,29 @@ class WSDCheckpointCallback(TrainerCallback):
         trainer.scheduler.continue_from(checkpoint.get("scheduler_state_dict"))
         trainer.print(f"Starting from the weights in {os.fspath(path)!r}")
 
-    def on_train_step_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._save_due(trainer)
 
-    def _save_due(self, trainer: Trainer) -> None:
+    def _save_due(self, trainer: TrainerLike) -> None:
         num_updates = trainer.scheduler.num_updates
         for kind in (_POST, _PRE):
             if (num_updates, kind) in self._kinds:
                 self._save(trainer, kind)
 
-    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.current_run.is_finished:
             self._save_last(trainer)
 
-    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.current_run.interruption is None:  # a paused run will be resumed
             self._save_last(trainer)
 
-    def _save_last(self, trainer: Trainer) -> None:
+    def _save_last(self, trainer: TrainerLike) -> None:
         info = trainer.scheduler.get_current_phase_info()
         if info["phase"] == "decay" and trainer.scheduler.num_updates > info["pre_decay_step"]:
             self._save(trainer, _POST)
 
-    def _save(self, trainer: Trainer, kind: str) -> None:
+    def _save(self, trainer: TrainerLike, kind: str) -> None:
         trainer.save_checkpoint(
             self._path(trainer.scheduler.num_updates, kind),
             checkpoint_kwargs={"step": trainer.scheduler.num_updates, "checkpoint_type": f"wsd_{kind}"},

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.checkpoint.comparison import compare
 from pytorch_accel_lite.checkpoint.files import FROZEN, place
 from pytorch_accel_lite.checkpoint.places import local_copy
@@ -26,7 +27,6 @@ from pytorch_accel_lite.checkpoint.training_state import (
     stored_checksum,
     verify_state,
 )
-from pytorch_accel_lite.utils import format_metric
 
 _SHOWN = 10
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite import attributes
+from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.files import StrPath
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, load_optimizer_state, model_state
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.optimizers import attributes
 
 
-def loss_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     """Return what the loss function has learned, by name: its trained parameters and its buffers.
 
     Excludes those of the model, and the constant buffers of torch's own losses, such as class weights.
@@ -26,7 +24,7 @@ def loss_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in _learned_by_loss(trainer).items()}
 
 
-def buffers_beside_model(trainer: Trainer) -> list[tuple[nn.Module, str]]:
+def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
     """Return the buffers (running statistics, for example) of the loss function and of trained attributes.
 
     Each by its module and name, because a forward pass may assign another tensor.
@@ -40,7 +38,7 @@ def buffers_beside_model(trainer: Trainer) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def _learned_by_loss(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     loss_func = trainer.loss_func
     if not isinstance(loss_func, nn.Module):
         return {}
@@ -57,7 +55,7 @@ def _learned_by_loss(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def load_loss_state(trainer: Trainer, state: Mapping[str, Any], source: StrPath) -> None:
+def load_loss_state(trainer: TrainerLike, state: Mapping[str, Any], source: StrPath) -> None:
     """Restore the result of :func:`loss_state`; for a different loss function, restore what fits and warn."""
     loss_func = trainer.loss_func
     own = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
@@ -73,7 +71,9 @@ def load_loss_state(trainer: Trainer, state: Mapping[str, Any], source: StrPath)
         )
 
 
-def attribute_states(trainer: Trainer, keep: bool, optimizers: bool = True, schedulers: bool = True) -> dict[str, Any]:
+def attribute_states(
+    trainer: TrainerLike, keep: bool, optimizers: bool = True, schedulers: bool = True
+) -> dict[str, Any]:
     """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
 
     :param keep: ``False`` on processes that will not write them
@@ -108,7 +108,7 @@ def load_attribute_state(owner: Any, name: str, state: Mapping[str, Any], source
         ) from error
 
 
-def load_attribute_states(trainer: Trainer, states: Mapping[str, Any], source: StrPath, is_final: bool) -> None:
+def load_attribute_states(trainer: TrainerLike, states: Mapping[str, Any], source: StrPath, is_final: bool) -> None:
     """Restore the attributes that a training state holds.
 
     :param is_final: whether to warn of mismatches between attributes and states, as no more attributes will be created
@@ -126,7 +126,7 @@ def load_attribute_states(trainer: Trainer, states: Mapping[str, Any], source: S
         )
 
 
-def describe_attributes(trainer: Trainer) -> str:
+def describe_attributes(trainer: TrainerLike) -> str:
     """Return a description of the attributes that training states hold; empty if there are none."""
     if not trainer.saves_attributes:
         return ""

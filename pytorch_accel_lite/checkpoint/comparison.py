@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.checkpoint.sharded import put_back_whole
-from pytorch_accel_lite.checkpoint.training_state import MANIFEST, open_state, read_weights, verify_state
+from pytorch_accel_lite.checkpoint.training_state import (
+    MANIFEST,
+    open_state,
+    put_back_whole,
+    read_weights,
+    verify_state,
+)
 
 
 def compare(first: Path, second: Path) -> Iterator[tuple[str, list[str]]]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.checkpoint.files import FROZEN, naming, sync, write_tensors
-from pytorch_accel_lite.checkpoint.pieces import find_pieces, read_like, read_whole, shape_of
+from pytorch_accel_lite.checkpoint.shards import find_pieces, read_like, read_whole, shape_of
 from pytorch_accel_lite.checkpoint.weights import full_state_dict, without_compile
 from pytorch_accel_lite.distributed import Ranks
 

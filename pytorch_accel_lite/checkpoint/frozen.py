@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.checkpoint.weights import full_state_dict, listed, without_compile
-from pytorch_accel_lite.replicas import sums_of_bits
 
 
 def fingerprints(tensors: Mapping[str, Any]) -> dict[str, int]:

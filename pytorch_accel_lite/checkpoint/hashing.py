@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from pytorch_accel_lite.utils import available_cores
+from pytorch_accel_lite.base.environment import available_cores
 
 #: Bytes of a file that are hashed at once. Part of the format: another size gives other checksums.
 PIECE = 8 << 20

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pytorch_accel_lite.backends import describe_settings
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.base.backends import describe_settings
+from pytorch_accel_lite.base.protocols import TrainerLike
 
 
-def fingerprint(trainer: Trainer) -> dict[str, Any]:
+def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
     """Return what computes the run of a trainer, in JSON types."""
     device = trainer.device
     is_cuda = device.type == "cuda"
@@ -35,7 +33,7 @@ def _cudnn_version() -> Any:
     return torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
 
 
-def describe_changes(trainer: Trainer, metadata: Mapping[str, Any]) -> str:
+def describe_changes(trainer: TrainerLike, metadata: Mapping[str, Any]) -> str:
     """Return what differs from the machine on which a state was saved, if that may change the run's last bits.
 
     Empty if nothing does, or if the run would not be the same anyway, as the number of processes has changed.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.checkpoint import training_state
+from pytorch_accel_lite.checkpoint.remote import RemoteStore, fetch_state, fetched, upload_state
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState
 from pytorch_accel_lite.distributed import Ranks
@@ -20,8 +21,6 @@ def open_store(save_dir: Path | str) -> StateStore | RemoteStore:
     """Return the states in a directory, or at a URL."""
     if isinstance(save_dir, Path):
         return StateStore(save_dir)
-    from pytorch_accel_lite.checkpoint.remote import RemoteStore
-
     return RemoteStore(save_dir)
 
 
@@ -35,8 +34,6 @@ def write_state(place: Path | str, ranks: Ranks, snapshot: Snapshot) -> None:
     if isinstance(place, Path):
         training_state.write_state(place, ranks, snapshot)
         return
-    from pytorch_accel_lite.checkpoint.remote import upload_state
-
     upload_state(place, ranks, snapshot)
 
 
@@ -44,8 +41,6 @@ def read_state(place: Path | str, ranks: Ranks) -> TrainingState:
     """Verify a state, once in the job or on each machine that fetches it, and read it. All ranks take part."""
     if isinstance(place, Path):
         return training_state.read_state(place, ranks)
-    from pytorch_accel_lite.checkpoint.remote import fetch_state
-
     return fetch_state(place, ranks)
 
 
@@ -55,7 +50,5 @@ def local_copy(place: Path | str) -> Iterator[Path]:
     if isinstance(place, Path):
         yield place
         return
-    from pytorch_accel_lite.checkpoint.remote import fetched
-
     with fetched(place) as directory:
         yield directory

@@ -23,6 +23,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.checkpoint.store import STATE_NAME, refuse_damaged, state_name
 from pytorch_accel_lite.checkpoint.training_state import (
     MANIFEST,
@@ -37,7 +38,6 @@ from pytorch_accel_lite.checkpoint.training_state import (
     write_files,
 )
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.utils import import_extra
 
 #: Says which run saves here. The newest run takes over: a lock would outlive a run whose machine has died.
 _OWNER = ".owner.json"

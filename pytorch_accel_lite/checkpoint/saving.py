@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from pytorch_accel_lite import attributes
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.events import NonFiniteLossError
+from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.adapters import CONFIG, check_directory, save_adapters
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.beside_model import (
@@ -42,15 +44,11 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     without_compile,
 )
-from pytorch_accel_lite.events import NonFiniteLossError
-from pytorch_accel_lite.layer_groups import has_adapters
-from pytorch_accel_lite.utils import warn_outside
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.optimizers.layer_groups import has_adapters
 
 
-def _warn_of_weights(trainer: Trainer, method: str) -> None:
+def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
     """Warn on the first process if the weights that are being saved are not finite. Call it on every process."""
     if not attributes.weights_are_finite(trainer) and trainer.accelerator.is_main_process:
         warn_outside(
@@ -59,14 +57,14 @@ def _warn_of_weights(trainer: Trainer, method: str) -> None:
         )
 
 
-def _timed(trainer: Trainer) -> AbstractContextManager[None]:
+def _timed(trainer: TrainerLike) -> AbstractContextManager[None]:
     """Return a context that the callback handler's timer, if any, counts as saving."""
     timer = trainer.callback_handler.timer
     return nullcontext() if timer is None else timer("saving")
 
 
 def save_checkpoint(
-    self: Trainer,
+    self: TrainerLike,
     save_path: StrPath,
     checkpoint_kwargs: dict[str, Any] | None = None,
     save_optimizer: bool = True,
@@ -113,7 +111,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    self: Trainer,
+    self: TrainerLike,
     checkpoint_path: StrPath,
     load_optimizer: bool = True,
     load_scheduler: bool = True,
@@ -175,7 +173,7 @@ def _refuse_adapters(path: StrPath) -> None:
         )
 
 
-def save_model(self: Trainer, path: StrPath, *, trainable_only: bool = False) -> None:
+def save_model(self: TrainerLike, path: StrPath, *, trainable_only: bool = False) -> None:
     """Save only the weights, as safetensors, for use in other programs. Written atomically, once in the job.
 
     Call it on every process.
@@ -215,7 +213,7 @@ def save_model(self: Trainer, path: StrPath, *, trainable_only: bool = False) ->
         self.ranks.run_together(write, only_first=True)
 
 
-def check_weights(self: Trainer) -> None:
+def check_weights(self: TrainerLike) -> None:
     """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
 
     Call it on every process.
@@ -230,7 +228,7 @@ def check_weights(self: Trainer) -> None:
         )
 
 
-def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
+def register_for_checkpointing(self: TrainerLike, name: str, obj: Any) -> None:
     """Include one of your own objects in every training state.
 
     A resumed run restores it before it starts, and again when training continues, as :meth:`train_epoch_start` and
@@ -248,7 +246,7 @@ def register_for_checkpointing(self: Trainer, name: str, obj: Any) -> None:
 
 
 def save_training_state(
-    self: Trainer,
+    self: TrainerLike,
     output_dir: StrPath,
     checkpoint_kwargs: dict[str, Any] | None = None,
     *,
@@ -306,7 +304,7 @@ def save_training_state(
             writer.start(write)
 
 
-def load_training_state(self: Trainer, input_dir: StrPath) -> dict[str, Any]:
+def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]:
     """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
 
     :param input_dir: directory or URL of the state

@@ -13,7 +13,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
-from pytorch_accel_lite import attributes
+from pytorch_accel_lite.base.modules import PLAIN
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
 from pytorch_accel_lite.checkpoint.beside_model import (
     attribute_states,
     load_attribute_states,
@@ -24,10 +26,10 @@ from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, place, storable
 from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.numbers import pack_numbers
-from pytorch_accel_lite.checkpoint.pieces import own_pieces
 from pytorch_accel_lite.checkpoint.places import read_state
-from pytorch_accel_lite.checkpoint.sharded import put_back_like, take_out_large, take_out_sharded, take_out_weights
-from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, read_weights
+from pytorch_accel_lite.checkpoint.shards import own_pieces
+from pytorch_accel_lite.checkpoint.tensor_files import take_out_large, take_out_sharded, take_out_weights
+from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, put_back_like, read_weights
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
     full_state_dict,
@@ -35,13 +37,11 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     without_compile,
 )
-from pytorch_accel_lite.distributed.prepared import PLAIN
-from pytorch_accel_lite.optimizers import class_names, group_names
-from pytorch_accel_lite.randomness import capture_generators, mix, restore_generators, seed_generators
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.optimizers.operations import class_names, group_names
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.gradients import GradientWindow
-    from pytorch_accel_lite.trainer import Trainer
+    from pytorch_accel_lite.optimizers.gradients import GradientWindow
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:
@@ -55,7 +55,7 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
 
 
 def capture(
-    trainer: Trainer, extra: dict[str, Any], created: Mapping[str, int] | None = None, sharded: bool = False
+    trainer: TrainerLike, extra: dict[str, Any], created: Mapping[str, int] | None = None, sharded: bool = False
 ) -> Snapshot:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
@@ -94,7 +94,7 @@ def _fits_safetensors(value: Any) -> bool:
     return is_plain and value.dtype != torch.complex128
 
 
-def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str, Any]:
+def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict[str, Any]:
     """Return the state shared by all ranks, without the weights, gathered unless it is to be saved in shards."""
 
     def gather(state: Any) -> Any:
@@ -120,7 +120,7 @@ def _collect_shared(trainer: Trainer, is_first: bool, sharded: bool) -> dict[str
     }
 
 
-def _position(trainer: Trainer, is_own: bool) -> dict[str, Any]:
+def _position(trainer: TrainerLike, is_own: bool) -> dict[str, Any]:
     """Return what the loader needs to resume in the middle of an epoch; its position may differ between processes."""
     loader = trainer.current_run.train_loader
     if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_own:
@@ -129,18 +129,18 @@ def _position(trainer: Trainer, is_own: bool) -> dict[str, Any]:
     return {"position": loader.position(), "source_batch_size": size if isinstance(size, int) else None}
 
 
-def _stepped(trainer: Trainer) -> dict[str, Any]:
+def _stepped(trainer: TrainerLike) -> dict[str, Any]:
     """Return the objects that updates step, with ``None`` for those that the trainer does not have."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
-def _optimizers(trainer: Trainer) -> dict[str, Any]:
+def _optimizers(trainer: TrainerLike) -> dict[str, Any]:
     """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
     named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
     return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
 
 
-def _check_optimizer_classes(trainer: Trainer, state: TrainingState) -> None:
+def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None:
     """Raise an error if an optimizer is of another class than in the state; older states do not know the class."""
     saved = state.shared.get("optimizer_classes", {})
     for name, optimizer in _optimizers(trainer).items():
@@ -154,7 +154,7 @@ def _check_optimizer_classes(trainer: Trainer, state: TrainingState) -> None:
                 )
 
 
-def _own_windows(trainer: Trainer) -> dict[str, GradientWindow]:
+def _own_windows(trainer: TrainerLike) -> dict[str, GradientWindow]:
     """Return the accumulation windows of an overridden ``train_step``, by the name of their optimizer."""
     own = trainer.current_run.own_step
     return {} if own is None else own.windows
@@ -201,14 +201,14 @@ def _is_saved(history: object) -> bool:
     return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
 
 
-def _time_of_saving(trainer: Trainer) -> float:
+def _time_of_saving(trainer: TrainerLike) -> float:
     """Return the time, or one right after those of the states there are: the clock may be behind the one before."""
     sources = trainer.current_run.request.state_sources
     times: list[float] = [source.next_time() for source in sources if hasattr(source, "next_time")]
     return max([time.time(), *times])
 
 
-def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
+def _collect_metadata(trainer: TrainerLike) -> dict[str, Any]:
     """Return the facts about the run for the manifest of a state, in JSON types."""
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     return {
@@ -228,7 +228,7 @@ def _collect_metadata(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath) -> TrainingState | None:
+def find_state(trainer: TrainerLike, sources: list[Any], resume_from: StrPath) -> TrainingState | None:
     """Find, verify and read the state to resume from; ``None`` means a fresh start.
 
     :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
@@ -254,7 +254,7 @@ def find_state(trainer: Trainer, sources: list[Any], resume_from: StrPath) -> Tr
     return state
 
 
-def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True) -> None:
+def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = True) -> None:
     """Restore the weights, optimizer, progress, history and, unless told otherwise, the scheduler."""
     _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
@@ -295,7 +295,7 @@ def restore(trainer: Trainer, state: TrainingState, with_scheduler: bool = True)
         window.items_per_batch = shared.get("own_items_per_batch", {}).get(name)  # older states have none
 
 
-def _restore_history(trainer: Trainer, shared: Mapping[str, Any]) -> None:
+def _restore_history(trainer: TrainerLike, shared: Mapping[str, Any]) -> None:
     """Restore the history and what refers to its values, or at least the epoch of one that is not saved."""
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
@@ -306,7 +306,7 @@ def _restore_history(trainer: Trainer, shared: Mapping[str, Any]) -> None:
         history._increment_epoch()
 
 
-def finish_restoring(trainer: Trainer, state: TrainingState) -> None:
+def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
 
     Also restores the attributes and registered objects again, as the starting events may have created or reset some, or

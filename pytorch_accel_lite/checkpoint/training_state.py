@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.files import (
     StrPath,
@@ -34,8 +35,9 @@ from pytorch_accel_lite.checkpoint.files import (
 )
 from pytorch_accel_lite.checkpoint.hashing import FileHashes
 from pytorch_accel_lite.checkpoint.numbers import unpack_numbers
-from pytorch_accel_lite.checkpoint.pieces import OwnPieces, Piece, find_pieces, write_pieces
-from pytorch_accel_lite.checkpoint.sharded import read_weights_like
+from pytorch_accel_lite.checkpoint.shards import OwnPieces, Piece, find_pieces, write_pieces
+from pytorch_accel_lite.checkpoint.tensor_files import put_back, read_weights_like
+from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.distributed import Ranks
 
 #: Since 2, checksums are those of pieces, and large tensors beside the weights are in a file of their own.
@@ -306,3 +308,26 @@ def read_weights(state: TrainingState, own: Mapping[str, Any] | None = None) -> 
         weights = read_tensors(state.directory)
     sharded = read_weights_like(state.pieces, own or {})
     return {**weights, **sharded, **state.shared["model_extra"]}
+
+
+def put_back_whole(state: TrainingState) -> None:
+    """Read the tensors taken out of a state, other than the weights, each of them whole."""
+    state.shared = put_back(state.shared, state.pieces, lambda path: None)
+
+
+def put_back_like(state: TrainingState, trainer: TrainerLike) -> None:
+    """Read the tensors taken out of a state, other than the weights: sharded ones as the trainer's parameters are."""
+    own = dict(_names(trainer))
+    groups = getattr(trainer.optimizer, "param_groups", ())
+    optimized = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+
+    def find(path: tuple[Any, ...]) -> Any:
+        if path[:2] == ("optimizer", "state"):
+            return optimized.get(path[2])
+        return own.get(path[-1])  # averaged weights, for example
+
+    state.shared = put_back(state.shared, state.pieces, find)
+
+
+def _names(trainer: TrainerLike) -> Iterator[tuple[str, Any]]:
+    yield from without_compile(trainer.get_model(keep_torch_compile=False).state_dict()).items()

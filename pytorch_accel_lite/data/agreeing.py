@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from pytorch_accel_lite.batches import parts_in
+from pytorch_accel_lite.base.batches import parts_in
 from pytorch_accel_lite.distributed import Ranks
 
 T = TypeVar("T")

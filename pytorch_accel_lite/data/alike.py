@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from pytorch_accel_lite.batches import tensors_in
+from pytorch_accel_lite.base.batches import tensors_in
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.utils import find_length
 
 _PIECE = 1 << 16  # indices
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.randomness import mix
+from pytorch_accel_lite.base.randomness import mix
 
 _ROUNDS = 8
 _Numbers = npt.NDArray[np.uint64]

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.base.batches import find_batch_size
+from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.messages import Message, read_message, write_number
-from pytorch_accel_lite.randomness import preserving_generators
 
 #: In place of the size of the next messages: there are none, or the data cannot be read.
 ENDED, FAILED = 0, -1

@@ -8,9 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+from pytorch_accel_lite.base.environment import cores_per_process
 from pytorch_accel_lite.data.map import tensors_in_memory
 from pytorch_accel_lite.data.order import WithOwnSampler, inner_datasets, reads_batches
-from pytorch_accel_lite.utils import cores_per_process
+from pytorch_accel_lite.data.workers import start_method
 
 
 def default_num_workers(dataset: Any, processes: int) -> int:
@@ -23,8 +24,6 @@ def default_num_workers(dataset: Any, processes: int) -> int:
     is_fast = _is_in_memory(dataset) or reads_batches(dataset)
     if is_fast or isinstance(dataset, IterableDataset):
         return 0
-    from pytorch_accel_lite.data.workers import start_method
-
     if start_method() != "fork":
         return 0
     per_process = cores_per_process(processes)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from pytorch_accel_lite.data.samplers import of_all_processes
 from pytorch_accel_lite.data.self_sharding import streams_in
 from pytorch_accel_lite.distributed import Ranks
 
@@ -64,8 +65,6 @@ def in_whole_order(loader: DataLoader[Any], world_size: int) -> DataLoader[Any]:
 
     :raises ValueError: if the sampler gives a part of it that cannot be undone
     """
-    from pytorch_accel_lite.data.samplers import of_all_processes
-
     return _with(loader, "sampler", of_all_processes(loader.sampler, world_size))
 
 

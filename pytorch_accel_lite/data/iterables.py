@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.batch import Batch
+from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
 from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
 from pytorch_accel_lite.data.alike import checksum_of_batches
-from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import with_last
+from pytorch_accel_lite.data.skipping import cannot_split, last_samples, skip_batches, skip_samples
+from pytorch_accel_lite.data.stateful import PositionTracker, can_track
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
-from pytorch_accel_lite.utils import find_length
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data.stateful import PositionTracker
@@ -122,8 +125,6 @@ class ReadInTurn(ShardedLoader):
         """
         if not start:
             return self._noting_first(self._open(0))
-        from pytorch_accel_lite.data.skipping import last_samples, skip_batches, skip_samples
-
         size = getattr(self.source, "batch_size", None)
         done = self._steps_done
         by_steps = self._ranks.world_size == 1 and done > 0 and size in (None, self.batch_size_before, start / done)
@@ -215,8 +216,6 @@ class PreShardedLoader(ReadInTurn):
             done = start
         steps = self._in_step(done)
         if start > done:
-            from pytorch_accel_lite.data.skipping import cannot_split, skip_samples
-
             with preserving_generators():
                 if skip_samples(steps, start - done, attrgetter("total_samples")) is not None:
                     raise cannot_split("the batches of several processes")
@@ -296,6 +295,4 @@ def _create_tracker(source: Any, keeps: bool) -> PositionTracker | None:
     batches = _batches_of(source)
     if not any(hasattr(item, "load_state_dict") for item in (batches, getattr(batches, "dataset", None))):
         return None
-    from pytorch_accel_lite.data.stateful import PositionTracker, can_track  # rarely needed
-
     return PositionTracker(batches, keeps) if can_track(batches) else None

@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
+from pytorch_accel_lite.base.batch import Batch
+from pytorch_accel_lite.data.shares import whole_steps
+from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.data.shares import Share, Shares
-
-
-class Batch(NamedTuple):
-    """A batch of this process, with the number of samples of all processes in the same step.
-
-    :param data: the batch, on the device
-    :param num_samples: number of samples of this process. 0 for a filler batch, which only keeps the process in step
-        with the others and must get no weight. ``None`` if only the step that uses the batch can tell.
-    :param total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
-    :param is_last: whether this is the last step of the epoch
-    :param indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
-    :param dataset_name: name of the dataset of a mixture that all samples of the step are from, if they are from one
-    :param share: the share of a logical process that this is, or the last of those in a step of training, whose
-        ``data`` are the batches of all; ``None`` without logical processes
-    """
-
-    data: Any
-    num_samples: int | None
-    total_samples: int | None
-    is_last: bool
-    indices: Any = None
-    dataset_name: str | None = None
-    share: Share | None = None
-
-    def samples(self, output: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the number of samples of this process and of all processes, taken from ``output`` if unknown."""
-        own = int(output["batch_size"]) if self.num_samples is None else self.num_samples
-        return own, own if self.total_samples is None else self.total_samples
-
-    @property
-    def batch(self) -> Any:
-        """The data, under their name in version 0.1."""
-        return self.data
+    from pytorch_accel_lite.data.shares import Shares
 
 
 LoadedBatch = Batch
@@ -184,8 +154,6 @@ class ShardedLoader(ABC):
         if self.options.channels_last:
             steps = (s._replace(data=recursively_apply(_to_channels_last, s.data)) for s in steps)
         if self.options.shares is not None and self.options.fill:
-            from pytorch_accel_lite.data.shares import whole_steps
-
             steps = whole_steps(steps)
         return self._measured(steps) if measured else steps
 
@@ -202,8 +170,6 @@ class ShardedLoader(ABC):
         return (step.data for step in self.steps(self._epoch))
 
     def _start_reading(self, batches: Iterable[Any]) -> Iterator[Any]:
-        from pytorch_accel_lite.data.workers import start_reading
-
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, islice, starmap
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,12 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.data.loader import Batch, FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.base.batch import Batch
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.randomness import mix, seed_generators
+from pytorch_accel_lite.data.alike import check_order
+from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.on_device import InMemory, are_on, read_rows
 from pytorch_accel_lite.data.order import draw_order, indices_at
 from pytorch_accel_lite.data.plan import (
     WrongLengthError,
@@ -34,9 +39,10 @@ from pytorch_accel_lite.data.plan import (
     split,
     with_last,
 )
+from pytorch_accel_lite.data.samplers import in_turn, no_indices, of_all_processes, wrong_length
+from pytorch_accel_lite.data.seeded_reading import BatchReader
+from pytorch_accel_lite.data.skipping import skip_samples
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import mix, seed_generators
-from pytorch_accel_lite.utils import find_length
 
 #: Number of samples of this share and of all shares in a step, whether the step is the last, indices of the samples,
 #: name of the dataset of a mixture that they are from, seed of the share, its number, whether it is this process's last
@@ -58,8 +64,6 @@ class _EpochShares:
         self._own_batches = source.batch_size is None  # the user's batch sampler
         self._sampler: Any = source.batch_sampler if self._own_batches else source.sampler
         if type(self._sampler) not in (RandomSampler, SequentialSampler):
-            from pytorch_accel_lite.data.samplers import of_all_processes  # not loaded in a plain run
-
             self._sampler = of_all_processes(self._sampler, self._divided[0], options.split_batches)
         self._per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
         self._drop_last = source.drop_last
@@ -116,8 +120,6 @@ class _EpochShares:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
         order = self._draw_order(epoch)
         if self._own_batches:
-            from pytorch_accel_lite.data.skipping import skip_samples  # not loaded in a plain run
-
             batches: Iterator[Any] = filter(len, order)
             rest = skip_samples(batches, start, len, "batch_sampler")
             if rest is not None:
@@ -131,8 +133,6 @@ class _EpochShares:
         if size is None:
             return grouped(islice(order, start, None), self._per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
-            from pytorch_accel_lite.data.samplers import wrong_length
-
             raise wrong_length(self._sampler, size, len(order))
         at_least = 1 if self._fill else self._divided[0]
         bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
@@ -143,8 +143,6 @@ class _EpochShares:
             parts = indices_at(order, bounds)
             return map(torch.Tensor.tolist, parts) if self._rows is None else parts
         sizes = [end - begin for begin, end in bounds]
-        from pytorch_accel_lite.data.samplers import in_turn  # not loaded in a plain run
-
         return in_turn(self._sampler, order, start, sizes)
 
     def _draw_order(self, epoch: int) -> Any:
@@ -152,8 +150,6 @@ class _EpochShares:
         self.drawn = {"length": None if self._own_batches else find_length(self._sampler)}
         is_own = isinstance(order, list) and self._seed is not None  # without one, all have that of the first process
         if is_own or self.resumed is not None:
-            from pytorch_accel_lite.data.alike import check_order  # not loaded in a plain run
-
             check_order(self._sampler, order if is_own else None, self._ranks, self.drawn, self.resumed)
             self.resumed = None
         return order
@@ -196,16 +192,12 @@ class MapLoader(ShardedLoader):
         self._memory = tensors_in_memory(source.dataset) if is_plain else None
         self._on_host = self._memory is None or all(tensor.is_cpu for tensor in self._memory.tensors)
         if self._memory is not None and not self._on_host:
-            from pytorch_accel_lite.data.on_device import are_on
-
             self._is_placed = are_on(device, self._memory.tensors)
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
         self._idle: DataLoader[Any] | None = None  # kept with its workers for the next iteration
         self._dataset: Any = source.dataset
         if options.seed is not None and self._memory is None:
-            from pytorch_accel_lite.data.seeded_reading import BatchReader  # not loaded in a plain run
-
             self._dataset = BatchReader(source.dataset)
 
     def _create_inner(self) -> DataLoader[Any]:
@@ -306,8 +298,6 @@ class MapLoader(ShardedLoader):
             yield batch if arrange is None else arrange(batch)
 
     def _read_device(self) -> Iterator[Any]:
-        from pytorch_accel_lite.data.on_device import read_rows  # not loaded for data in host memory
-
         assert self._memory is not None
         if self.options.seed is None:
             self._draw_seed_of_workers()
@@ -339,19 +329,6 @@ class MapLoader(ShardedLoader):
 
     def _ends_in_one(self) -> bool:
         return self._shares.ends_in_one()
-
-
-class InMemory(NamedTuple):
-    """Data in memory.
-
-    :param tensors: tensors, which have a row for each sample
-    :param subset: the rows of a ``Subset``; ``None`` for all
-    :param arrange: makes a batch from a list of rows of each tensor; ``None`` if that list is the batch
-    """
-
-    tensors: Sequence[torch.Tensor]
-    subset: torch.Tensor | None = None
-    arrange: Callable[[list[torch.Tensor]], Any] | None = None
 
 
 def tensors_in_memory(dataset: Any) -> InMemory | None:
@@ -390,8 +367,6 @@ def _from_front(indices: Any, rows: int) -> torch.Tensor:
     """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
     tensor = torch.as_tensor(indices)
     if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
-        from pytorch_accel_lite.data.samplers import no_indices
-
         raise no_indices(tensor)
     tensor = tensor.to(torch.int64)
     return torch.where(tensor < 0, tensor + rows, tensor)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.dividing import part_of
 from pytorch_accel_lite.data.mixtures import check_weights
 from pytorch_accel_lite.data.skipping import ended
 from pytorch_accel_lite.data.stateful import can_return, returning_once
-from pytorch_accel_lite.randomness import preserving_generators
 
 _END = object()  # of a stream
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Sampler
 
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.randomness import mix
+from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one
-from pytorch_accel_lite.randomness import mix
-from pytorch_accel_lite.utils import check_positive_int, check_range, did_you_mean, find_length
 
 
 class Mixture(ConcatDataset[Any]):

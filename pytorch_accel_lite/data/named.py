@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Sampler
 
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.validation import check_choice
 from pytorch_accel_lite.data.order import WithOwnSampler
-from pytorch_accel_lite.utils import check_choice, find_length
 
 
 class NamedDatasets(WithOwnSampler):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data.map import InMemory
 
 _STEPS = 256  # whose indices are copied together
 
@@ -46,3 +43,16 @@ def _copied(steps: Sequence[torch.Tensor], device: torch.device) -> Sequence[tor
         together = together.pin_memory()  # otherwise the copy would wait for the steps before it
     sizes = [len(rows) for rows in steps]
     return together.to(device, non_blocking=True).split(sizes)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class InMemory(NamedTuple):
+    """Data in memory.
+
+    :param tensors: tensors, which have a row for each sample
+    :param subset: the rows of a ``Subset``; ``None`` for all
+    :param arrange: makes a batch from a list of rows of each tensor; ``None`` if that list is the batch
+    """
+
+    tensors: Sequence[torch.Tensor]
+    subset: torch.Tensor | None = None
+    arrange: Callable[[list[torch.Tensor]], Any] | None = None

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import ConcatDataset, Dataset, RandomSampler, SequentialSampler, StackDataset, Subset
 
+from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
+from pytorch_accel_lite.data.computed_order import ComputedOrder
+from pytorch_accel_lite.data.samplers import draw_from
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data.computed_order import ComputedOrder
@@ -58,8 +60,6 @@ def draw_order(sampler: Any, ranks: Ranks, seed: int | None, epoch: int, reporte
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if not _is_plain_shuffle(sampler):
-        from pytorch_accel_lite.data.samplers import draw_from  # not loaded in a plain run
-
         return draw_from(sampler, ranks, seed, epoch, reported)
     if seed is None:
         return _shuffled(len(sampler), ranks.broadcast_object(_draw_seed))
@@ -82,8 +82,6 @@ def _draw_seed() -> int:
 def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
     """Return the order that a plain ``RandomSampler`` draws with a seed, as a tensor, or a computed one."""
     if size > LARGEST_STORED:
-        from pytorch_accel_lite.data.computed_order import ComputedOrder  # not loaded for data of ordinary size
-
         return ComputedOrder(size, seed)
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from pytorch_accel_lite.data.plan import WrongLengthError
-from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import (
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.randomness import (
     capture_generators,
     mix,
     preserving_generators,
     restore_generators,
     seed_generators,
 )
-from pytorch_accel_lite.utils import find_length
+from pytorch_accel_lite.data.alike import check_same_order
+from pytorch_accel_lite.data.plan import WrongLengthError
+from pytorch_accel_lite.distributed import Ranks
 
 #: Number of indices drawn at a time from a sampler without a length.
 _PIECE = 1024
@@ -147,8 +148,6 @@ def _share_pieces(sampler: Iterable[Any], ranks: Ranks) -> Iterator[Any]:
 
 def _draw_pieces(sampler: Iterable[Any], seed: int, ranks: Ranks) -> Iterator[Any]:
     """Yield indices drawn from separate random generators, whose states carry over from piece to piece."""
-    from pytorch_accel_lite.data.alike import check_same_order
-
     with preserving_generators():
         seed_generators(seed)
         drawn = iter(sampler)

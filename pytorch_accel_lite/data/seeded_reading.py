@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from pytorch_accel_lite.base.randomness import mix, seed_generators
 from pytorch_accel_lite.data.order import reads_batches
-from pytorch_accel_lite.randomness import mix, seed_generators
 
 #: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
 #: follow; the position of the first sample; the indices of the samples.

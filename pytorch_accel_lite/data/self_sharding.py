@@ -16,7 +16,7 @@ _ASK_FOR_THEIR_RANK = {("litdata", "StreamingDataset"), ("streaming", "Streaming
 _DATA_PIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 
 
-class Share(NamedTuple):
+class SelfSharding(NamedTuple):
     """The part of the data that a stream gives.
 
     :param shared_by: name of the mechanism that shards the data
@@ -28,7 +28,7 @@ class Share(NamedTuple):
     world_size: int | None = None
 
 
-def find_share(stream: Any) -> Share | None:
+def find_share(stream: Any) -> SelfSharding | None:
     """Return how a stream, or one inside it, shards itself; ``None`` if it seems to give all data."""
     return next(filter(None, map(_share, streams_in(stream, []))), None)
 
@@ -45,25 +45,25 @@ def streams_in(stream: Any, seen: list[Any]) -> Iterator[Any]:
             yield from streams_in(inner, seen)
 
 
-def _share(stream: Any) -> Share | None:
+def _share(stream: Any) -> SelfSharding | None:
     kind = type(stream).__name__
     split: Any = getattr(stream, "_distributed", None)  # Hugging Face datasets
     if hasattr(split, "rank") and hasattr(split, "world_size"):
-        return Share(f"split_dataset_by_node ({kind})", split.rank, split.world_size)
+        return SelfSharding(f"split_dataset_by_node ({kind})", split.rank, split.world_size)
     if kind == "IterableDatasetShard":  # of Accelerate and transformers
-        return Share(kind, stream.process_index, stream.num_processes)
+        return SelfSharding(kind, stream.process_index, stream.num_processes)
     stages = getattr(stream, "pipeline", None)  # webdataset
     names = [getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages or () if callable(stage)]
     if any("split_by_node" in name for name in names):
-        return Share(f"split_by_node ({kind})")
+        return SelfSharding(f"split_by_node ({kind})")
     if any((base.__module__.partition(".")[0], base.__name__) in _ASK_FOR_THEIR_RANK for base in type(stream).__mro__):
-        return Share(f"{type(stream).__module__.partition('.')[0]}.{kind}")
+        return SelfSharding(f"{type(stream).__module__.partition('.')[0]}.{kind}")
     if isinstance(stream, _DATA_PIPE) and hasattr(stream, "apply_sharding"):
-        return Share(kind)  # torch's DataLoader tells it the rank
+        return SelfSharding(kind)  # torch's DataLoader tells it the rank
     return None
 
 
-def find_own_share(stream: Any, ranks: Ranks) -> Share | None:
+def find_own_share(stream: Any, ranks: Ranks) -> SelfSharding | None:
     """Return how a stream shards itself over the processes; ``None`` if the trainer is to shard it.
 
     Call it on every process.

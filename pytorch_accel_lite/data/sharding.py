@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.data.alike import check_same_data
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
+from pytorch_accel_lite.data.streams import create_loader
 from pytorch_accel_lite.distributed import Ranks
 
 
@@ -38,8 +40,6 @@ def shard(
                 f"each logical process its own share; {type(dataset).__name__} is read in turn. Use a dataset with "
                 "__len__ and __getitem__."
             )
-        from pytorch_accel_lite.data.streams import create_loader
-
         return create_loader(source, ranks, device, chosen, is_loader)
     if ranks.world_size > 1:
         if chosen.dispatch_batches:
@@ -48,8 +48,6 @@ def shard(
                 f"data that can be indexed itself, here of a {type(source.dataset).__name__}. Leave it out or, if "
                 "only the first process can read the data, pass an IterableDataset, which it reads for all."
             )
-        from pytorch_accel_lite.data.alike import check_same_data
-
         check_same_data(source.dataset, ranks)
     return MapLoader(source, ranks, device, chosen)
 

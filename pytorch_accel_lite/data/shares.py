@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pytorch_accel_lite.base.batch import Batch, Share
+
 if TYPE_CHECKING:
-    from pytorch_accel_lite.data.loader import Batch
+    from pytorch_accel_lite.base.batch import Batch
 
 
 class Shares(NamedTuple):
@@ -25,19 +27,6 @@ class Shares(NamedTuple):
     def share_at(self, number: int, place: int, ends_step: bool) -> Share:
         """Return one of them in a step."""
         return Share(number, place, ends_step)
-
-
-class Share(NamedTuple):
-    """The share of a logical process in a step.
-
-    :param number: number of the logical process
-    :param place: the mixed seed, epoch and position of the step, from which random numbers follow
-    :param ends_step: whether it is the last of this step on this process
-    """
-
-    number: int
-    place: int
-    ends_step: bool
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
+from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data.dividing import part_of
 from pytorch_accel_lite.data.skipping import ended
 from pytorch_accel_lite.data.stateful import can_return, returning_once
-from pytorch_accel_lite.randomness import mix, preserving_generators, seed_generators
-from pytorch_accel_lite.utils import check_positive_int
 
 
 class ShuffledStream(IterableDataset[Any]):

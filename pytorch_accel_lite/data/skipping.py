@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from pytorch_accel_lite.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.splitting import slice_batch
 from pytorch_accel_lite.data.plan import WrongLengthError
-from pytorch_accel_lite.pieces import slice_batch
 
 T = TypeVar("T")
 

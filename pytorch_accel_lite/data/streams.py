@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from pytorch_accel_lite.batches import find_batch_size
+from pytorch_accel_lite.base.batch import Batch
+from pytorch_accel_lite.base.batches import find_batch_size
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
 from pytorch_accel_lite.data.alike import check_own_batches, checksum_of_batches
 from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal, Dealt
@@ -27,12 +30,10 @@ from pytorch_accel_lite.data.dividing import (
     part_of,
 )
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
-from pytorch_accel_lite.data.loader import Batch, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
 from pytorch_accel_lite.data.self_sharding import find_own_share
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.randomness import preserving_generators
-from pytorch_accel_lite.utils import find_length
 
 _END = object()  # of a part
 

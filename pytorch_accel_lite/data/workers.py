@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from pytorch_accel_lite.data.forking import CheckedForkContext
+from pytorch_accel_lite.data.seeded_reading import BatchReader
+
 T = TypeVar("T")
 
 
@@ -35,8 +38,6 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     leaves_signals = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled, leaves_signals)
     if (start_method() if context is None else context.get_start_method()) == "fork":
-        from pytorch_accel_lite.data.forking import CheckedForkContext  # not available on every system
-
         batches.multiprocessing_context = CheckedForkContext(batches.num_workers)
     gc.disable()
     try:
@@ -69,8 +70,6 @@ def _begin(
 
 def _show_users_dataset() -> None:
     """Let ``get_worker_info().dataset`` be the user's dataset, which is inside another that seeds each sample."""
-    from pytorch_accel_lite.data.seeded_reading import BatchReader
-
     info: Any = get_worker_info()
     if isinstance(info.dataset, BatchReader):
         # The information is read-only, and what torch reads from has been passed to it apart.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.distributed.prepared import local
+from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
@@ -55,3 +57,12 @@ def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
     elif not gradient.is_sparse:
         gradient = gradient.to_sparse(sparse_dim)
     return gradient.coalesce()
+
+
+def sync_ddp_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Copy rank 0's buffers to all ranks, as ``DistributedDataParallel`` does before its next forward pass.
+
+    Until then, running statistics, such as those of batch norm, reflect each rank's own last batch.
+    """
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        ranks.copy_from_first(model.buffers())

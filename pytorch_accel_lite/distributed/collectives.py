@@ -6,24 +6,22 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from pytorch_accel_lite.base.batch import Batch
+from pytorch_accel_lite.base.helpers import current_process, remove_padding
+from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.distributed.ranks import Ranks
-from pytorch_accel_lite.helpers import current_process, remove_padding
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.data import Batch
-    from pytorch_accel_lite.trainer import Trainer
 
 T = TypeVar("T")
 
 
-def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, with_gradients: bool = False) -> Any:
+def gather(self: TrainerLike, tensor: Any, padding_value: float | None = None, *, with_gradients: bool = False) -> Any:
     """Concatenate tensors from all processes along their first dimension. Call it on every process.
 
     With several processes, the result carries no gradients unless ``with_gradients=True``, and a backward pass through
@@ -60,7 +58,7 @@ def gather(self: Trainer, tensor: Any, padding_value: float | None = None, *, wi
 
 
 @contextmanager
-def gathering_uneven_batches(trainer: Trainer) -> Iterator[None]:
+def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
     """In a block, let Accelerate's ``gather_for_metrics`` gather the batches of a run, whose lengths may differ."""
     if trainer.ranks.world_size == 1:
         yield
@@ -76,7 +74,7 @@ def gathering_uneven_batches(trainer: Trainer) -> Iterator[None]:
             del held["gather_for_metrics"]
 
 
-def _gather_for_metrics(trainer: Trainer, input_data: Any, use_gather_object: bool = False) -> Any:
+def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object: bool = False) -> Any:
     """Return what Accelerate would: tensors concatenated over all processes, or a list of other objects.
 
     Called in a step, it leaves out the rows of filler batches, which evaluations have as well from then on: a process
@@ -95,7 +93,7 @@ def _gather_for_metrics(trainer: Trainer, input_data: Any, use_gather_object: bo
     return trainer.gather(torch.utils._pytree.tree_unflatten(rows, structure))
 
 
-def _check_all_have_batches(trainer: Trainer, batch: Batch) -> None:
+def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
     """Raise an error if other processes are known to have no batch in the first step of an evaluation."""
     ranks, total = trainer.data_ranks, batch.total_samples
     is_short = total is not None and (total < ranks.world_size or total == batch.num_samples)
@@ -107,27 +105,29 @@ def _check_all_have_batches(trainer: Trainer, batch: Batch) -> None:
         )
 
 
-def barrier(self: Trainer) -> None:
+def barrier(self: TrainerLike) -> None:
     """Wait until every process has reached this point."""
     self.ranks.barrier()
 
 
-def sync_buffers(self: Trainer, module: nn.Module) -> None:
+def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
     """Copy the buffers of a module from the first process to all others. Call it on every process."""
     self.ranks.copy_from_first(module.buffers())
 
 
-def broadcast_object(self: Trainer, obj: T) -> T:
+def broadcast_object(self: TrainerLike, obj: T) -> T:
     """Return the first process's picklable object on every process. Call it on every process."""
-    return self.ranks.broadcast_object(lambda: obj)
+    first: T = self.ranks.broadcast_object(lambda: obj)
+    return first
 
 
-def all_gather_object(self: Trainer, obj: T) -> list[T]:
+def all_gather_object(self: TrainerLike, obj: T) -> list[T]:
     """Return the picklable objects of all processes, ordered by rank. Call it on every process."""
-    return self.ranks.all_gather_object(obj)
+    gathered: list[T] = self.ranks.all_gather_object(obj)
+    return gathered
 
 
-def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
+def tensor_to_numeric(self: TrainerLike, tensor: torch.Tensor, reduce: str | None = None) -> float | int:
     """Return a tensor with one element as a Python number.
 
     :param reduce: ``"sum"``, ``"mean"`` or ``"max"`` over all processes, which must then all call it; ``None`` for
@@ -145,7 +145,7 @@ def tensor_to_numeric(self: Trainer, tensor: torch.Tensor, reduce: str | None = 
     return sum(values) / len(values) if reduce == "mean" else sum(values)
 
 
-def _gather(trainer: Trainer, data: Any, with_gradients: bool, counts: bool) -> Any:
+def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool) -> Any:
     """Concatenate tensors over the ranks along their first dimension.
 
     :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
@@ -210,7 +210,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], trainer: Trainer
+        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], trainer: TrainerLike
     ) -> torch.Tensor:
         ranks = trainer.data_ranks
         counts = counting[ranks.rank]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.distributed.messages import Message, read_message
-from pytorch_accel_lite.utils import distinct_elements
 
 _LENGTH = 8  # bytes in which a row begins with the length of its object
 _SHORT = 1024 - _LENGTH

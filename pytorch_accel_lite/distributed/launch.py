@@ -11,16 +11,9 @@ import warnings
 from contextlib import suppress
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-
-from pytorch_accel_lite.utils import is_overridden
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.run import Run
-    from pytorch_accel_lite.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -52,20 +45,6 @@ def check_launch(accelerator: Accelerator) -> None:
             f"{accelerator.num_processes} {accelerator.device.type} process(es) and would ignore it. Start several "
             "processes with accelerate launch on a machine with GPUs, or leave the plugin out."
         )
-    if getattr(accelerator, "parallelism_config", None) is not None:
-        from pytorch_accel_lite.sharding.faults import check_parallelism
-
-        check_parallelism(accelerator)
-
-
-def begin_sharded(trainer: Trainer, run: Run) -> None:
-    """Shard the model if the trainer's class does so, and divide the data of a run as the meshes of its weights do."""
-    has_own_way = is_overridden(trainer, "parallelize_model")
-    is_parallel = trainer.is_sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None
-    if has_own_way or (is_parallel and trainer.ranks.world_size > 1):
-        from pytorch_accel_lite.sharding.preparing import begin
-
-        begin(trainer, run, has_own_way)
 
 
 def heed_launcher() -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from pytorch_accel_lite.distributed.exchange import all_gather_encoded, copy_from, encode
+
 T = TypeVar("T")
 
 
@@ -141,8 +143,6 @@ class Ranks:
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the first rank's values to all ranks, in place."""
         if self.world_size > 1:
-            from pytorch_accel_lite.distributed.exchange import copy_from
-
             for tensor in tensors:
                 copy_from(self.members[0], tensor.detach(), self.device_group)
 
@@ -150,8 +150,6 @@ class Ranks:
         """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
-        from pytorch_accel_lite.distributed.exchange import all_gather_encoded, encode
-
         return all_gather_encoded(encode(value), self.members, self.rank, self._group)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -195,8 +193,6 @@ class Ranks:
         """
         if self.world_size == 1:
             return [action()]
-        from pytorch_accel_lite.distributed.exchange import all_gather_encoded, encode
-
         failure: Exception | None = None
         try:
             encoded = encode((None if only_first and self.rank else action(), None))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
+from pytorch_accel_lite.base.protocols import TrainerLike
 
 
-def rewrap_model(self: Trainer) -> None:
+def rewrap_model(self: TrainerLike) -> None:
     """Tell ``DistributedDataParallel`` that the set of trained parameters has changed. Call it on every process.
 
     Call it after freezing or unfreezing parameters in the middle of a run, between updates, for example in

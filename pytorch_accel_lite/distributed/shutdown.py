@@ -7,29 +7,26 @@ import gc
 import sys
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.distributed.ranks import Ranks
 
-if TYPE_CHECKING:
-    from pytorch_accel_lite.trainer import Trainer
-
-_open: weakref.WeakSet[Trainer] = weakref.WeakSet()
+_open: weakref.WeakSet[TrainerLike] = weakref.WeakSet()
 _job: list[tuple[Accelerator, Ranks]] = []  # ends the job, even if its trainers were dropped without being closed
 _last_run_failed = False  # even if the program has caught the error
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
-def register(trainer: Trainer) -> None:
+def register(trainer: TrainerLike) -> None:
     """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
     _open.add(trainer)
     _job[:] = [(trainer.accelerator, trainer.ranks)]
 
 
-def unregister(trainer: Trainer) -> bool:
+def unregister(trainer: TrainerLike) -> bool:
     """Mark a trainer as closed, and return whether it was open."""
     is_open = trainer in _open
     _open.discard(trainer)

@@ -5,13 +5,13 @@ Nothing here is imported by the rest of the package.
 
 from __future__ import annotations
 
-from pytorch_accel_lite.experiment.comparison import RunComparison, compare_runs
 from pytorch_accel_lite.experiment.cross_validation import CrossValidation, Fold, cross_validate
 from pytorch_accel_lite.experiment.experiment import Experiment
-from pytorch_accel_lite.experiment.files import ExperimentError, load_yaml
 from pytorch_accel_lite.experiment.launching import LaunchError, launch
+from pytorch_accel_lite.experiment.run_comparison import RunComparison, compare_runs
 from pytorch_accel_lite.experiment.search import OptunaPruningCallback, retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.experiment.testing import run_tests
+from pytorch_accel_lite.experiment.yaml_files import ExperimentError, load_yaml
 
 __all__ = [
     "CrossValidation",

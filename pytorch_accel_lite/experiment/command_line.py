@@ -12,9 +12,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.checkpoint.files import place
-from pytorch_accel_lite.experiment.files import ExperimentError, is_ours
-from pytorch_accel_lite.utils import format_metric, is_terminal
+from pytorch_accel_lite.base.environment import is_terminal
+from pytorch_accel_lite.base.text import format_metric
+from pytorch_accel_lite.callbacks import SaveBestModelCallback
+from pytorch_accel_lite.callbacks.metrics_file import plain
+from pytorch_accel_lite.checkpoint.__main__ import inspect
+from pytorch_accel_lite.checkpoint.files import place, replacing
+from pytorch_accel_lite.distributed.launch import record_error
+from pytorch_accel_lite.experiment.experiment import Experiment, create_parser
+from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
+from pytorch_accel_lite.experiment.parsing import TOOLS
+from pytorch_accel_lite.experiment.run_comparison import compare_runs
+from pytorch_accel_lite.experiment.run_folders import natural_order
+from pytorch_accel_lite.experiment.starting import starting_file
+from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of
+from pytorch_accel_lite.experiment.testing import run_tests
+from pytorch_accel_lite.experiment.yaml_files import ExperimentError, is_ours
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.experiment.experiment import Experiment
@@ -51,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_for_users(error):
             raise
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
-            from pytorch_accel_lite.distributed.launch import record_error
-
             record_error(error)
         else:
             print(_wrapped(f"error: {error}"), file=sys.stderr)
@@ -76,8 +87,6 @@ def _starts_processes(options: argparse.Namespace) -> bool:
 
 def _launch(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the command on several processes, after its file has been checked once."""
-    from pytorch_accel_lite.experiment.launching import LaunchError, launch_command
-
     _read(options, rest)
     own = [options.command, options.file]
     for name in ("weights", "on"):
@@ -155,15 +164,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read(options: argparse.Namespace, rest: list[str]) -> Experiment | None:
     """Read the experiment; ``None`` if only its help or its contents were asked for, and have been printed."""
-    from pytorch_accel_lite.experiment.experiment import Experiment
-    from pytorch_accel_lite.experiment.parsing import TOOLS
-
     if options.help:
         _print_help(options)
         return None
     if getattr(options, "print_config", False):
-        from pytorch_accel_lite.experiment.starting import starting_file
-
         print(starting_file(options.file, rest), end="")
         return None
     if options.file is None:
@@ -176,8 +180,6 @@ def _read(options: argparse.Namespace, rest: list[str]) -> Experiment | None:
 
 def _print_help(options: argparse.Namespace) -> None:
     """Print the options of a command, and those of the experiment if there is one, with its values."""
-    from pytorch_accel_lite.experiment.experiment import create_parser
-
     print(options.describe())
     if options.file is not None:
         print(create_parser(options.file).help())
@@ -205,8 +207,6 @@ def _predict(options: argparse.Namespace, rest: list[str]) -> None:
     experiment = _read(options, rest)
     if experiment is None:
         return
-    from pytorch_accel_lite.experiment.weights import predictions_of
-
     trainer, weights, dataset, arguments = _load(experiment, options, "test")
     directory = experiment.output_dir / "predictions" / _source(experiment, options, "test")
     trainer.callback_handler.add_callback(predictions_of(trainer, weights, directory, **_described(experiment)))
@@ -230,8 +230,6 @@ def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> 
 
 def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tuple[Any, Path, Any, dict[str, Any]]:
     """Return the trainer with the weights asked for, their path, the dataset, and the arguments to read it with."""
-    from pytorch_accel_lite.experiment.weights import find_weights, load_weights
-
     trainer = experiment.trainer
     dataset = experiment.dataset(_source(experiment, options, first))
     weights = find_weights(trainer, options.weights or _best_or_last(trainer))
@@ -241,15 +239,10 @@ def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tu
 
 
 def _best_or_last(trainer: Any) -> str:
-    from pytorch_accel_lite.callbacks import SaveBestModelCallback
-
     return "best" if any(isinstance(callback, SaveBestModelCallback) for callback in trainer.callbacks) else "last"
 
 
 def _write_json(path: Path, metrics: dict[str, Any]) -> None:
-    from pytorch_accel_lite.callbacks.metrics_file import plain
-    from pytorch_accel_lite.checkpoint.files import replacing
-
     with replacing(path) as temporary:
         temporary.write_text(json.dumps({name: plain(value) for name, value in metrics.items()}, indent=2) + "\n")
 
@@ -275,8 +268,6 @@ def _test(options: argparse.Namespace, rest: list[str]) -> None:
     experiment = _read(options, rest)
     if experiment is None:
         return
-    from pytorch_accel_lite.experiment.testing import run_tests
-
     folder = experiment.output_dir / "tests"
     name = _source(experiment, options, "test")
     dataset = experiment.dataset(name)
@@ -290,17 +281,12 @@ def _test(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _inspect(options: argparse.Namespace, rest: list[str]) -> None:
-    from pytorch_accel_lite.checkpoint.__main__ import inspect
-
     if rest:
         raise ExperimentError(f"inspect takes only the directory of a training state, not {' '.join(rest)}.")
     inspect(options.state)
 
 
 def _compare(options: argparse.Namespace, rest: list[str]) -> None:
-    from pytorch_accel_lite.experiment.comparison import compare_runs
-    from pytorch_accel_lite.experiment.run_folders import natural_order
-
     if rest:
         raise ExperimentError(f"compare does not have the option {rest[0]}. See compare --help.")
     directions = dict.fromkeys(options.maximize, True) | dict.fromkeys(options.minimize, False)

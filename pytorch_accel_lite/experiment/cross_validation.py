@@ -21,16 +21,18 @@ import torch
 from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.events import RunPausedError
+from pytorch_accel_lite.base.html import table
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.splitting import concatenate, reorder
+from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from pytorch_accel_lite.callbacks.run_page import format_column
 from pytorch_accel_lite.checkpoint.files import replacing
 from pytorch_accel_lite.distributed.collectives import result_of_first
-from pytorch_accel_lite.events import RunPausedError
 from pytorch_accel_lite.experiment.text_tables import text_table
-from pytorch_accel_lite.lazy import LazyMethod
-from pytorch_accel_lite.pieces import concatenate, reorder
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import did_you_mean, find_length, import_extra
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,7 +148,9 @@ class CrossValidation:
     def __repr__(self) -> str:
         return "\n".join([f"Cross-validation: {self.title}", *text_table(self.table())])
 
-    _repr_html_ = LazyMethod("pytorch_accel_lite.html_reprs", "of_cross_validation")
+    def _repr_html_(self) -> str:
+        columns, *rows = self.table()
+        return table(self.title, rows, columns)
 
 
 def _deviation(values: Sequence[float]) -> float:

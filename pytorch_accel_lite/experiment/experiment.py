@@ -18,18 +18,18 @@ import yaml
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
+from pytorch_accel_lite.base.devices import launched_on_cpus
+from pytorch_accel_lite.base.inspection import is_ours as is_of_package
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks.stacks import is_library
 from pytorch_accel_lite.checkpoint.files import place, replacing
-from pytorch_accel_lite.devices import launched_on_cpus
 from pytorch_accel_lite.experiment.expressions import replace_expressions
-from pytorch_accel_lite.experiment.files import Document, ExperimentError, is_ours, read
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.overriding import nested, spelt_out, without_given
 from pytorch_accel_lite.experiment.parsing import Parser
 from pytorch_accel_lite.experiment.recording import ExperimentRecord
+from pytorch_accel_lite.experiment.yaml_files import Document, ExperimentError, is_ours, read
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import is_ours as is_of_package
 
 #: How arguments begin that name a file to read, such as ``initial_checkpoint``.
 _READ = ("initial_", "input_", "load_", "pretrained_", "resume_")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pytorch_accel_lite.experiment.files import ExperimentError
-from pytorch_accel_lite.placeholders import Placeholder, TrainerPlaceholderValues
-from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import did_you_mean
+from pytorch_accel_lite.base.placeholders import Placeholder, TrainerPlaceholderValues
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.experiment.yaml_files import ExperimentError
 
 _NAMES: dict[str, Placeholder] = {
     name: value for name, value in vars(TrainerPlaceholderValues).items() if isinstance(value, Placeholder)
@@ -89,7 +89,7 @@ def replace_expressions(value: Any, place: str) -> Any:
 
 
 def _located(placeholder: Placeholder, place: str) -> Placeholder:
-    def compute(trainer: Trainer) -> Any:
+    def compute(trainer: TrainerLike) -> Any:
         with _naming(place):
             return placeholder.resolve(trainer)
 

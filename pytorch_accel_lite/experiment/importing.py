@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pytorch_accel_lite.experiment.files import Document, ExperimentError
-from pytorch_accel_lite.utils import did_you_mean
+from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.experiment.yaml_files import Document, ExperimentError
 
 #: What the path of a class or a function looks like.
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -14,11 +14,11 @@ from typing import Any, Union
 from accelerate import Accelerator
 from torch import nn
 
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.experiment.files import Document, ExperimentError
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.experiment.signatures import type_hints
+from pytorch_accel_lite.experiment.yaml_files import Document, ExperimentError
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import is_ours
 
 _STANDARD_LIBRARY = os.path.realpath(sysconfig.get_path("stdlib"))
 

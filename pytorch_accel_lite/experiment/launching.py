@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pytorch_accel_lite.signals import keeping_handlers
-from pytorch_accel_lite.utils import check_positive_int
+from pytorch_accel_lite.base.signals import keeping_handlers
+from pytorch_accel_lite.base.validation import check_positive_int
 
 _FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"
 _QUERY = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]

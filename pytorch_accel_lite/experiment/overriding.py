@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytorch_accel_lite.experiment.files import PARTS, Document, short
 from pytorch_accel_lite.experiment.importing import PATH, full_name, import_path
+from pytorch_accel_lite.experiment.yaml_files import PARTS, Document, short
 
 #: Environment variables that override a file begin with this, as in ``PYTORCH_ACCEL_LITE_TRAIN__NUM_EPOCHS``.
 ENVIRONMENT = "PYTORCH_ACCEL_LITE_"

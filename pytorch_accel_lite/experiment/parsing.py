@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from pytorch_accel_lite.checks.known_elsewhere import suggest
-from pytorch_accel_lite.events import TrainerCallback
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.other_libraries import suggest
+from pytorch_accel_lite.experiment.error_texts import UNWRITABLE, explain, tidy_comments, tidy_help, without_unwritable
 from pytorch_accel_lite.experiment.expressions import Expression
-from pytorch_accel_lite.experiment.files import PARTS, Document, ExperimentError, dump_yaml, short
 from pytorch_accel_lite.experiment.importing import full_name, import_path
 from pytorch_accel_lite.experiment.kinds import check_kinds
-from pytorch_accel_lite.experiment.messages import UNWRITABLE, explain, tidy_comments, tidy_help, without_unwritable
 from pytorch_accel_lite.experiment.overriding import (
     dig,
     from_environment,
@@ -28,8 +28,8 @@ from pytorch_accel_lite.experiment.overriding import (
 )
 from pytorch_accel_lite.experiment.signatures import add_part, takes_anything, untyped_and_required
 from pytorch_accel_lite.experiment.testing import run_tests
+from pytorch_accel_lite.experiment.yaml_files import PARTS, Document, ExperimentError, dump_yaml, short
 from pytorch_accel_lite.trainer import Trainer
-from pytorch_accel_lite.utils import import_extra
 
 #: Commands with arguments of their own beside some of those of ``train``: methods of the trainer, and ``run_tests``.
 TOOLS = ("find_lr", "find_batch_size", "diagnose", "estimate_memory", "test")

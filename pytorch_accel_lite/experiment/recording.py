@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.checkpoint.files import try_lock
-from pytorch_accel_lite.events import TrainerCallback
-from pytorch_accel_lite.experiment.files import RESOLVED, short
+from pytorch_accel_lite.experiment.yaml_files import RESOLVED, short
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.experiment.experiment import Experiment
     from pytorch_accel_lite.trainer import Trainer
 
 #: Keys that may differ between a run and its continuation without a word.
@@ -28,7 +27,7 @@ class ExperimentRecord(TrainerCallback):
     :param experiment: the experiment
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Any) -> None:
         self._experiment = experiment
         self._lock: Any = None
         self._is_main = True

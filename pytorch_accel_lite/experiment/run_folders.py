@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pytorch_accel_lite.experiment.files import RESOLVED, short
+from pytorch_accel_lite.experiment.yaml_files import RESOLVED, short
 
 Row = dict[str, Any]
 

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.events import StopTrainingError, TrainerCallback
+from pytorch_accel_lite.base.validation import check_number
+from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.distributed.collectives import result_of_first
-from pytorch_accel_lite.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.utils import check_number, import_extra
-from pytorch_accel_lite.watching import WatchedMetric
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
+    from pytorch_accel_lite.base.run_settings import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 #: User attributes of a trial: the paths that it writes to, and the number of the killed trial that it continues.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from pytorch_accel_lite.experiment.experiment import create_parser
-from pytorch_accel_lite.experiment.files import PARTS
+from pytorch_accel_lite.experiment.yaml_files import PARTS
 
 _HEAD = """\
 # An experiment: python -m pytorch_accel_lite train THIS_FILE

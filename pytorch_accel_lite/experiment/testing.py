@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.callbacks import TrainerCallback, WorstSamplesCallback
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.metrics_file import plain
 from pytorch_accel_lite.callbacks.prediction_writer import read_failures
 from pytorch_accel_lite.checkpoint.files import replacing
-from pytorch_accel_lite.experiment.weights import find_weights, load_weights, predictions_of, source_of
-from pytorch_accel_lite.utils import did_you_mean, format_metric
+from pytorch_accel_lite.experiment.tested_weights import find_weights, load_weights, predictions_of, source_of
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run_config import RunRequest
+    from pytorch_accel_lite.base.run_settings import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 Row = dict[str, Any]

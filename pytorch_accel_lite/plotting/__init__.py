@@ -4,7 +4,7 @@ from pytorch_accel_lite.plotting.curves import plot_curves
 from pytorch_accel_lite.plotting.figures import new_figure
 from pytorch_accel_lite.plotting.images import as_picture, plot_confusion_matrix, plot_sheet
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
-from pytorch_accel_lite.plotting.rates import plot_range_test, plot_schedule
+from pytorch_accel_lite.plotting.schedules import plot_range_test, plot_schedule
 from pytorch_accel_lite.plotting.studies import plot_search
 
 __all__ = [

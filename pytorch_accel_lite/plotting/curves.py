@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.plotting.figures import (
     COLOURS,
     GRID,
@@ -22,7 +23,6 @@ from pytorch_accel_lite.plotting.figures import (
     single_axis,
 )
 from pytorch_accel_lite.plotting.panels import TIME, Curve, Panel, epoch_ticks, panels_of
-from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

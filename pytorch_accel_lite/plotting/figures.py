@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.utils import import_extra
+from pytorch_accel_lite.base.environment import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

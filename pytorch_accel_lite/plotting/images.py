@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.plotting.figures import GRID, INK, new_figure, save
-from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

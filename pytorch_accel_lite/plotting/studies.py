@@ -8,9 +8,9 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.plotting.figures import COLOURS, INK, choose_scale, finish, new_figure, save
 from pytorch_accel_lite.plotting.panels import NothingToPlotError
-from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

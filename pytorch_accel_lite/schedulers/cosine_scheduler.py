@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
-from pytorch_accel_lite.utils import check_positive_int, check_range
 
 
 class CosineLrScheduler(PlannedLrScheduler):

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.placeholders import replace_trainer_placeholder_values
+from pytorch_accel_lite.base.placeholders import replace_trainer_placeholder_values
+from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
-from pytorch_accel_lite.utils import check_positive_int
 
 
 def schedule_values(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.placeholders import TrainerPlaceholderValues
-from pytorch_accel_lite.rates import plain, set_option
+from pytorch_accel_lite.base.placeholders import TrainerPlaceholderValues
+from pytorch_accel_lite.optimizers.rates import plain, set_option
 
 UPDATES_PER_EPOCH: Any = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
 # Epochs of the run, a fraction if it is limited by max_num_train_steps.

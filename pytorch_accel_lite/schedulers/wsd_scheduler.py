@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
-from pytorch_accel_lite.utils import check_positive_int, check_range
 
 #: Decay shapes: the fraction of the base rate as a function of t, from 0 to 1, and of the final fraction.
 DECAYS: dict[str, Callable[[float, float], float]] = {

@@ -15,6 +15,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanSquaredError, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.base.splitting import concatenate
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     MetricsCallback,
@@ -24,7 +25,6 @@ from pytorch_accel_lite.callbacks import (
     WorstSamplesCallback,
     read_predictions,
 )
-from pytorch_accel_lite.pieces import concatenate
 from tests.cases.common import IN_ORDER, OrderedStream, global_batch, shared_folder, world_size
 from tests.tasks import quiet_trainer, regression_data, small_model, weights
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.tools.live_bytes import LiveBytes
+from pytorch_accel_lite.tuning.live_bytes import LiveBytes
 from tests.tasks import listener
 
 BATCH = 64

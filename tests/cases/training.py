@@ -20,7 +20,7 @@ from pytorch_accel_lite.callbacks import (
     LogOutputsCallback,
     MetricsFileCallback,
 )
-from pytorch_accel_lite.callbacks.batch_norm import synchronised
+from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.data import NamedDatasets
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.cases.common import IN_ORDER, Recorder, global_batch, rank, shared_folder

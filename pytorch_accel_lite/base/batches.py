@@ -1,0 +1,282 @@
+"""Batches: finding their size, feeding them to a model, and completing the output of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import numbers
+import operator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.base.loss_checks import check_loss, shapes_are_known
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.base.batch import Batch
+
+BatchOutput = dict[str, Any]
+#: The keys of a step's output that have a meaning; others are for callbacks.
+KNOWN_OUTPUTS = ("loss", "losses", "model_outputs", "batch_size", "num_items_in_batch")
+_IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+def find_batch_size(batch: Any, expected: int | None = None) -> int:
+    """Return the number of samples in a batch.
+
+    :param expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the
+        batch has this length. Otherwise, the collate function has dropped some, and the length of the first tensor
+        with dimensions is returned.
+    :raises ValueError: if the size cannot be determined
+    """
+    first = batch[0] if type(batch) in (tuple, list) and batch else None
+    if isinstance(first, torch.Tensor) and first.ndim:
+        length = first.shape[0]
+        if expected is None or expected == length:
+            return length  # the usual case, without slow checks of abstract types
+    if expected is not None and any(is_as_long(part, expected) for part in parts_in(batch)):
+        return expected
+    found = next((len(tensor) for tensor in tensors_in(batch)), expected)
+    if found is None:
+        raise ValueError(
+            f"The batch size cannot be determined from a batch of type {type(batch).__name__} without tensors. Return "
+            "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss. Several processes must know it "
+            "before the step: give the batch a tensor with a row for each sample."
+        )
+    return found
+
+
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with dimensions in nested data."""
+    return (part for part in parts_in([data]) if isinstance(part, torch.Tensor) and part.ndim)
+
+
+def parts_in(data: Any) -> Iterator[Any]:
+    """Yield all parts of nested data, at every level."""
+    values: Iterable[Any] = ()
+    if isinstance(data, Mapping):
+        values = data.values()
+    elif isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        values = data
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        values = [getattr(data, field.name) for field in dataclasses.fields(data)]
+    for value in values:
+        yield value
+        yield from parts_in(value)
+
+
+def is_as_long(data: Any, size: int) -> bool:
+    """Whether data have an element for each of ``size`` samples."""
+    if isinstance(data, torch.Tensor):
+        return data.ndim > 0 and len(data) == size
+    if isinstance(data, Mapping):
+        return bool(data) and all(is_as_long(value, size) for value in data.values())
+    return isinstance(data, (list, tuple)) and len(data) == size
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    """Return the signature of a model's ``forward``, or that of its class if a bare wrapper has replaced it."""
+    try:
+        signature = inspect.signature(model.forward)
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+            return inspect.signature(partial(type(model).forward, model))
+        return signature
+    except (TypeError, ValueError):  # for example of a scripted module
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+class BatchAdapter:
+    """Feeds batches to a model in the ways that :meth:`Trainer.calculate_train_batch_loss` documents.
+
+    ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
+    looked up once.
+
+    :ivar is_new: whether the shapes of outputs and targets are yet to be checked
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        while isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile hides the signature
+            model = model._orig_mod  # type: ignore[assignment]
+        parameters = _signature(model).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._keys = [p.name for p in parameters if p.kind in named]
+        self._optional = {p.name for p in parameters if p.default is not p.empty}
+        self._name = type(model).__name__
+        self._warned = False
+        self.is_new = True
+        self._first_label = _first_label(model)
+
+    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Batch | None) -> BatchOutput:
+        """Return the model's outputs for a batch, their loss, and the number of items that the loss is a mean over.
+
+        :param read: the batch as it was read; a step may have passed other data
+        """
+        if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
+            outputs = model(batch[0])  # the usual case
+            if self.is_new:
+                self.is_new = not shapes_are_known(loss_func, outputs, batch[1])
+            output = {"loss": loss_func(outputs, batch[1]), "model_outputs": outputs}
+        else:
+            output = self._other_outputs_and_loss(model, loss_func, batch)
+        known = read.num_samples if read is not None and batch is read.data else None
+        output["batch_size"] = find_batch_size(batch, known or None)
+        return output
+
+    def _other_outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any) -> BatchOutput:
+        outputs, targets = self._call(model, batch)
+        if loss_func is None:
+            loss = self._own_loss(outputs, targets, batch)
+            items = _count_labels(batch, self._first_label)
+            if items is None:
+                return {"loss": loss, "model_outputs": outputs}
+            # Without labels the mean is NaN, and must not count.
+            loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
+            return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": items}
+        if isinstance(batch, Mapping):
+            targets = self._targets_of(targets, batch)
+        if targets is None:
+            raise ValueError(
+                f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
+                "(inputs, targets), or override calculate_train_batch_loss."
+            )
+        return {"loss": loss_func(outputs, targets), "model_outputs": outputs}
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's outputs for a batch, ignoring its targets, if any."""
+        if type(batch) is list or type(batch) is tuple:  # quicker to find out
+            return model(batch[0])
+        if isinstance(batch, Mapping):
+            batch = {k: v for k, v in batch.items() if k not in TARGET_KEYS}
+        elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+            batch = batch[:1]
+        return self._call(model, batch)[0]
+
+    def _call(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Return the model's outputs and the targets: everything in the batch except the inputs, or ``None``."""
+        if isinstance(batch, Mapping):
+            inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
+            if not inputs:
+                raise ValueError(
+                    f"None of the batch's keys {sorted(map(str, batch))} is an argument of {self._name}.forward, "
+                    f"which takes {self._keys}. Rename the keys, or override calculate_train_batch_loss."
+                )
+            return model(**inputs), {k: v for k, v in batch.items() if k not in inputs}
+        if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+            return model(batch[0]), batch[1] if len(batch) > 1 else None
+        return model(batch), None
+
+    def _targets_of(self, rest: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+        """Return the value of the one key that forward does not take, all if there are several, or a usual target key.
+
+        A usual target that forward does not need (``labels=None``) comes before keys that are none.
+        """
+        known = next((key for key in TARGET_KEYS if key in batch and (not rest or key in self._optional)), None)
+        if rest and (known is None or any(key in TARGET_KEYS for key in rest)):
+            return next(iter(rest.values())) if len(rest) == 1 else rest
+        self._warn_of_ignored(rest)
+        return None if known is None else batch[known]
+
+    def _warn_of_ignored(self, keys: Iterable[str]) -> None:
+        if keys and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._name}.forward takes no argument named {', '.join(map(repr, keys))}: ignored. Drop such "
+                "keys from the dataset, or override calculate_train_batch_loss to use them.",
+                stacklevel=3,
+            )
+
+    def _own_loss(self, outputs: Any, left_out: Any, batch: Any) -> Any:
+        """Return the loss from the outputs of the model."""
+        if isinstance(batch, Mapping):
+            self._warn_of_ignored(left_out)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if loss is None:
+            lacks = "a tensor, not a loss" if torch.is_tensor(outputs) else f"no loss in its {type(outputs).__name__}"
+            raise ValueError(
+                f"loss_func is None and {self._name} returned {lacks}. Pass a loss_func, such as "
+                "torch.nn.CrossEntropyLoss(), feed the model labels if it returns a loss then, or override "
+                "calculate_train_batch_loss and calculate_eval_batch_loss: each is only for its own phase."
+            )
+        return loss
+
+
+def _first_label(model: nn.Module) -> int | None:
+    """Return the position of the first label in each row that counts in the loss of a Hugging Face model.
+
+    ``None`` for models whose loss is not a mean over the labels, and for other models.
+    """
+    get_base_model = getattr(model, "get_base_model", None)  # adapters (PEFT)
+    if callable(get_base_model):
+        model = get_base_model()
+    if not hasattr(model, "loss_type") or "_loss_function" in vars(model):
+        return None
+    forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    calls_it = "loss_function" in getattr(forward, "co_names", ())
+    if calls_it and model.loss_type in (None, "ForCausalLM", "ForConditionalGeneration"):
+        return 1  # each label is predicted from the tokens before it
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    is_seq2seq = is_encoder_decoder and "ForConditionalGeneration" in type(model).__name__  # old ones have no loss_type
+    return 0 if is_seq2seq or model.loss_type in ("ForMaskedLM", "ForTokenClassification") else None
+
+
+def _count_labels(batch: Any, first: int | None) -> torch.Tensor | None:
+    """Return the number of labels that are not ignored, starting from a position in each row; ``None`` if unknown."""
+    if first is None or not isinstance(batch, Mapping):
+        return None
+    name, first = ("shift_labels", 0) if batch.get("shift_labels") is not None else ("labels", first)
+    labels = batch.get(name)
+    if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
+        return None
+    return labels[..., first:].ne(_IGNORED_LABEL).sum()
+
+
+def complete_output(output: BatchOutput, data: Any, num_samples: int | None, method: str, training: bool) -> None:
+    """Check the output of a step and add missing entries.
+
+    :param data: the batch
+    :param num_samples: number of samples collated into the batch, or ``None`` if unknown
+    :param method: name of the method that returned the output, for errors
+    """
+    losses = output.get("loss") if type(output) is dict else None
+    if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
+        check_loss(output, method, training)  # the usual case needs no slow checks of abstract types
+        losses = output["loss"] = _as_scalars(output["loss"]) if training else output["loss"]
+    if "batch_size" not in output:
+        output["batch_size"] = find_batch_size(data, num_samples or None)
+    size = output["batch_size"]
+    if type(size) is not int and not isinstance(size, (numbers.Real, torch.Tensor)):
+        raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
+    if isinstance(size, int) and size < 1:
+        raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
+    if num_samples == 0:  # a filler batch
+        output["batch_size"] = 0
+    if not isinstance(losses, torch.Tensor) and losses is not None:
+        output["loss"] = total_loss(losses)
+        if losses.keys() != {"loss"}:
+            output["losses"] = losses
+
+
+def _as_scalars(losses: Any) -> Any:
+    """Return losses, with those of one element, such as those of shape (1,), as scalars."""
+    if isinstance(losses, Mapping):
+        return {name: _as_scalars(loss) for name, loss in losses.items()}
+    return losses.reshape(()) if losses.numel() == 1 else losses
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor without dimensions."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def total_loss(losses: Any) -> torch.Tensor:
+    """Return the loss to minimise: the sum, if there are several by name."""
+    total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses
+    return total

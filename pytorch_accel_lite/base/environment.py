@@ -1,0 +1,77 @@
+"""Where the program runs: cores, notebooks, terminals, optional packages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import sys
+import sysconfig
+import warnings
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+#: Where Python and what is installed for it are.
+LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
+LIMIT_BATCHES_VARIABLE = "PT_ACC_LIMIT_BATCHES"
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_per_process(processes: int) -> int:
+    """Return the number of cores of this machine available to each process, at least one.
+
+    :param processes: number of processes in the job, assumed to be on this machine unless the launcher tells otherwise
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return max(available_cores() // max(here, 1), 1)
+
+
+def in_notebook() -> bool:
+    """Whether this program runs in an IPython kernel, rather than merely importing IPython."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; ``None`` is not."""
+    return bool(stream is not None and stream.isatty())
+
+
+def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
+    """Import an optional dependency, or raise an ``ImportError`` with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = "pillow" if module.startswith("PIL") else module.partition(".")[0]
+        raise ImportError(f"{purpose} needs {package}. Install it with: {install_command(extra, package)}") from error
+
+
+def install_command(extra: str, package: str) -> str:
+    """Return the command that installs the requirements of an extra of this package.
+
+    It names the requirements rather than the extra: ``pip install 'pytorch-accel-lite[extra]'`` finds nothing, or
+    another version, if this package was installed from a clone, a git URL or a file.
+
+    :param package: the package to install if the extra is unknown, as in a checkout that was never installed
+    """
+    try:
+        required = metadata.requires("pytorch-accel-lite") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    of_extra = re.compile(rf"""\bextra\s*==\s*["']{re.escape(extra)}["']""")
+    brought = [line.partition(";")[0].strip() for line in required if of_extra.search(line)]
+    return f"pip install {shlex.join(brought or [package])}"
+
+
+def warn_outside(message: str) -> None:
+    """Warn at the innermost line outside this package: that of the user's call, however deep below it this is."""
+    frame, level = sys._getframe(1), 2  # noqa: SLF001
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "pytorch_accel_lite":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,0 +1,450 @@
+"""The events of a run: the callback base class, the handler that calls them, and the errors that end a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import wraps
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.base.callback_checks import check_call, check_callback, instance_of
+from pytorch_accel_lite.base.reprs import constructor_call
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.base.run_settings import RunRequest
+    from pytorch_accel_lite.trainer import Trainer
+
+
+class StopTrainingError(Exception):
+    """Raise it in a callback to end the run early but in order: the ending events fire, and ``train`` returns.
+
+    With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
+    to the others, and all ranks stop after the same update. A stopped run is over, also for
+    ``train(resume_from="latest")``, unless it is given more epochs or updates or the callback other arguments; raise
+    :class:`RunPausedError` to continue it later.
+    """
+
+    #: The callback that raised it, as the call that created it.
+    raised_by: str | None = None
+
+
+class RunPausedError(StopTrainingError):
+    """Raise it in a callback to pause training: the run ends after the current update, and can be resumed later.
+
+    For your own limits of time, for example.
+    """
+
+
+class RunInterruptedError(RunPausedError):
+    """A signal, number ``signum``, requested the end of the run."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"Stopping because of {signal.Signals(signum).name}.")
+        self.signum = signum
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss became infinite or NaN. Raised from ``train`` on every rank, after the ending events."""
+
+
+class CallbackMethodNotImplementedError(Exception):
+    """Never raised, as events that a callback does not define are skipped. Kept for code that imports it."""
+
+
+#: The attribute that holds the arguments with which a callback was created.
+_ARGUMENTS = "_arguments_given"
+
+
+def _remember_arguments(cls: type) -> None:
+    """Make the constructor of a class remember its arguments for its ``repr``."""
+    constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
+        return
+
+    @wraps(constructor)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True  # IPython and pytest hide this frame
+        vars(self).setdefault(_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
+        constructor(self, *args, **kwargs)
+
+    remember.remembers_arguments = True  # type: ignore[attr-defined]
+    cls.__init__ = remember  # type: ignore[misc]
+
+
+class TrainerCallback:
+    """Base class of all callbacks. Override the events you need; the others do nothing.
+
+    This is the complete loop, with the event that fires at each point::
+
+        train(...)
+            on_dataloaders_created                           (their lengths are not used yet)
+            on_training_run_start
+            (with sanity_eval_batches, the evaluation events, for callbacks that record metrics in them)
+            for each epoch:
+                on_train_epoch_start
+                for each batch:
+                    on_train_step_start
+                    batch_output = calculate_train_batch_loss(batch)
+                    on_backward_start                        batch, batch_output, step
+                    backward_step(loss)
+                    on_backward_end                          batch, batch_output, step
+                    at the end of a gradient accumulation window:
+                        on_optimizer_step_start              (gradients are final: averaged and clipped)
+                        optimizer_step, scheduler_step, optimizer_zero_grad
+                        on_optimizer_step_end
+                    on_train_step_end                        batch, batch_output, step
+                    on_train_batch_skipped                   failures, error, step (in place of that, of a failed batch)
+                    after an update:
+                        on_update_end                        step
+                        on_train_step_checkpoint             step (all callbacks have settled)
+                on_train_epoch_end
+                on_eval_epoch_start                          is_intermediate
+                for each evaluation batch:
+                    on_eval_step_start
+                    on_eval_step_end                         batch, batch_output
+                on_eval_epoch_end                            is_intermediate
+                on_training_run_epoch_end
+                on_epoch_checkpoint                          (all callbacks have settled)
+            on_stop_training_error                           (only when the run was stopped early)
+            on_training_run_end
+
+        evaluate(...)
+            on_dataloaders_created, on_evaluation_run_start, the evaluation events as above, on_evaluation_run_end
+
+        predict(...)
+            on_predict_run_start, on_predict_step_end for each batch, on_predict_run_end
+
+        on_init_end fires once, when a trainer has been created; on_exception when an error ends a run.
+
+    If both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
+    batches from 0 within an epoch; ``trainer.progress`` holds all counts. An event passes the trainer by position and
+    everything else by keyword: name the arguments you need and accept ``**kwargs`` for the rest, as more may be added.
+    Adding a callback raises an error if one of its methods does not accept the arguments of its event.
+
+    ``configure_run`` is called first, so that a callback can declare what it needs from a run. A callback with
+    ``state_dict()`` and ``load_state_dict(state)`` is saved in training states.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _remember_arguments(cls)
+
+    def __repr__(self) -> str:
+        """Represent a callback as a call of its constructor, with the arguments it was created with.
+
+        An attribute with the name and type of an argument is shown in place of the argument, as it may have changed.
+        """
+        return constructor_call(self, *vars(self).get(_ARGUMENTS, ((), {})))
+
+    def _as_created(self) -> str:
+        """Represent a callback as the call that created it, even if its attributes have changed since."""
+        args, kwargs = vars(self).get(_ARGUMENTS, ((), {}))
+        return constructor_call(self, args, kwargs, is_current=False)
+
+    def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: Any) -> None:
+        """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
+
+        :param request: the settings requested for the run, to be changed as needed;
+            see :class:`~pytorch_accel_lite.base.run_settings.RunRequest`
+        """
+        # Callbacks written for version 0.1 use attributes.
+        request.saves_training_states |= bool(getattr(self, "saves_training_states", False))
+        request.skips_failed_batches |= bool(getattr(self, "skips_failed_batches", False))
+        request.auto_microbatch |= bool(getattr(self, "splits_batches", False))
+        request.ends_at_signals |= bool(getattr(self, "save_on_signal", False))
+        if hasattr(self, "find_latest"):
+            request.state_sources.append(self)
+
+    def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The trainer has been constructed."""
+
+    def on_dataloaders_created(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The dataloaders of a run exist; nothing has been derived from their lengths yet."""
+
+    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The model is prepared, the dataloaders and the scheduler exist; no batch has been read."""
+
+    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An epoch of training begins."""
+
+    def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """A training batch has been read and placed on the device."""
+
+    def on_backward_start(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """The loss of a batch is known."""
+
+    def on_backward_end(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """The gradients of a batch have been accumulated."""
+
+    def on_optimizer_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
+
+    def on_optimizer_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An update has happened: new weights, scheduler stepped, gradients cleared."""
+
+    def on_train_step_end(
+        self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], step: int, **kwargs: Any
+    ) -> None:
+        """A training step is complete, its update included."""
+
+    def on_update_end(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+        """A step with an update is complete, even if the batch of this step was skipped."""
+
+    def on_train_step_checkpoint(self, trainer: Trainer, *, step: int, **kwargs: Any) -> None:
+        """All callbacks have handled a step with an update: the place to save."""
+
+    def on_train_batch_skipped(
+        self, trainer: Trainer, *, failures: list[dict[str, Any]], error: BaseException | None, step: int, **kwargs: Any
+    ) -> None:
+        """A batch has failed and is skipped on all ranks.
+
+        :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
+        :param error: the exception on the rank that raised it, ``None`` on the others
+        """
+
+    def on_train_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The training part of an epoch is complete; its losses are in the run history."""
+
+    def on_eval_epoch_start(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+        """An evaluation begins.
+
+        :param is_intermediate: whether it interrupts a training epoch
+        """
+
+    def on_eval_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An evaluation batch has been read and placed on the device."""
+
+    def on_eval_step_end(self, trainer: Trainer, *, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
+        """An evaluation batch is complete."""
+
+    def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: Any) -> None:
+        """An evaluation is complete; its losses are in the run history."""
+
+    def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """An epoch is complete, its evaluation included."""
+
+    def on_epoch_checkpoint(self, trainer: Trainer, **kwargs: Any) -> None:
+        """All callbacks have handled the end of the epoch: the place to save."""
+
+    def on_training_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The run has ended: it finished, was stopped early, or failed with an error raised on all ranks."""
+
+    def on_evaluation_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``evaluate`` begins."""
+
+    def on_evaluation_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``evaluate`` has ended."""
+
+    def on_predict_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``predict`` begins."""
+
+    def on_predict_step_end(self, trainer: Trainer, *, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """A batch has been predicted; ``batch_output`` holds the outputs of the model."""
+
+    def on_predict_run_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        """``predict`` has ended."""
+
+    def on_stop_training_error(self, trainer: Trainer, **kwargs: Any) -> None:
+        """The run was stopped early; ``trainer.stop_reason`` says why."""
+
+    def on_exception(self, trainer: Trainer, *, exception: BaseException, **kwargs: Any) -> None:
+        """An error ends the run: release resources.
+
+        Do not communicate with other ranks, which may not have failed.
+        """
+
+
+EVENTS: tuple[str, ...] = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+def _doing_nothing(event: Callable[..., None]) -> Callable[..., None]:
+    """Make ``super().on_train_step_end(trainer)`` work without the keywords, which are declared for editors."""
+
+    @wraps(event)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing
+
+
+for _event in EVENTS:
+    setattr(TrainerCallback, _event, _doing_nothing(vars(TrainerCallback)[_event]))
+
+Listener = Callable[..., object]
+
+
+class _Listeners(dict[str, tuple[Listener, ...]]):
+    """The bound methods that listen to each event, in order, found when an event is first looked up."""
+
+    def __init__(self, find: Callable[[str], Iterable[Listener]]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, event: str) -> tuple[Listener, ...]:
+        found = self[event] = tuple(self._find(event))
+        return found
+
+
+class CallbackHandler:
+    """Calls the callbacks of a trainer, in the order in which they were given.
+
+    :param callbacks: instances of :class:`TrainerCallback`, or subclasses of it, which are instantiated without
+        arguments. Several callbacks of the same class are allowed.
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = ()) -> None:
+        self.callbacks: list[TrainerCallback] = []
+        #: The listeners of each event, in order. An event without listeners costs only a look-up.
+        self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
+        #: Called with the callback about to be called, or the phase ``"saving"``; returns a context that times it.
+        self.timer: Callable[[object], AbstractContextManager[None]] | None = None
+        self._muted: set[tuple[int, str]] = set()
+        self._failed: Listener | None = None  # the last one that raised an error
+        self.add_callbacks(callbacks)
+
+    def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]]) -> None:
+        """Append several callbacks."""
+        if isinstance(callbacks, (str, bytes, TrainerCallback, type)) or not isinstance(callbacks, Iterable):
+            raise TypeError(f"callbacks={callbacks!r} must be a list of callbacks.")
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Append a callback, given as an instance or as a class."""
+        instance = instance_of(callback)
+        if not isinstance(instance, TrainerCallback):
+            raise TypeError(
+                f"callbacks: {callback!r} is not a TrainerCallback. "
+                "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
+            )
+        check_callback(instance, TrainerCallback)
+        self.callbacks.append(instance)
+        self.listeners.clear()
+
+    def clear_callbacks(self) -> None:
+        """Remove all callbacks."""
+        self.callbacks = []
+        self._muted = set()
+        self.listeners.clear()
+
+    def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:
+        """Set whether a callback is called at events that it defines, as calls at every step cost time."""
+        muted = {(id(callback), event) for event in events}
+        self._muted = self._muted - muted if listens else self._muted | muted
+        for event in events:
+            self.listeners.pop(event, None)
+
+    @property
+    def callback_list(self) -> list[str]:
+        """The class names of the callbacks, in order."""
+        return [type(callback).__name__ for callback in self.callbacks]
+
+    def configure_run(self, trainer: Any, request: RunRequest) -> None:
+        """Let every callback declare what it needs from a run."""
+        for callback in self.callbacks:
+            callback.configure_run(trainer, request)
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method named ``event``, which may be your own event, of every callback that defines it.
+
+        Requests to end the run are raised after all have been called: the first stop, or else the first pause.
+        """
+        listeners = self.listeners[event]
+        if len(listeners) == 1 and self.timer is None:
+            try:
+                listeners[0](*args, **kwargs)
+            except StopTrainingError as stop:
+                _note_source(stop, listeners[0])
+                raise
+            except TypeError:
+                _check_call(listeners[0], event, args, kwargs)
+                raise
+            return
+        raised: list[Exception] = []
+        self.call_each(event, raised.append, *args, **kwargs)
+        if raised:
+            raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
+
+    def call_each(self, event: str, ask: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
+        """Call an event like :meth:`call_event`, but pass requests to end the run to ``ask`` and continue.
+
+        The next callbacks must run even if one of several processes requests the end, as they may communicate.
+        """
+        timer = self.timer
+        for listener in self.listeners[event]:
+            try:
+                if timer is None:
+                    listener(*args, **kwargs)
+                else:
+                    with timer(getattr(listener, "__self__", listener)):
+                        listener(*args, **kwargs)
+            except (StopTrainingError, NonFiniteLossError) as error:
+                _note_source(error, listener)
+                ask(error)
+            except Exception as error:
+                self._failed = listener
+                if isinstance(error, TypeError):
+                    _check_call(listener, event, args, kwargs)
+                raise
+
+    def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+        """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
+        return _errors_of(self.listeners[event], *args, **kwargs)
+
+    def notify_rest(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
+        """Do the same after an error in this event, for the callbacks after the one that raised it."""
+        listeners, failed, self._failed = self.listeners[event], self._failed, None
+        first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
+        return _errors_of(listeners[first:], *args, **kwargs)
+
+    tell_all = notify_all
+
+    def _find_listeners(self, event: str) -> Iterator[Listener]:
+        default = getattr(TrainerCallback, event, None)
+        for callback in self.callbacks:
+            if getattr_static(callback, event, default) is not default and (id(callback), event) not in self._muted:
+                yield getattr(callback, event)
+
+    def __iter__(self) -> Iterator[TrainerCallback]:
+        return iter(self.callbacks)
+
+    def __len__(self) -> int:
+        return len(self.callbacks)
+
+    def __repr__(self) -> str:
+        """List each event that has listeners, with the classes that listen, in the order they are called."""
+        lines = []
+        for event in EVENTS:
+            names = [type(getattr(call, "__self__", call)).__name__ for call in self.listeners[event]]
+            if names:
+                lines.append(f"{event}: {', '.join(names)}")
+        return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+def _errors_of(listeners: Iterable[Listener], *args: Any, **kwargs: Any) -> list[Exception]:
+    """Call all of them, even if some raise, and return their errors."""
+    errors = []
+    for listener in listeners:
+        try:
+            listener(*args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
+def _note_source(error: Exception, listener: Listener) -> None:
+    """Note in a request to stop which callback raised it: a run with another one may be trained further."""
+    callback = getattr(listener, "__self__", None)
+    if isinstance(error, StopTrainingError) and isinstance(callback, TrainerCallback):
+        error.raised_by = callback._as_created()  # noqa: SLF001
+
+
+def _check_call(listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """After a ``TypeError``, raise a clearer one if the listener does not accept the arguments of its event."""
+    check_call(listener, event, args, kwargs)

@@ -1,0 +1,61 @@
+"""Questions about objects: whose class it is, what is overridden, lengths, memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def is_ours(thing: object) -> bool:
+    """Whether a class or a function belongs to this package, rather than to its user."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] == "pytorch_accel_lite"
+
+
+def is_overridden(instance: object, method: str) -> bool:
+    """Whether the user's own class overrides a method of ours."""
+    return not is_ours(getattr(type(instance), method))
+
+
+def find_length(thing: Any) -> int | None:
+    """Return ``len(thing)``, or ``None`` if it has no length."""
+    try:
+        return len(thing)
+    except TypeError:
+        return None
+
+
+def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the elements that have memory of their own, as torch writes only to these; see ``expand``."""
+    for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the sum over each tensor's elements, interpreted as integers: flipping any bit changes it."""
+    sums: list[torch.Tensor] = []
+    for tensor in tensors:
+        data = tensor.detach()
+        if data.is_complex():
+            data = torch.view_as_real(data)
+        total = data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64)
+        sums.append(total.to(sums[0].device) if sums else total)
+    return torch.stack(sums).tolist() if sums else []  # a single read from the device
+
+
+def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a function can be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # not written in Python
+        return True
+    return True

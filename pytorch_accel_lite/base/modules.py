@@ -1,0 +1,89 @@
+"""Modules: without their wrappers, their modes, their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_NO_CONTEXT = nullcontext()
+
+
+def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
+    """Return the model without its ``DistributedDataParallel`` wrapper.
+
+    Unlike Accelerate's counterpart, it modifies no wrapper, so it can be used in the middle of a run.
+
+    :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+    """
+    while True:
+        inner = getattr(model, "_orig_mod", None) if "_orig_mod" in getattr(model, "_modules", ()) else None
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner, nn.Module) and (not keep_torch_compile or isinstance(inner, DistributedDataParallel)):
+            model = inner
+        else:
+            return model
+
+
+def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any of the parameters is sharded over the processes, as a ``DTensor``."""
+    # Asking a plain parameter for an attribute that it lacks takes ten times as long as looking at its type.
+    others = [parameter for parameter in parameters if type(parameter) is not nn.Parameter]
+    return any(hasattr(parameter, "device_mesh") for parameter in others)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a sharded tensor that this process holds, or all of another one."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def without_gradients() -> AbstractContextManager[None]:
+    """Compute no gradients in a block. Costs little where none are computed already."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
+
+
+@contextmanager
+def preserving_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore each module's mode, training or evaluation, after a block."""
+    modes = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode for a block."""
+    with preserving_modes(model.modules()):
+        model.eval()
+        yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard the parameters: without a backward pass, FSDP2 keeps those gathered last.
+
+    ``model.parameters()`` would then return the gathered parameters, which the optimizer does not know.
+    """
+    for module in model.modules():
+        gather_no_more: Any = getattr(module, "reshard", None)
+        if callable(gather_no_more):
+            gather_no_more()
+
+
+#: Here Accelerate adds only bookkeeping to an optimizer, so the user's own is stepped directly.
+PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+
+
+def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether the weights of a model are or will be sharded over the processes, by Accelerate or by the user."""
+    return accelerator.distributed_type not in PLAIN or are_sharded(model.parameters())

@@ -1,0 +1,204 @@
+"""Placeholders for values that are known only when a run starts, for use in scheduler factories."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from pytorch_accel_lite.base.protocols import TrainerLike
+
+
+class PlaceholderError(ValueError):
+    """A placeholder has no value in this run. The message names it and gives advice."""
+
+
+def _operators(symbol: str, apply: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Placeholder], ...]:
+    """Return the methods of an operator, for a placeholder on its left and on its right."""
+
+    def combine(left: Any, right: Any) -> Placeholder:
+        for operand in (left, right):
+            if not isinstance(operand, (numbers.Real, Placeholder)):
+                return NotImplemented  # type: ignore[no-any-return]
+        return _expression(f"({left!r} {symbol} {right!r})", apply, left, right)
+
+    def reflected(right: Any, left: Any) -> Placeholder:
+        return combine(left, right)
+
+    return combine, reflected
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Placeholder:
+    """An immutable arithmetic expression over values of a run, evaluated by :meth:`resolve`.
+
+    Supports ``+ - * / // %`` with numbers and other placeholders on either side, ``round``, ``math.floor``,
+    ``math.ceil`` and ``-x``. For the smaller or larger of two, see :meth:`TrainerPlaceholderValues.min`.
+    """
+
+    _text: str
+    _compute: Callable[[TrainerLike], Any]
+    name: str = ""
+
+    def resolve(self, trainer: TrainerLike) -> Any:
+        """Return the value of the expression in the trainer's current run.
+
+        :raises PlaceholderError: if a value does not exist in this run, or is divided by zero
+        """
+        return self._compute(trainer)
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"The placeholder {self!r} cannot be pickled; it is resolved when a run starts.")
+
+    def _itself(self, *_: object) -> Placeholder:
+        return self
+
+    __copy__ = __deepcopy__ = _itself
+
+    __add__, __radd__ = _operators("+", operator.add)
+    __sub__, __rsub__ = _operators("-", operator.sub)
+    __mul__, __rmul__ = _operators("*", operator.mul)
+    __truediv__, __rtruediv__ = _operators("/", operator.truediv)
+    __floordiv__, __rfloordiv__ = _operators("//", operator.floordiv)
+    __mod__, __rmod__ = _operators("%", operator.mod)
+
+    def __neg__(self) -> Placeholder:
+        return _expression(f"-{self!r}", operator.neg, self)
+
+    def __round__(self, *ndigits: int) -> Placeholder:
+        return _call(round, self, *ndigits)
+
+    def __floor__(self) -> Placeholder:
+        return _call(math.floor, self)
+
+    def __ceil__(self) -> Placeholder:
+        return _call(math.ceil, self)
+
+    def __trunc__(self) -> Placeholder:
+        return _call(math.trunc, self)
+
+    def _not_yet(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            f"The placeholder {self!r} has no value before the run starts, so it cannot be compared or converted, "
+            "nor used inside a function such as lr_lambda: pass it as an argument of a functools.partial. Use "
+            "round(...) or // for integers, and TrainerPlaceholderValues.min/max for the smaller/larger of two values."
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __bool__ = _not_yet
+
+
+def _expression(text: str, apply: Callable[..., Any], *operands: Any) -> Placeholder:
+    def compute(trainer: TrainerLike) -> Any:
+        try:
+            return apply(*(replace_trainer_placeholder_values(trainer, operand) for operand in operands))
+        except ArithmeticError as error:
+            raise PlaceholderError(f"{text} cannot be resolved in this run: {error}.") from error
+
+    return Placeholder(text, compute)
+
+
+def _call(function: Callable[..., Any], *operands: Any) -> Placeholder:
+    return _expression(f"{function.__name__}({', '.join(map(repr, operands))})", function, *operands)
+
+
+_NO_LENGTH = (
+    "the training data have no length. Pass the number of updates to the scheduler yourself, "
+    "or pass max_num_train_steps to train() and use MAX_NUM_TRAIN_STEPS."
+)
+
+
+def _named(name: str, read: Callable[[TrainerLike], Any], missing: str = _NO_LENGTH) -> Placeholder:
+    text = f"TrainerPlaceholderValues.{name}"
+
+    def compute(trainer: TrainerLike) -> Any:
+        if trainer.run_config is None:
+            raise PlaceholderError(f"{text} cannot be resolved: no run has been started yet.")
+        unknown = PlaceholderError(f"{text} cannot be resolved: {missing}")
+        try:
+            value = read(trainer)
+        except TypeError as error:  # a dataloader without a length
+            raise unknown from error
+        if value is None:
+            raise unknown
+        return value
+
+    return Placeholder(text, compute, name)
+
+
+class TrainerPlaceholderValues:
+    """Quantities of a run for use in the arguments of a scheduler factory, before their values are known.
+
+    For example::
+
+        create_scheduler_fn=partial(
+            OneCycleLR,
+            max_lr=0.01,
+            total_steps=TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH,
+        )
+
+    All processes take part in every update, so the number of updates does not grow with the number of processes.
+    """
+
+    #: The number of epochs of the run.
+    NUM_EPOCHS = _named(
+        "NUM_EPOCHS",
+        operator.attrgetter("run_config.num_epochs"),
+        "the training data have no length, so the run is limited by max_num_train_steps only. Use MAX_NUM_TRAIN_STEPS.",
+    )
+    #: The number of optimizer updates in an epoch (a shorter last accumulation window counts as one).
+    NUM_UPDATE_STEPS_PER_EPOCH = _named(
+        "NUM_UPDATE_STEPS_PER_EPOCH", operator.attrgetter("run_config.num_update_steps_per_epoch")
+    )
+    #: The same number, under its name in pytorch-accelerated: every process takes part in every update.
+    PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH = _named(
+        "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH", operator.attrgetter("run_config.num_local_update_steps_per_epoch")
+    )
+    #: The number of optimizer updates in the run.
+    MAX_NUM_TRAIN_STEPS = _named("MAX_NUM_TRAIN_STEPS", operator.attrgetter("run_config.max_num_train_steps"))
+    #: The number of batches that each process reads in a training epoch.
+    TRAIN_DATALOADER_LEN = _named("TRAIN_DATALOADER_LEN", lambda trainer: len(trainer.train_dataloader))
+    #: The number of batches that each process reads in an evaluation.
+    EVAL_DATALOADER_LEN = _named(
+        "EVAL_DATALOADER_LEN",
+        lambda trainer: sum(map(len, trainer.eval_dataloaders)) or None,
+        "there is no evaluation dataset with a length. Pass eval_dataset to train(), or do not use this placeholder.",
+    )
+
+    @staticmethod
+    def min(*values: Placeholder | float) -> Placeholder:
+        """Return the smallest of the given numbers and placeholders."""
+        return _call(min, *values)
+
+    @staticmethod
+    def max(*values: Placeholder | float) -> Placeholder:
+        """Return the largest of the given numbers and placeholders."""
+        return _call(max, *values)
+
+
+def replace_trainer_placeholder_values(trainer: TrainerLike, instance: Any) -> Any:
+    """Replace every placeholder in ``instance`` with its value in the trainer's run.
+
+    :param instance: a ``functools.partial``, whose positional and keyword arguments are searched for placeholders,
+        including nested lists, tuples, sets, dicts and partials. Anything else is returned unchanged.
+    :raises PlaceholderError: if a value does not exist in this run
+    """
+    replace = partial(replace_trainer_placeholder_values, trainer)
+    kind = type(instance)
+    if isinstance(instance, Placeholder):
+        return instance.resolve(trainer)
+    if isinstance(instance, partial):
+        return kind(instance.func, *replace(instance.args), **replace(instance.keywords))
+    if kind in (list, tuple, set, frozenset):
+        return kind(map(replace, instance))
+    if isinstance(instance, tuple) and hasattr(instance, "_fields"):
+        return kind(*map(replace, instance))
+    if kind is dict:
+        return {key: replace(value) for key, value in instance.items()}
+    return instance

@@ -1,0 +1,119 @@
+"""Representations as constructor calls, with short values and hidden secrets."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_WIDTH = 80
+_SECRET = re.compile(
+    r"(api|access|private|secret|auth)_?key|token$|secret|passw|passphrase|credential|authorization", re.IGNORECASE
+)
+_IN_URL = re.compile(r"(://[^/:@\s]*:)[^/@\s]+@")
+
+
+class _Short(reprlib.Repr):
+    """Represents any value in one short line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxtuple = self.maxlist = self.maxdict = 8
+        self.maxstring = self.maxother = 60
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(_IN_URL.sub(r"\1***@", x), level)
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        if x and level <= 0:
+            return "{...}"
+        items = islice(x.items(), self.maxdict)
+        shown = [f"{self.repr1(key, level - 1)}: {self.named(key, value, level - 1)}" for key, value in items]
+        return f"{{{', '.join(shown)}{', ...' if len(x) > self.maxdict else ''}}}"
+
+    def named(self, name: object, value: Any, level: int) -> str:
+        """Represent a value, hiding it if its name suggests a secret."""
+        is_secret = isinstance(name, str) and _SECRET.search(name) and isinstance(value, (str, bytes))
+        return "'***'" if is_secret else self.repr1(value, level)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        name = type(x).__name__
+        if isinstance(x, os.PathLike):
+            return self.repr1(os.fspath(x), level)
+        if isinstance(x, functools.partial):
+            return f"partial({self.repr1(x.func, level)}, ...)"
+        if isinstance(x, np.generic):
+            return self.repr1(x.item(), level)
+        if isinstance(x, (torch.Tensor, np.ndarray)):  # without its values, which may be on a device
+            return f"{name}(shape={tuple(x.shape)})"
+        if isinstance(x, type) or inspect.isroutine(x):
+            return str(x.__name__)
+        is_large = isinstance(x, nn.Module) and any(x.children())
+        text = "\n" if is_large else super().repr_instance(x, level)
+        is_readable = len(text) < self.maxother and "\n" not in text and " at 0x" not in text
+        return text if is_readable else f"{name}(...)"
+
+
+_short = _Short()
+
+
+def short(value: Any, name: str = "") -> str:
+    """Represent a value in one short line, abbreviating long values and hiding secrets.
+
+    :param name: name of the argument or setting, which tells whether it is a secret
+    """
+    return _short.named(name, value, _short.maxlevel)
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Represent a call with these arguments, each abbreviated."""
+    return wrapped(f"{name}(", [f"{key}={short(value, key)}" for key, value in arguments.items()], ")")
+
+
+def wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
+    """Join parts with commas, in one line if it is short enough, otherwise over several indented lines."""
+    parts = list(parts)
+    line = f"{opening}{', '.join(parts)}{closing}"
+    if len(line) <= _WIDTH and "\n" not in line:
+        return line
+    lines: list[str] = []
+    for part in parts:
+        block = part.replace("\n", "\n    ")
+        if lines and "\n" not in lines[-1] + block and len(lines[-1]) + len(block) + 2 <= _WIDTH:
+            lines[-1] += f" {block},"
+        else:
+            lines.append(f"    {block},")
+    return "\n".join([opening, *lines, closing])
+
+
+def constructor_call(made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_current: bool = True) -> str:
+    """Represent an object as a call of its constructor with these arguments.
+
+    :param is_current: whether an attribute with the name and type of an argument is shown in place of the argument, as
+        it may have changed since
+    """
+    given = inspect.signature(type(made).__init__).bind_partial(made, *args, **kwargs)
+    kinds = {name: given.signature.parameters[name].kind for name in given.arguments}
+    has_rest = inspect.Parameter.VAR_POSITIONAL in kinds.values()
+    parts: list[str] = []
+    for name, value in islice(given.arguments.items(), 1, None):
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            parts.extend(map(short, value))
+            continue
+        named = value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+        by_place = has_rest and kinds[name] is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for key, passed in named.items():
+            current = vars(made).get(key)
+            shown = short(current if is_current and type(current) is type(passed) else passed, key)
+            parts.append(shown if by_place else f"{key}={shown}")
+    return wrapped(f"{type(made).__name__}(", parts, ")")

@@ -1,0 +1,155 @@
+"""The settings of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from pytorch_accel_lite.base import reprs
+from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.base.html import table
+
+
+@dataclass
+class RunRequest:
+    """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
+
+    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`, and
+    become part of the :class:`TrainerRunConfig`.
+
+    :param kind: whether the run trains, evaluates or predicts
+    :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
+    :param skips_failed_batches: skip training batches that fail
+    :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
+    :param measures_waiting: measure how long an epoch waits for data, in ``seconds_waited`` of the training dataloader
+    :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
+    :param first_sample: position of the first sample to predict
+    :param on_failed_batch: called with the indices of the samples and the error of each batch that fails in an
+        evaluation or prediction of its own, which then skips it; without it, and for streams, the error ends the run
+    :param metrics: the metrics that callbacks record and watch
+    :param paths: descriptions of what callbacks write, by path; see :meth:`claim_path`
+    :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
+        ``save_dir``
+    """
+
+    kind: Literal["training", "evaluation", "prediction"] = "training"
+    num_epochs: int | None = None
+    max_num_train_steps: int | None = None
+    gradient_accumulation_steps: int = 1
+    gradient_clip_value: float | None = None
+    gradient_clip_norm: float | None = None
+    scheduler_interval: str = "update"
+    scheduler_metric: str | None = None
+    eval_every_n_epochs: int | None = 1
+    auto_microbatch: bool = False
+    sanity_eval_batches: int = 0
+    saves_training_states: bool = False
+    skips_failed_batches: bool = False
+    ends_at_signals: bool = False
+    measures_waiting: bool = False
+    max_batches: int | None = None
+    first_sample: int = 0
+    on_failed_batch: Callable[[list[Any], str], None] | None = None
+    state_sources: list[Any] = field(default_factory=list)
+    metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
+    paths: dict[str, str] = field(default_factory=dict)
+    _owners: dict[str, tuple[object, str]] = field(default_factory=dict)
+
+    def claim_path(
+        self, owner: object, argument: str, path: str | os.PathLike[str] | None, content: str | None = None
+    ) -> None:
+        """Declare that a callback writes to a path, to which no other callback may write.
+
+        :param owner: the callback
+        :param argument: name of the callback's argument with the path
+        :param path: the path; ``None`` does nothing
+        :param content: what the path will contain, in a word or two; by default the name of the callback's class
+        :raises ValueError: if another callback writes there; names the argument, the path and both callbacks
+        """
+        if path is None:
+            return
+        self.paths.setdefault(os.fspath(path), content or type(owner).__name__)
+        other, _ = self._owners.setdefault(os.path.realpath(path), (owner, argument))
+        if other is not owner:
+            raise ValueError(
+                f"{argument}={os.fspath(path)!r} is used by two callbacks, {type(owner).__name__} and "
+                f"{type(other).__name__}, which would overwrite each other's files. Give each a different path."
+            )
+
+
+@dataclass(frozen=True)
+class TrainerRunConfig:
+    """The settings of a training or evaluation run, fixed when it starts.
+
+    Settings that are not listed here are arguments of :meth:`Trainer.train <pytorch_accel_lite.Trainer.train>`.
+
+    :param num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
+    :param train_per_device_batch_size: number of samples in a training batch of one process
+    :param train_dl_kwargs: arguments of the training dataloader
+    :param eval_per_device_batch_size: number of samples in an evaluation batch of one process
+    :param eval_dl_kwargs: arguments of the evaluation dataloader
+    :param train_total_batch_size: number of samples in one update, over all processes
+    :param eval_total_batch_size: number of samples in one evaluation step, over all processes
+    :param num_update_steps_per_epoch: number of optimizer updates per epoch; ``None`` if the data have no length
+    :param num_local_update_steps_per_epoch: the same number, as every process takes part in every update
+    :param max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
+        was given
+    :param is_local_process_zero: whether this is the first process on its machine
+    :param is_world_process_zero: whether this is the first process of the job
+    :param is_distributed: whether the job has several processes
+    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
+    :param num_processes: number of processes in the job
+    :param seed: the seed of the trainer, or ``None``
+    :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
+        are those of a logical process then
+    :param deterministic: that argument of the trainer, if it was given; likewise ``cudnn_benchmark`` and ``tf32``
+    """
+
+    num_epochs: int | None
+    train_per_device_batch_size: int
+    train_dl_kwargs: dict[str, Any] | None
+    eval_per_device_batch_size: int
+    eval_dl_kwargs: dict[str, Any] | None
+    gradient_accumulation_steps: int
+    gradient_clip_value: float | None
+    train_total_batch_size: int
+    eval_total_batch_size: int
+    num_update_steps_per_epoch: int | None
+    num_local_update_steps_per_epoch: int | None
+    max_num_train_steps: int | None
+    is_local_process_zero: bool
+    is_world_process_zero: bool
+    is_distributed: bool
+    mixed_precision: str
+    num_processes: int
+    seed: int | None = None
+    gradient_clip_norm: float | None = None
+    scheduler_interval: str = "update"
+    scheduler_metric: str | None = None
+    eval_every_n_epochs: int | None = 1
+    auto_microbatch: bool = False
+    sanity_eval_batches: int = 0
+    logical_processes: int | None = None
+    deterministic: bool | None = None
+    cudnn_benchmark: bool | None = None
+    tf32: bool | None = None
+
+    def __repr__(self) -> str:
+        return reprs.call(type(self).__name__, self.notable())
+
+    def _repr_html_(self) -> str:
+        return table(type(self).__name__, [(name, reprs.short(value, name)) for name, value in self.notable().items()])
+
+    def notable(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults and, with several processes, which one this is."""
+        of_processes = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
+        hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else of_processes)
+        defaults = {item.name: item.default for item in fields(self)}
+        settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
+        return {name: value for name, value in settings.items() if value != defaults.get(name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
+        return {k: dict(v) if isinstance(v, dict) else v for k, v in vars(self).items()}

@@ -1,0 +1,64 @@
+"""Ending a run in order at a signal."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pytorch_accel_lite.base.events import RunInterruptedError
+
+_HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
+
+
+@contextmanager
+def ending_in_order(request: Callable[[Exception], None], wanted: bool) -> Iterator[None]:
+    """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
+
+    The same signal again ends the program immediately; another one does not, as schedulers may send several in a row.
+    Does nothing in threads other than the main one, which receive no signals. Handlers are restored afterwards.
+    """
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Any] = {}
+
+    def handle(signum: int, frame: object) -> None:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        request(RunInterruptedError(signum))
+
+    for number in _HANDLED:
+        before[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Restore the handlers of all signals after a block that installs others, as torch's launcher does."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def exit_for(interruption: Exception | None) -> None:
+    """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
+
+    A handler that the program had installed for this signal is called first: submitit's, for example, returns the job
+    to the queue.
+    """
+    if isinstance(interruption, RunInterruptedError):
+        handler = signal.getsignal(interruption.signum)
+        if callable(handler) and handler is not signal.default_int_handler:
+            handler(interruption.signum, None)
+        raise KeyboardInterrupt if interruption.signum == signal.SIGINT else SystemExit(128 + interruption.signum)

@@ -1,0 +1,249 @@
+"""Splitting batches into parts, and concatenating the outputs of several batches or parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import recursively_apply
+from accelerate.utils.operations import honor_type
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pytorch_accel_lite.base.batches import is_as_long, parts_in, tensors_in
+from pytorch_accel_lite.base.inspection import find_length
+
+
+def is_list_of_samples(data: Any, size: int) -> bool:
+    """Whether a list has one element per sample, rather than a column over all samples in each element.
+
+    If both are possible, because it has as many columns as samples, elements of a list of samples all have the same
+    type and, except for the length, the same shape. Dicts with the same keys are samples, whatever they hold: detectors
+    return and take such, and an image may have as many boxes as the batch has images.
+    """
+    if not isinstance(data, (list, tuple)) or len(data) != size:
+        return False
+    if size and all(isinstance(element, Mapping) and element.keys() == data[0].keys() for element in data):
+        return True
+    as_long = [is_as_long(element, size) for element in data]
+    kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
+    return not any(as_long) or (not all(as_long) and len(kinds) == 1)
+
+
+def split_batch(batch: Any, parts: int, size: int) -> list[tuple[Any, int]]:
+    """Split a batch as evenly as possible, and return each part with its size.
+
+    Tensors and arrays whose first dimension is that of the samples are split, and so are lists with an element for each
+    sample, in dicts, lists, tuples and dataclasses. Anything else is repeated in every part.
+
+    :param parts: number of parts, capped at the number of samples
+    :param size: number of samples in the batch
+    :raises ValueError: if nothing in the batch has an element for each sample, or something of another type has
+    """
+    if not any(is_as_long(part, size) for part in parts_in([batch])):
+        raise ValueError(
+            f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
+            f"for each of its {size} samples. {_WHAT_CAN_BE_SPLIT}"
+        )
+    parts = min(parts, size)
+    bounds = [size * part // parts for part in range(parts + 1)]
+    return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
+
+
+def slice_batch(data: Any, begin: int, end: int, size: int) -> Any:
+    """Return a slice of the ``size`` samples of a batch; see :func:`split_batch`."""
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return data[begin:end] if data.ndim and len(data) == size else data
+    if isinstance(data, Mapping):
+        return {key: slice_batch(value, begin, end, size) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        if is_list_of_samples(data, size):
+            return data[begin:end]
+        return honor_type(data, [slice_batch(value, begin, end, size) for value in data])
+    if is_dataclass(data):
+        return with_fields(data, lambda value: slice_batch(value, begin, end, size))
+    check_is_shared(data, size)
+    return data
+
+
+_WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
+
+
+def is_dataclass(data: Any) -> bool:
+    """Whether data are an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def with_fields(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a dataclass with changed fields; those that its constructor does not take, it sets itself."""
+    taken = [field.name for field in dataclasses.fields(data) if field.init]
+    return dataclasses.replace(data, **{name: change(getattr(data, name)) for name in taken})
+
+
+def check_is_shared(data: Any, size: int) -> None:
+    """Check that an object in a batch belongs to all of its samples.
+
+    :raises ValueError: if it seems to have an element for each sample, or holds something that has
+    """
+    if isinstance(data, (str, bytes)):
+        return
+    held = parts_in([data, *getattr(data, "__dict__", {}).values()])
+    is_column = hasattr(data, "__getitem__") and find_length(data) == size
+    if is_column or any(is_as_long(part, size) for part in held):
+        raise ValueError(
+            f"A {type(data).__name__} in a batch of {size} samples has an element for each, but cannot be split. "
+            f"{_WHAT_CAN_BE_SPLIT}"
+        )
+
+
+class ListOfSamples(list[Any]):
+    """Outputs with an arbitrary element for each sample, as returned by detection models."""
+
+
+def to_cpu(outputs: Any, size: int | None = None) -> Any:
+    """Return nested outputs as tensors on the CPU, in plain tuples, lists and dicts.
+
+    Entries without a sample dimension, such as a mean loss, and entries that are not tensors are dropped from dicts;
+    elsewhere they raise an error.
+
+    :param size: number of samples, so that a list with an element for each is kept as such
+    """
+    if size is not None and type(outputs) is list and is_list_of_samples(outputs, size):
+        return ListOfSamples(recursively_apply(lambda tensor: tensor.detach().cpu(), outputs))
+    if isinstance(outputs, torch.Tensor):
+        if not outputs.ndim:
+            raise ValueError("predict: the model returned a tensor without a sample dimension.")
+        return (outputs.detach() if outputs.requires_grad else outputs).cpu()
+    if is_dataclass(outputs) and not isinstance(outputs, Mapping):
+        outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    if isinstance(outputs, Mapping):
+        return {k: to_cpu(v) for k, v in outputs.items() if next(tensors_in(v), None) is not None}
+    if isinstance(outputs, (list, tuple)):
+        return honor_type(outputs, map(to_cpu, outputs))
+    raise TypeError(
+        f"predict: the model returned {type(outputs).__name__}, but must return tensors, or tuples, lists or dicts of "
+        "tensors. Override calculate_predict_batch_output to convert its outputs."
+    )
+
+
+def concatenate_if_possible(parts: Sequence[Any]) -> Any:
+    """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
+    if next(tensors_in(parts), None) is None:
+        return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
+    try:
+        return concatenate(parts)
+    except (ValueError, TypeError, KeyError):
+        return list(parts)
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Concatenate nested outputs of the same structure along their first dimension."""
+    first = parts[0]
+    if any(isinstance(part, ListOfSamples) for part in parts):
+        return ListOfSamples(itertools.chain(*parts))
+    if isinstance(first, torch.Tensor):
+        try:
+            return torch.cat(list(parts))
+        except RuntimeError as error:
+            raise ValueError(
+                f"predict: outputs of shapes {sorted({tuple(p.shape[1:]) for p in parts})} per sample cannot be "
+                "concatenated. Pad them to one shape in calculate_predict_batch_output."
+            ) from error
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(
+            f"predict: the model returned lists of {sorted({len(part) for part in parts})} elements, which cannot be "
+            "concatenated. Return tensors or dicts in calculate_predict_batch_output, or a list with one per sample."
+        )
+    return honor_type(first, map(concatenate, zip(*parts, strict=True)))
+
+
+class Concatenation:
+    """Nested outputs of the same structure, concatenated along their first dimension as they are added.
+
+    Rows are copied into tensors for all of them, which takes half the memory of concatenating a list of tensors.
+    Outputs that differ in more than their number of rows, and lists of samples, are kept and concatenated at the end.
+
+    :param num_rows: expected number of rows; ``None`` if unknown
+    """
+
+    def __init__(self, num_rows: int | None = None) -> None:
+        self._num_rows = num_rows or 0
+        self._structure: Any = None
+        self._columns: list[_Column] = []
+        self._tensor: _Column | None = None  # if the outputs so far are single tensors
+        self._others: list[Any] = []
+
+    def add(self, outputs: Any) -> None:
+        """Add outputs, which may be changed afterwards."""
+        if self._tensor is not None and self._tensor.fits(outputs):
+            self._tensor.add(outputs)
+            return
+        leaves, structure = tree_flatten(outputs)
+        if self._structure is None and not self._others and all(map(_is_plain, leaves)):
+            self._structure = structure
+            self._columns = [_Column(leaf, self._num_rows) for leaf in leaves]
+            self._tensor = self._columns[0] if leaves and leaves[0] is outputs else None
+        is_alike = not self._others and structure == self._structure
+        if is_alike and all(column.fits(leaf) for column, leaf in zip(self._columns, leaves, strict=True)):
+            for column, leaf in zip(self._columns, leaves, strict=True):
+                column.add(leaf)
+        else:
+            self._others.append(outputs)
+            self._tensor = None
+
+    def result(self) -> Any:
+        """Return all outputs as :func:`concatenate` does."""
+        parts = list(self._others)
+        if self._structure is not None:
+            parts.insert(0, tree_unflatten([column.result() for column in self._columns], self._structure))
+        return concatenate(parts) if self._others else parts[0]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+
+
+class _Column:
+    """A tensor to which rows are added; expected rows that never come take no memory."""
+
+    def __init__(self, like: torch.Tensor, num_rows: int) -> None:
+        self._size = 0
+        self._room = max(num_rows, len(like))
+        self._dtype, self._shape = like.dtype, like.shape[1:]
+        self._rows = like.new_empty((self._room, *self._shape))
+
+    def fits(self, rows: Any) -> bool:
+        return _is_plain(rows) and rows.dtype is self._dtype and rows.shape[1:] == self._shape
+
+    def add(self, rows: torch.Tensor) -> None:
+        number = rows.shape[0]
+        end = self._size + number
+        if end > self._room:
+            self._room = max(end, 2 * self._room)
+            grown = self._rows.new_empty((self._room, *self._shape))
+            grown[: self._size] = self._rows[: self._size]
+            self._rows = grown
+        self._rows.narrow(0, self._size, number).copy_(rows)
+        self._size = end
+
+    def result(self) -> torch.Tensor:
+        return self._rows if self._size == self._room else self._rows[: self._size].clone()
+
+
+def reorder(outputs: Any, order: Sequence[int]) -> Any:
+    """Return the samples of nested outputs in another order.
+
+    :param order: for each place, the position of its sample in ``outputs``
+    """
+    if isinstance(outputs, ListOfSamples):
+        return ListOfSamples(outputs[position] for position in order)
+    if isinstance(outputs, torch.Tensor):
+        return outputs[torch.tensor(order, dtype=torch.int64)]
+    if isinstance(outputs, Mapping):
+        return {key: reorder(value, order) for key, value in outputs.items()}
+    return honor_type(outputs, (reorder(value, order) for value in outputs))

@@ -1,0 +1,54 @@
+"""Checks of arguments: errors that name the argument and its value."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_number(name: str, value: Any, kind: type = numbers.Real, called: str = "a number") -> Any:
+    """Return ``value`` if it is a number of this kind, otherwise raise an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be {called}, not {type(value).__name__}.")
+    return value
+
+
+def check_positive_int(name: str, value: object) -> int:
+    """Return ``value`` if it is an integer of at least one, otherwise raise an error that names the argument."""
+    number = int(check_number(name, value, numbers.Integral, "a whole number"))
+    if number < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1.")
+    return number
+
+
+def check_positive_number(name: str, value: object) -> float:
+    """Return ``value`` as a float if it is positive, including infinity, otherwise raise an error."""
+    number = float(check_number(name, value))
+    if not number > 0:
+        raise ValueError(f"{name}={value!r} must be greater than 0. Omit it for no limit.")
+    return number
+
+
+def check_range(
+    name: str, value: object, least: float = 0, most: float = math.inf, above: float | None = None
+) -> float:
+    """Return ``value`` as a float if it is finite and within limits, otherwise raise an error naming the argument.
+
+    :param above: a limit that the number must exceed, instead of ``least``
+    """
+    number = float(check_number(name, value))
+    large_enough = number >= least if above is None else number > above
+    if not (large_enough and number <= most and math.isfinite(number)):
+        limits = f"at least {least}" if above is None else f"greater than {above}"
+        limits += f" and at most {most}" if math.isfinite(most) else ""
+        raise ValueError(f"{name}={value!r} must be {limits}.")
+    return number
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Return ``value`` if it is one of the choices, otherwise raise an error that names the argument and lists them."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
+    return str(value)

@@ -1,0 +1,190 @@
+"""Watching a metric of a run: its newest value, its direction, and whether it has been recorded."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import warnings
+from typing import Any
+
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.text import did_you_mean
+
+
+class WatchedMetric:
+    """Returns each value of a metric once. Epochs without an evaluation have none.
+
+    :param owner: the callback that watches the metric
+    :param argument: the argument of the callback that names the metric
+    :param name: name of the metric in the run history
+    :param greater_is_better: whether greater values are better; ``None``: see :meth:`settle`
+    :ivar seen: number of values that have been returned or skipped
+    """
+
+    def __init__(self, owner: object, argument: str, name: str, greater_is_better: bool | None = None) -> None:
+        self.name = name
+        self.greater_is_better = greater_is_better
+        self.seen = 0
+        self._where = f"{type(owner).__name__}({argument}={name!r})"
+        self._given = greater_is_better
+        self._came = False
+        self._history: Any = None
+
+    def __str__(self) -> str:
+        return self._where
+
+    @property
+    def direction(self) -> str:
+        """The direction of the metric in words."""
+        return _in_words(self.greater_is_better)
+
+    def settle(self, known: bool | None, warns: bool) -> None:
+        """Determine which values are better, from the user's argument or the metric itself; for losses, smaller ones.
+
+        :param known: whether greater values are better according to the metric, or ``None`` if unknown
+        :param warns: whether this process warns if neither says it
+        :raises ValueError: if the argument and the metric contradict each other
+        """
+        if self._given is None:
+            if known is None and "loss" not in self.name and warns:
+                warnings.warn(
+                    f"{self}: whether greater values are better is unknown, so smaller ones are assumed to be better. "
+                    "Pass greater_is_better=True or False.",
+                    stacklevel=7,  # the call of train()
+                )
+            self.greater_is_better = bool(known)
+        elif known not in (None, self._given):
+            raise ValueError(
+                f"{self}: greater_is_better={self._given}, but according to the metric itself {_in_words(known)}. "
+                "Omit greater_is_better."
+            )
+
+    def start(self, trainer: TrainerLike) -> None:
+        """Skip the values of earlier runs."""
+        self._history = trainer.run_history
+        self.seen = len(self._history.get_metric_values(self.name))
+        self._came = False
+        if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
+            known = trainer.current_run.request.metrics.directions.get(self.name)
+            self.settle(known, warns=trainer.ranks.rank == 0)
+
+    def new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
+        """Return the newest value, or ``None`` if there is none since the last call.
+
+        :param mid_epoch: whether the evaluation of the epoch is still to come
+        :raises TypeError: if it is not a single number
+        :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
+        """
+        values = trainer.run_history.get_metric_values(self.name)
+        count = len(values)
+        number = _latest_own(trainer, self.name, range(min(self.seen, count), count))
+        if number is None:
+            if self._came or self._is_to_come(trainer, mid_epoch):
+                return None
+            raise _missing(self, self.name, trainer)
+        self.seen = count
+        self._came = True
+        return _as_number(self, values[number])
+
+    def _is_to_come(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
+        is_intermediate = "intermediate_" in self.name
+        if mid_epoch:
+            return not is_intermediate
+        return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.current_run.evaluation_is_due)
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value is better than the best so far, which is ``None`` if there is none; NaN never is."""
+        if math.isnan(value) or best is None:
+            return not math.isnan(value)
+        return value > best if self.greater_is_better else value < best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metric watched, its direction, and how many values have been seen."""
+        return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any], owner: object) -> bool:
+        """Load a state returned by :meth:`state_dict`, unless it is of another metric; return whether it was loaded.
+
+        Warns if not, as other values in the state of the callback then cannot be compared with those to come.
+
+        :param owner: the callback whose state it is
+        """
+        mine = self.state_dict()
+        theirs = mine | {key: value for key, value in state.items() if key in mine}  # older states lack the metric
+        directions = {mine["greater_is_better"], theirs["greater_is_better"]} - {None}  # unknown before a run
+        if self.name != theirs["watch_metric"] or len(directions) > 1:
+            warnings.warn(
+                f"{type(owner).__name__} starts afresh: it watches {_described(mine)}, but its training state is for "
+                f"{_described(theirs)}. Pass callbacks of the same class in the order in which they were saved.",
+                stacklevel=3,
+            )
+            return False
+        if self.greater_is_better is None:
+            self.greater_is_better = theirs["greater_is_better"]
+        self.seen = theirs["seen"]
+        self._came = self.seen > 0
+        if self._history is not None:  # a history that is not saved has none of the values seen
+            self.seen = min(self.seen, len(self._history.get_metric_values(self.name)))
+        return True
+
+
+def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
+    """Return the newest value of a metric, other than those of an ``evaluate`` within the run that it could hide.
+
+    :param where: the callback and its argument, or the argument of ``train``, that names the metric
+    :raises TypeError: if it is not a single number
+    :raises ValueError: if there is none; lists the recorded metrics
+    """
+    values = trainer.run_history.get_metric_values(name)
+    is_evaluated = name in trainer.current_run.request.metrics.evaluated
+    number = _latest_own(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
+    if number is None:
+        raise _missing(where, name, trainer)
+    return _as_number(where, values[number])
+
+
+def _as_number(where: object, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last for tensors of several elements
+        raise TypeError(
+            f"{where}: its value is {reprlib.repr(value)}, but only a single number can be compared. Let the metric "
+            "average, or record each of its values under a name of its own, as torchmetrics' ClasswiseWrapper does."
+        ) from None
+
+
+def _latest_own(trainer: TrainerLike, name: str, numbers: range) -> int | None:
+    """Return the number of the latest of some values of a metric, or ``None`` if there is none.
+
+    One that ``evaluate`` has recorded within the run counts only if there is no other, and evaluations of the run are
+    not known to record the metric.
+    """
+    run = trainer.current_run
+    apart = run.set_apart.get(name, ())
+    own = next((number for number in reversed(numbers) if number not in apart), None)
+    is_known = name in run.request.metrics.evaluated
+    return numbers[-1] if own is None and numbers and not is_known else own
+
+
+def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
+    recorded = [known for known in trainer.run_history.get_metric_names() if known != name]
+    expected = trainer.current_run.request.metrics
+    if name in expected.losses:
+        reason = ": the evaluation returned no loss."
+    elif name in expected.directions:
+        reason = " yet. The callback that records it must come before the one that watches it."
+    else:
+        reason = f".{did_you_mean(name, recorded)}"
+    return ValueError(
+        f"{where}: the run has not recorded it{reason}"
+        f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "
+        f"Recorded: {', '.join(recorded) or 'nothing yet'}."
+    )
+
+
+def _in_words(greater_is_better: bool | None) -> str:
+    return "greater is better" if greater_is_better else "smaller is better"
+
+
+def _described(state: dict[str, Any]) -> str:
+    return f"{state['watch_metric']!r} ({_in_words(state['greater_is_better'])})"

@@ -1,0 +1,229 @@
+"""Averaging the weights of the model during training."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parameter import is_lazy
+
+from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback
+from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.unknown_arguments import answering
+from pytorch_accel_lite.base.validation import check_choice
+from pytorch_accel_lite.base.watched_metric import WatchedMetric
+from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
+from pytorch_accel_lite.checkpoint.weights import sharded_like
+from pytorch_accel_lite.optimizers.sharded_averages import ShardedEma
+from pytorch_accel_lite.optimizers.weight_averages import ModelEma
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.base.run_settings import RunRequest
+
+
+@answering
+class ModelEmaCallback(TrainerCallback):
+    """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
+
+    Place this callback before callbacks that use its metrics. The trained weights are never replaced by the averaged
+    ones, which are in ``callback.ema.module`` and in the saved file.
+
+    :param decay: fraction of the average retained at each update, from 0 to 1
+    :param evaluate_during_training: evaluate the averaged model whenever the model is evaluated at the end of an
+        epoch, and save it if it is the best so far; if ``False``, save it after every epoch
+    :param save_path: portable checkpoint file for the averaged model; ``None`` does not save it
+    :param watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
+        evaluation loss, ``ema_model_eval_loss_epoch``
+    :param greater_is_better: whether larger values are better; ``None`` asks the metric, see
+        :class:`~pytorch_accel_lite.callbacks.SaveBestModelCallback`
+    :param model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
+    :param callbacks: callbacks, such as metrics, that take part in evaluating the averaged model; no others do
+    :param update_every: ``"update"``, or ``"epoch"`` to average once per epoch
+    :param warmup: start with a smaller decay, see :class:`~pytorch_accel_lite.ema.ModelEma`
+    :param prefix: prefix of the averaged model's metric names; must be unique if there are several averages
+    :ivar ema: the :class:`~pytorch_accel_lite.ema.ModelEma` of the current or last run, also available as ``ema_model``
+    :raises ValueError: at the start of a run, if two averages share a prefix, or the weights are sharded by an engine
+        that does not show them (FSDP1, DeepSpeed)
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.99,
+        evaluate_during_training: bool = True,
+        save_path: str | os.PathLike[str] | None = "ema_model.pt",
+        watch_metric: str | None = None,
+        greater_is_better: bool | None = None,
+        model_ema: Callable[..., ModelEma] = ModelEma,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] = (),
+        *,
+        update_every: str = "update",
+        warmup: bool = False,
+        prefix: str = "ema_model_",
+    ) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
+        check_choice("update_every", update_every, ("update", "epoch"))
+        if not prefix:
+            raise ValueError(f"prefix={prefix!r} must not be empty: it distinguishes the averaged model's metrics.")
+        self.decay = decay
+        self.evaluate_during_training = evaluate_during_training
+        self.save_path = save_path
+        self.watch_metric = f"{prefix}eval_loss_epoch" if watch_metric is None else watch_metric
+        self.greater_is_better = greater_is_better
+        self.model_ema = model_ema
+        self.update_every = update_every
+        self.warmup = warmup
+        self.prefix = prefix
+        self.ema: ModelEma | None = None
+        self.best_metric: float | None = None
+        self._watched = WatchedMetric(self, "watch_metric", self.watch_metric, greater_is_better)
+        self._handler = CallbackHandler(callbacks)
+        self._loaded: dict[str, Any] = {}
+
+    @property
+    def ema_model(self) -> ModelEma | None:
+        """The average of the current or last run."""
+        return self.ema
+
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+        if request.kind == "training":
+            request.claim_path(self, "save_path", self.save_path, "averaged model")
+        if self.evaluate_during_training:
+            nested = ExpectedMetrics()
+            nested.record(self, {"eval_loss_epoch": False}, in_evaluation=True)
+            self._handler.configure_run(trainer, replace(request, metrics=nested, state_sources=[]))
+            request.metrics.include(nested, self.prefix, self._handler)
+            if trainer.eval_dataset is not None:
+                request.metrics.watch(self._watched)
+
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
+            return
+        # Before Accelerate wraps the model's forward: the copy needs its own.
+        self.ema = None if trainer.is_sharded else self._create(trainer, self.model_ema)
+        self.best_metric = None
+        self._handler.call_event("on_dataloaders_created", trainer)
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if self.evaluate_during_training:
+            self._check_evaluation(trainer)
+        if trainer.is_sharded:
+            self._average_shards(trainer)
+        if self.evaluate_during_training and trainer.eval_dataloaders:
+            self._watched.start(trainer)
+        self._average.to(trainer.device)
+        # Rank 0's weights have been broadcast to all ranks by now. A resumed run restores the average later, if its
+        # state has one.
+        self._average.set(trainer.get_model(keep_torch_compile=False))
+
+    def _create(self, trainer: TrainerLike, model_ema: Callable[..., ModelEma]) -> ModelEma:
+        model = trainer.get_model(keep_torch_compile=False)
+        if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+            raise ValueError(
+                "ModelEmaCallback cannot average uninitialised lazy layers. Pass the model a batch before training: "
+                "model(inputs)."
+            )
+        return model_ema(model, decay=self.decay, **({"warmup": True} if self.warmup else {}))
+
+    def _average_shards(self, trainer: TrainerLike) -> None:
+        """Create the average of sharded weights, which only exist once the model is prepared."""
+        if not are_sharded(trainer.get_model().parameters()) or self.model_ema is not ModelEma:
+            raise ValueError(
+                "ModelEmaCallback can average sharded weights only with fully_shard, tensor parallelism or "
+                "fsdp_version=2, and without a model_ema of your own. Leave it out, or train without sharding."
+            )
+        self.ema = self._create(trainer, ShardedEma)
+
+    def _check_evaluation(self, trainer: TrainerLike) -> None:
+        if self.save_path is not None and not trainer.eval_dataloaders:
+            warnings.warn(
+                "ModelEmaCallback has no evaluation data to find the best average, so it saves none. Pass eval_dataset "
+                "to train(), or set evaluate_during_training=False to save the average after every epoch.",
+                stacklevel=2,
+            )
+        if trainer.eval_dataloaders and trainer.current_run.request.eval_every_n_epochs is None:
+            raise ValueError(
+                "ModelEmaCallback evaluates the average after the evaluations of epochs, and with "
+                "eval_every_n_epochs=None there are none. Pass evaluate_during_training=False, or a number of epochs."
+            )
+        averages = [other for other in trainer.callback_handler if isinstance(other, ModelEmaCallback)]
+        for other in averages:
+            if other is not self and other.evaluate_during_training and other.prefix == self.prefix:
+                raise ValueError(
+                    f"prefix={self.prefix!r} is used by two ModelEmaCallbacks, which would record the same metric "
+                    "names. Give each its own prefix."
+                )
+
+    @property
+    def _average(self) -> ModelEma:
+        assert self.ema is not None
+        return self.ema
+
+    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if self.update_every == "update" and not trainer.update_was_skipped:
+            assert self.ema is not None
+            self.ema.update(trainer.get_model(keep_torch_compile=False))
+
+    def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if self.update_every == "epoch":
+            self._average.update(trainer.get_model(keep_torch_compile=False))
+
+    def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if not self.evaluate_during_training:
+            self._save(trainer, {})
+            return
+        if not trainer.current_run.evaluation_is_due:
+            return
+        self._evaluate(trainer)
+        metric = self._watched.new_value(trainer)
+        if metric is not None and self._watched.is_better(metric, self.best_metric):
+            self.best_metric = metric
+            self._save(trainer, {self.watch_metric: metric})
+
+    def _evaluate(self, trainer: TrainerLike) -> None:
+        how: dict[str, Any] = {"is_intermediate": False, "callbacks": self._handler}
+        if not trainer.is_sharded:
+            trainer.run_evaluation(self._average.module, self.prefix, **how)
+            return
+        average: Any = self._average
+        with average.in_place_of(trainer.get_model(keep_torch_compile=False)):
+            trainer.run_evaluation(None, self.prefix, **how)
+
+    def _save(self, trainer: TrainerLike, metrics: dict[str, float]) -> None:
+        if self.save_path is None:
+            return
+        path = self.save_path
+        module = self._average.module
+        trainer.sync_buffers(module)
+        checkpoint = {"model_state_dict": model_state(module), "epoch": trainer.progress.epoch, **metrics}
+        here = trainer.accelerator.is_local_main_process
+        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if here else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged weights, the number of updates, and the best value."""
+        if self.ema is None:
+            return self._loaded
+        return {
+            **self._watched.state_dict(),
+            "module": dict(self.ema.module.state_dict()),
+            "num_updates": self.ema.num_updates,
+            "best_metric": self.best_metric,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state returned by :meth:`state_dict`; outside a run it is kept until there is an average."""
+        self._loaded = state
+        if self.ema is not None and state:
+            if self._watched.load_state_dict(state, self):
+                self.best_metric = state["best_metric"]
+            own = self.ema.module.state_dict()
+            self.ema.module.load_state_dict(
+                {name: sharded_like(own.get(name), value) for name, value in state["module"].items()}
+            )
+            self.ema.num_updates = state["num_updates"]

@@ -1,0 +1,29 @@
+"""Placing modules on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.optimizers import attributes
+
+
+class MoveModulesToDeviceCallback(TrainerCallback):
+    """Move every module among the trainer's attributes, including lists and dicts of modules, to its device.
+
+    The model is excluded: Accelerate places it.
+    """
+
+    def _move(self, trainer: TrainerLike) -> None:
+        for module in attributes.modules(trainer).values():
+            module.to(trainer.device)
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._move(trainer)
+
+    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._move(trainer)
+
+    def on_predict_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        self._move(trainer)

@@ -1,0 +1,149 @@
+"""Ray Train: metrics and training states reported to it, and runs resumed from what it keeps."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.checkpoint.training_state import TrainingState, read_state
+
+if TYPE_CHECKING:
+    import os
+
+    from pytorch_accel_lite.base.run_settings import RunRequest
+
+_SECONDS_BETWEEN_LOOKS = 10.0
+
+
+class RayReportCallback(TrainerCallback):
+    """Report metrics and training states to Ray Train, in the function that is given to its ``TorchTrainer``.
+
+    With ``train(..., resume_from="latest")``, a run that Ray starts again, with as many workers or with others, resumes
+    from ``ray.train.get_checkpoint()``: with as many, to the same bits. When Ray announces that a machine will be taken
+    away, a state is reported at once. The data order is seeded even if the trainer has no seed.
+
+    :param every_n_epochs: report the latest metrics and a state after every n epochs, and at the end of the run
+    :param every_n_steps: report a state, and the metrics known by then, also after every n optimizer updates
+    :param directory: where states are written before Ray copies them to its storage; by default the system's directory
+        for temporary files. It must be on a disk that the machines of all workers share.
+    :raises ImportError: if Ray is not installed (extra ``ray``)
+    :raises RuntimeError: at the start of a run in a process that is no worker of Ray Train, or if workers do not share
+        the directory
+    """
+
+    #: What messages call the place where the state to resume from was looked for.
+    save_dir = "ray.train.get_checkpoint()"
+
+    def __init__(
+        self, every_n_epochs: int = 1, every_n_steps: int | None = None, directory: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._ray: Any = import_extra("ray.train", "ray", "RayReportCallback")
+        self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
+        self.every_n_steps = None if every_n_steps is None else check_positive_int("every_n_steps", every_n_steps)
+        self.directory = None if directory is None else Path(directory)
+        self._resumed = ExitStack()
+        self._looked = -_SECONDS_BETWEEN_LOOKS
+        self._is_leaving = False
+        self._reported: dict[str, Any] | None = None
+
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+        """Offer Ray's checkpoint to resume from."""
+        if request.kind != "training":
+            return
+        try:
+            workers = self._ray.get_context().get_world_size()
+        except Exception:  # of Ray's own classes, which its versions do not share
+            workers = None
+        if workers != trainer.ranks.world_size:
+            raise RuntimeError(
+                f"RayReportCallback reports to Ray Train, but it knows of {workers or 'no'} workers, and this job has "
+                f"{trainer.ranks.world_size} process(es). Call train() in the function that is given to "
+                "ray.train.torch.TorchTrainer, or use SaveTrainingStateCallback without Ray."
+            )
+        request.saves_training_states = True
+        request.state_sources.append(self)
+
+    def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
+        """Return the state that Ray Train reported last, or ``None`` if there is none."""
+        checkpoint = self._ray.get_checkpoint()
+        if checkpoint is None:
+            return None
+        directory = self._resumed.enter_context(checkpoint.as_directory())  # a copy, from remote storage
+        return read_state(Path(directory), trainer.ranks)
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        """Release the state that the run was resumed from."""
+        self._resumed.close()
+        self._looked = -_SECONDS_BETWEEN_LOOKS
+        self._is_leaving = False
+        self._reported = None
+
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        """Report a state if it is due, or if a machine will be taken away."""
+        every = self.every_n_steps
+        if (every is not None and trainer.progress.update % every == 0) or self._will_be_preempted(trainer):
+            self._report(trainer)
+
+    def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        """Report the metrics of the epoch, and a state."""
+        is_due = trainer.progress.epochs_completed % self.every_n_epochs == 0
+        if is_due or trainer.current_run.is_finished or self._will_be_preempted(trainer):
+            self._report(trainer)
+
+    def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        """Report the end of a run that was stopped early."""
+        if trainer.train_dataloader is not None and trainer.current_run.window.is_between_updates:
+            self._report(trainer)
+
+    def _will_be_preempted(self, trainer: TrainerLike) -> bool:
+        """Whether Ray has announced, since the last report of that, that a machine will be taken away.
+
+        Asking is a barrier between the workers, so all do it at the same updates, and rarely.
+        """
+        clock = trainer.current_run.clock
+        ask = getattr(self._ray, "get_preemption_info", None)  # older versions have none
+        if ask is None or self._is_leaving or clock - self._looked < _SECONDS_BETWEEN_LOOKS:
+            return False
+        self._looked = clock
+        self._is_leaving = ask() is not None
+        return self._is_leaving
+
+    def _report(self, trainer: TrainerLike) -> None:
+        moment = trainer.progress.state_dict()
+        if moment == self._reported:
+            return
+        self._reported = moment
+        trainer.check_weights()
+        history = trainer.run_history
+        metrics = {name: history.get_latest_metric(name) for name in history.get_metric_names()}
+        metrics |= {name: moment[name] for name in ("epoch", "update", "samples")}
+        folder = Path(trainer.ranks.broadcast_object(self._new_folder))
+        trainer.ranks.run_together(lambda: _check_shared(folder))
+        try:
+            state = folder / f"update-{trainer.progress.update:09d}"
+            trainer.save_training_state(state)
+            mine = self._ray.Checkpoint.from_directory(state) if trainer.ranks.rank == 0 else None
+            self._ray.report(metrics, checkpoint=mine)
+        finally:
+            if trainer.ranks.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _new_folder(self) -> str:
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix="ray_report_", dir=self.directory)
+
+
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RuntimeError(
+            f"The directory {str(folder)!r}, made by the first worker, is not there on all machines. Pass "
+            "RayReportCallback(directory=...) one on a disk that they share."
+        )

@@ -1,0 +1,67 @@
+"""Returning a job of Slurm to its queue."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import warnings
+from collections.abc import Mapping
+
+from pytorch_accel_lite.base.events import RunInterruptedError
+
+#: The signals by which a job asks Slurm to be warned (``sbatch --signal``). SIGTERM is also that of ``scancel``.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+_TIMEOUT = 60
+
+
+def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name of this job for Slurm's commands; ``None`` outside of Slurm.
+
+    A task of an array has a number of its own, too, but the last one has that of the array, which stands for all tasks.
+    """
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
+
+
+def check_requeue() -> None:
+    """Check that this job could be returned to the queue; warn if torchrun would not pass on what announces its end.
+
+    :raises RuntimeError: if this is a job of Slurm on a machine without its commands
+    """
+    if job_id() is not None and shutil.which("scontrol") is None:
+        raise RuntimeError(
+            f"requeue=True needs Slurm's command scontrol, which is not on the PATH of {os.uname().nodename}, where "
+            "the first process of this job runs. Add its directory to PATH, or pass requeue=False."
+        )
+    passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
+    if job_id() is not None and "TORCHELASTIC_RUN_ID" in os.environ and not {it.name for it in WARNINGS} & {*passed_on}:
+        warnings.warn(
+            "requeue=True: Slurm's warning, SIGUSR1 or SIGUSR2, would end torchrun before a state is saved. Set "
+            "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 where the job starts torchrun; with torch "
+            "older than 2.10, which does not know it, start one task per GPU with srun instead of torchrun.",
+            stacklevel=2,
+        )
+
+
+def was_requeued() -> bool:
+    """Whether this job has been in the queue before."""
+    return job_id() is not None and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def requeue_after(interruption: Exception | None) -> str:
+    """Return this job to the queue if a warning of Slurm has ended its run. Call it on one process.
+
+    :return: what has been done; empty if nothing
+    """
+    job = job_id()
+    if job is None or not isinstance(interruption, RunInterruptedError) or interruption.signum not in WARNINGS:
+        return ""
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_TIMEOUT)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        return f"Job {job} could not be returned to Slurm's queue: {said}"
+    return f"Job {job} is back in Slurm's queue."

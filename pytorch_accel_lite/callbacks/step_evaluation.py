@@ -1,0 +1,38 @@
+"""Evaluating in the middle of an epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.base.events import TrainerCallback
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.validation import check_positive_int
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.base.run_settings import RunRequest
+
+
+class StepBasedEvaluationCallback(TrainerCallback):
+    """Evaluate every n optimizer updates, in addition to the evaluation after each epoch.
+
+    Losses are recorded as ``intermediate_eval_loss``. With ``train(eval_every_n_epochs=None)``, these are the only
+    evaluations of the run: they are recorded like those after epochs, as ``eval_loss_epoch``, and callbacks that watch
+    a metric look at them. Training is unaffected: the final weights are bit-identical to those of a run without these
+    evaluations.
+
+    :param eval_every_n_steps: number of optimizer updates between evaluations
+    """
+
+    def __init__(self, eval_every_n_steps: int) -> None:
+        self.eval_every_n_steps = check_positive_int("eval_every_n_steps", eval_every_n_steps)
+
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: Any) -> None:
+        request.metrics.within_epochs = True
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if not trainer.eval_dataloaders:
+            raise ValueError("StepBasedEvaluationCallback needs evaluation data. Pass eval_dataset to train().")
+
+    def on_update_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
+        if trainer.progress.update % self.eval_every_n_steps == 0:
+            trainer.run_evaluation(is_intermediate=trainer.current_run.request.eval_every_n_epochs is not None)

@@ -1,0 +1,300 @@
+"""The history of a run: the metrics that were recorded, and in which epoch."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.html import table
+from pytorch_accel_lite.base.reprs import short, wrapped
+from pytorch_accel_lite.base.text import did_you_mean, format_metric, warn_of_metric_name
+from pytorch_accel_lite.plotting import plot_curves
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_MOST_EPOCHS = 50  # that notebooks show
+
+
+class RunHistory(ABC):
+    """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
+
+    ``history["accuracy"]`` returns all values of a metric, oldest first. Iteration, ``in`` and ``len`` refer to the
+    names, as with a dict. Unlike a dict, an empty history is true. Its ``repr`` shows the latest values.
+    """
+
+    @abstractmethod
+    def get_metric_names(self) -> Iterable[str]:
+        """Return the names of all metrics that have been recorded, each once."""
+
+    @abstractmethod
+    def get_metric_values(self, metric_name: str) -> Sequence[Any]:
+        """Return all values of a metric, oldest first; an empty sequence if it was never recorded."""
+
+    @abstractmethod
+    def get_latest_metric(self, metric_name: str) -> Any:
+        """Return the newest value of a metric.
+
+        :raises ValueError: if it was never recorded; lists the recorded metrics
+        """
+
+    @abstractmethod
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        """Record a value, under the current prefix followed by ``metric_name``."""
+
+    @abstractmethod
+    def delete_metric(self, metric_name: str) -> None:
+        """Delete a metric with all its values."""
+
+    @abstractmethod
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
+        """Set the prefix for the names of metrics recorded from now on."""
+
+    @property
+    @abstractmethod
+    def metric_name_prefix(self) -> str:
+        """The current prefix for the names of metrics."""
+
+    @property
+    @abstractmethod
+    def current_epoch(self) -> int:
+        """The epoch being trained, counted from 1."""
+
+    @abstractmethod
+    def _increment_epoch(self) -> None: ...
+
+    def _set_epoch(self, epoch: int) -> None:  # noqa: B027
+        """Set the epoch for an evaluation after a run. Histories may ignore it."""
+
+    @contextmanager
+    def _recording_apart(self, epoch: int) -> Iterator[None]:
+        """Record the values of a block under an epoch, but not as those of the run. Histories may ignore it."""
+        before = self.current_epoch
+        self._set_epoch(epoch)
+        try:
+            yield
+        finally:
+            self._set_epoch(before)
+
+    def _shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
+        """Keep only the first values of some metrics. Histories may ignore it.
+
+        :param counts: the number of values to keep, by name
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Delete all metrics and return to epoch 1."""
+
+    def __getitem__(self, metric_name: str) -> Sequence[Any]:
+        if metric_name not in self:
+            raise KeyError(_no_values_of(metric_name, self))
+        return self.get_metric_values(metric_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.get_metric_names())
+
+    def __contains__(self, metric_name: object) -> bool:
+        return metric_name in list(self.get_metric_names())
+
+    def __len__(self) -> int:
+        return len(set(self.get_metric_names()))
+
+    def __bool__(self) -> bool:
+        return True  # so that `history or default` keeps an empty history
+
+    def __repr__(self) -> str:
+        latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
+        return wrapped(f"{type(self).__name__}(", latest, ")")
+
+
+def count_values(history: RunHistory) -> dict[str, int]:
+    """Return the number of values of each metric in a history, by name."""
+    return {name: len(history.get_metric_values(name)) for name in history.get_metric_names()}
+
+
+class InMemoryRunHistory(RunHistory):
+    """A :class:`RunHistory` that keeps everything in memory, with export to a dict, a table and a plot."""
+
+    metric_name_prefix: str = ""
+    current_epoch: int = 1
+    #: Whether greater values are better, by metric name, as far as known from the run.
+    directions: Mapping[str, bool | None] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.current_epoch = 1
+        self._metrics: dict[str, list[Any]] = {}
+        self._epochs: dict[str, list[int]] = {}
+        self._apart: dict[str, set[int]] = {}  # by metric, the places of values of evaluations outside a run
+        self._is_apart = False
+
+    def get_metric_names(self) -> KeysView[str]:
+        """Return the names of all metrics, in the order of their first record; supports set operations."""
+        return dict.fromkeys(self._metrics).keys()
+
+    def get_metric_values(self, metric_name: str) -> list[Any]:
+        return self._metrics.get(metric_name, [])
+
+    def get_latest_metric(self, metric_name: str) -> Any:
+        values = self._metrics.get(metric_name)
+        if not values:
+            raise ValueError(_no_values_of(metric_name, self))
+        return values[-1]
+
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        name = f"{self.metric_name_prefix}{metric_name}"
+        warn_of_metric_name(name)
+        if self._is_apart:
+            self._apart.setdefault(name, set()).add(len(self._metrics.get(name, ())))
+        self._metrics.setdefault(name, []).append(metric_value)
+        self._epochs.setdefault(name, []).append(self.current_epoch)
+
+    def delete_metric(self, metric_name: str) -> None:
+        self.get_latest_metric(metric_name)
+        del self._metrics[metric_name], self._epochs[metric_name]
+        self._apart.pop(metric_name, None)
+
+    def _shorten(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            if not count:
+                self.delete_metric(name)
+                continue
+            del self._metrics[name][count:], self._epochs[name][count:]
+            self._apart.get(name, set()).intersection_update(range(count))
+
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
+        self.metric_name_prefix = prefix
+
+    def _increment_epoch(self) -> None:
+        self.current_epoch += 1
+
+    def _set_epoch(self, epoch: int) -> None:
+        self.current_epoch = epoch
+
+    @contextmanager
+    def _recording_apart(self, epoch: int) -> Iterator[None]:
+        was_apart, self._is_apart = self._is_apart, True
+        try:
+            with super()._recording_apart(epoch):
+                yield
+        finally:
+            self._is_apart = was_apart
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything recorded, and the current epoch."""
+        return {
+            "current_epoch": self.current_epoch,
+            "metrics": self.to_dict(),
+            "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
+            "apart": {name: sorted(places) for name, places in self._apart.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state returned by :meth:`state_dict`."""
+        self.current_epoch = state["current_epoch"]
+        self._metrics = {name: list(values) for name, values in state["metrics"].items()}
+        self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
+        self._apart = {name: set(places) for name, places in state.get("apart", {}).items()}
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the values of every metric by name, oldest first, as copies."""
+        return {name: list(values) for name, values in self._metrics.items()}
+
+    def rows(self, first_epoch: int = 0) -> list[dict[str, Any]]:
+        """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
+
+        What :meth:`Trainer.evaluate` finds after a run is in the row of the last epoch, if the run itself has not
+        recorded that metric.
+
+        :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
+            recorded in the order of their epochs.
+        """
+        table: dict[int, dict[str, Any]] = {}
+        for name, values in self._metrics.items():
+            epochs = self._epochs[name]
+            first = 0
+            if first_epoch:
+                later = takewhile(lambda epoch: epoch >= first_epoch, reversed(epochs))
+                first = len(epochs) - sum(1 for _ in later)
+            apart = self._apart_from_run(name)
+            for place, (epoch, value) in enumerate(zip(epochs[first:], values[first:], strict=True), first):
+                if place not in apart:
+                    table.setdefault(epoch, {"epoch": epoch})[name] = value
+        return [table[epoch] | {"epoch": epoch} for epoch in sorted(table)]
+
+    def _repr_html_(self) -> str:
+        """Show the last value of every metric in each epoch."""
+        by_metric = {name: dict(zip(self._epochs[name], values, strict=True)) for name, values in self._metrics.items()}
+        epochs = sorted({epoch for values in by_metric.values() for epoch in values})
+        rows = [
+            (epoch, *(_cell(values[epoch]) if epoch in values else "" for values in by_metric.values()))
+            for epoch in epochs[-_MOST_EPOCHS:]
+        ]
+        left_out = len(epochs) - len(rows)
+        notes = [f"The last {len(rows)} epochs of {len(epochs)}; to_dict() has all."] if left_out else []
+        title = type(self).__name__ + ("" if rows else ": nothing has been recorded yet")
+        return table(title, rows, ["epoch", *by_metric] if rows else [], notes)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
+        pandas = import_extra("pandas", "dataframe", "to_dataframe()")
+        return pandas.DataFrame(self.rows(), columns=dict.fromkeys(["epoch", *self._metrics])).set_index("epoch")
+
+    def plot(self, path: str | os.PathLike[str] | None = None, metrics: Iterable[str] | None = None) -> Figure:
+        """Plot every metric over the epochs, with the training and evaluation curves of a metric in one panel.
+
+        Marks the best value of an evaluation if it is known which values are better. Needs the extra ``plot``.
+
+        :param path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not
+            save it
+        :param metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see :meth:`curves`)
+        :raises ValueError: if nothing has been recorded
+        """
+        return plot_curves(self.curves(metrics), path, self.directions)
+
+    def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[Any]]]:
+        """Return the epochs and values of metrics, by name, oldest first, as copies.
+
+        What :meth:`Trainer.evaluate` finds after a run is left out, unless you name a metric that has nothing else.
+
+        :param metrics: names of the metrics; ``None`` for all that the run has recorded
+        :raises ValueError: if a metric was never recorded
+        """
+        if metrics is None:
+            recorded = [name for name, values in self._metrics.items() if len(self._apart.get(name, ())) < len(values)]
+            metrics = recorded or self._metrics
+        found = {}
+        for name in metrics:
+            self.get_latest_metric(name)  # raises an error that lists the recorded metrics
+            apart = self._apart_from_run(name)
+            pairs = zip(self._epochs[name], self._metrics[name], strict=True)
+            of_run = [pair for place, pair in enumerate(pairs) if place not in apart]
+            found[name] = [epoch for epoch, _ in of_run], [value for _, value in of_run]
+        return found
+
+    def _apart_from_run(self, name: str) -> Collection[int]:
+        """Return the places of values that evaluations outside the run have recorded, if the metric has others."""
+        apart = self._apart.get(name, ())
+        return apart if len(apart) < len(self._metrics[name]) else ()
+
+
+def _cell(value: Any) -> str:
+    return format_metric(value) if getattr(value, "ndim", 0) == 0 and not isinstance(value, str) else short(value)
+
+
+def _no_values_of(metric_name: str, history: Iterable[str]) -> str:
+    known = list(history)
+    return (
+        f"No values have been recorded for the metric {metric_name!r}.{did_you_mean(metric_name, known)} "
+        f"Recorded: {', '.join(known) or 'nothing yet'}."
+    )

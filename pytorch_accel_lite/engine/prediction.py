@@ -1,0 +1,243 @@
+"""Prediction: the model's outputs for a dataset, in the order of the dataset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+
+from pytorch_accel_lite.base.batches import find_batch_size
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.modules import evaluation_mode
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
+from pytorch_accel_lite.data import FailedRead
+from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gathering import gather_outputs
+from pytorch_accel_lite.engine.evaluation import is_skipped, unwrapped_model
+from pytorch_accel_lite.engine.failed_runs import close_failed
+from pytorch_accel_lite.engine.inference import inference_run, preserving_randomness
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
+
+# Several processes gather the outputs of as many steps at once, on each process, as take about this time and memory.
+_SECONDS_AT_ONCE = 0.2
+_BYTES_AT_ONCE = 2**22
+_STEPS_AT_ONCE = 60
+
+
+def predict(
+    self: TrainerLike,
+    dataset: Any,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    only_first: bool = False,
+) -> Any:
+    """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
+
+    Takes the same arguments as :meth:`evaluate`, and can be called in the same places. If ``dataloader_kwargs`` has a
+    ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
+
+    :param dataset: a dataset with or without targets, which are ignored
+    :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
+        memory for them. All processes must make the call.
+    :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
+        tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
+    """
+    outputs = Concatenation(find_length(dataset))
+    is_empty = True
+    for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True):
+        is_empty = False
+        while parts:
+            outputs.add(parts.pop(0))  # the next outputs take the memory of these
+    if is_empty:
+        raise ValueError(
+            f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
+            "has already written all predictions: read them with read_predictions()."
+        )
+    return outputs.result() if _keeps(self, only_first) else None
+
+
+def predict_iter(
+    self: TrainerLike,
+    dataset: Any,
+    per_device_batch_size: int = 8,
+    dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    only_first: bool = False,
+) -> Iterator[Any]:
+    """Yield the outputs of :meth:`predict` in parts, in the order of the dataset and the same on every process.
+
+    Only a few batches are in memory at any time: several processes gather their outputs after a fraction of a second
+    or at 4 MiB. Iterate to the end on every process; with ``only_first``, all but the first get ``None`` for each
+    part. Meanwhile the model is in evaluation mode, except within another run, where its own mode is restored between
+    the parts.
+    """
+    for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
+        yield concatenate(parts) if parts else None
+
+
+def _keeps(trainer: TrainerLike, only_first: bool) -> bool:
+    return not only_first or trainer.ranks.rank == 0
+
+
+def _predicted(
+    self: TrainerLike,
+    dataset: Any,
+    batch_size: int,
+    loader_kwargs: Any,
+    collate_fn: Any,
+    only_first: bool,
+    is_whole: bool,
+) -> Iterator[list[Any]]:
+    """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
+
+    :param is_whole: whether the caller does nothing but collect them
+    """
+    self._check_data("dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    if isinstance(dataset, dict):
+        raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
+    for key in ("shuffle", "drop_last"):
+        if (loader_kwargs or {}).get(key):
+            raise ValueError(
+                f"dataloader_kwargs[{key!r}]={loader_kwargs[key]!r}: predict returns the outputs for every sample, in "
+                f"the order of the dataset. Omit {key}."
+            )
+    request = RunRequest("prediction", num_epochs=1)
+    with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
+        try:
+            self.call_event("on_predict_run_start")
+            sync_ddp_buffers(self.model, self.ranks)
+            with evaluation_mode(self.model) if run.outer is None else nullcontext():
+                steps = _steps_of_all(self, run, only_first, is_whole)
+                steps = steps if _keeps(self, only_first) else ([] for _ in steps)
+                yield from steps if is_whole else _suspending(self, run, steps)
+            self.call_event("on_predict_run_end")
+        except GeneratorExit:  # the caller stopped iterating
+            self.call_event("on_predict_run_end")
+            raise
+        except BaseException as error:
+            close_failed(self, run, error, ended=True)
+            raise
+
+
+def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_whole: bool) -> Iterator[list[Any]]:
+    """Yield for each step the outputs of all processes, which they gather after a number of steps."""
+    ranks = trainer.data_ranks
+    outputs = _outputs(trainer, run)
+    generators: dict[str, Any] = {}
+    if is_whole and ranks.world_size == 1:
+        with _predicting(trainer, run, generators):
+            yield from filter(None, outputs)
+        return
+    steps = 1
+    while True:
+        begin = time.perf_counter()
+        with _predicting(trainer, run, generators):
+            mine = list(islice(outputs, steps))
+        if ranks.world_size == 1:
+            if not mine:
+                return
+            yield from filter(None, mine)
+            continue
+        has_any = sum(bool(parts) << step for step, parts in enumerate(mine))
+        microseconds = int(1e6 * (time.perf_counter() - begin))
+        numbers, found = gather_outputs(ranks, mine, [len(mine), has_any, microseconds], only_first)
+        counts, have_any, times, sizes = zip(*numbers, strict=True)
+        for step in range(max(counts)):
+            if any(of_rank >> step & 1 for of_rank in have_any):
+                yield [_of_its_own(part) for of_rank in found for part in chain(*of_rank[step : step + 1])]
+        if max(counts) < steps:
+            return
+        fraction = min(_BYTES_AT_ONCE / max(*sizes, 1), 1e6 * _SECONDS_AT_ONCE / max(*times, 1))
+        steps = int(min(max(steps * fraction, 1), _STEPS_AT_ONCE))
+
+
+def _of_its_own(part: Any) -> Any:
+    """Return outputs that are concatenated without a copy in memory of their own, not that of all received at once."""
+    return ListOfSamples(recursively_apply(torch.clone, part)) if isinstance(part, ListOfSamples) else part
+
+
+@contextmanager
+def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> Iterator[None]:
+    """Let the model predict in a block, without effect on an outer run.
+
+    :param generators: the states of the generators of a prediction within a run, from one block to the next
+    """
+    with (
+        preserving_randomness(trainer, run),
+        evaluation_mode(trainer.model),
+        evaluating_optimizers(trainer),
+        unwrapped_model(trainer),
+        torch.no_grad(),
+    ):
+        if generators:
+            restore_generators(generators)
+        yield
+        if run.outer is not None:
+            generators.update(capture_generators())
+
+
+def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
+    """Yield this process's outputs step by step, on the CPU: none of a step that failed and is skipped."""
+    logical = trainer.logical
+    hears = trainer.callback_handler.listeners
+    compute = _forward_pass(trainer)
+    shares: list[Any] = []
+    for batch in run.eval_loader.steps(run.progress.epoch, run.request.first_sample):
+        run.batch = batch
+        if logical is not None:
+            logical.begin_share(batch)
+        try:
+            if isinstance(batch.data, FailedRead):
+                raise batch.data.error
+            output = compute(batch.data)
+        except Exception as error:
+            if not is_skipped(error, trainer, run, "prediction"):
+                raise
+        else:
+            if hears["on_predict_step_end"]:
+                trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
+            if batch.num_samples != 0:
+                size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
+                shares.append(to_cpu(output, size))
+            del output
+        if batch.share is None or batch.share.ends_step:
+            yield shares
+            shares = []
+
+
+def _forward_pass(trainer: TrainerLike) -> Callable[[Any], Any]:
+    compute = trainer.calculate_predict_batch_output
+    if not trainer.accelerator.native_amp:
+        return compute
+
+    def with_autocast(batch: Any) -> Any:
+        with mixed_precision(trainer.accelerator):
+            return compute(batch)
+
+    return with_autocast
+
+
+def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    """Make the run around a prediction the current one while a part of the prediction is being used."""
+    for parts in steps:
+        if run.before is not None:
+            trainer.current_run = run.before
+        try:
+            yield parts
+        finally:
+            if run in trainer.open_runs:
+                run.before = trainer.current_run
+                trainer.current_run = run

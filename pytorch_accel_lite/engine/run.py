@@ -1,0 +1,234 @@
+"""Runs: the state of one call of ``train``, ``evaluate`` or ``predict``, and how runs begin, nest and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.base.batches import BatchOutput
+from pytorch_accel_lite.base.events import RunPausedError
+from pytorch_accel_lite.base.progress import Progress
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.data import Batch, ShardedLoader
+from pytorch_accel_lite.data.named import NamedDatasets
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.engine.history import RunHistory
+from pytorch_accel_lite.engine.losses import LossTrackers
+from pytorch_accel_lite.optimizers.gradients import GradientWindow
+from pytorch_accel_lite.optimizers.rates import Options
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
+
+
+#: What is over of an epoch whose steps are: its training, its evaluation, all but the final checkpoint.
+TRAINED, EVALUATED, ENDED = 1, 2, 3
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Run:
+    """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
+
+    :ivar data_ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
+    :ivar before: the run that is restored when this one ends
+    :ivar outer: the run within which this one was started, if any
+    :ivar request: the settings requested for the run
+    :ivar config: the settings resolved from the request and the data
+    :ivar stopped_by: the callback that stopped the run, as the call that created it
+    :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
+    :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
+        from states of version 0.2 and earlier
+    :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
+    :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
+    :ivar made_loaders: loaders created for this run, whose workers end with it
+    :ivar batch: the batch being processed; ``None`` outside a step
+    :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
+    :ivar loss_trackers: the running losses of the epoch or evaluation
+    :ivar recorded_losses: the mean losses of the last epoch or evaluation
+    :ivar special_step: runs a step that may fail, or the user's own; ``None`` for the usual step
+    :ivar own_step: runs a step if the trainer's ``train_step`` is overridden
+    :ivar replay: recomputes the gradients of an update, where that may be needed
+    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
+    :ivar trained_model: the trainer's model, while another one is evaluated in its place
+    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
+    :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
+    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
+    :ivar resumed: the training state that is still being restored
+    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
+    :ivar unrecorded: the running losses of the training epoch, until they are recorded
+    :ivar last_words: called when the run has ended without an error, after all callbacks have handled its end
+    :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
+    :ivar rates_left: the learning rates at the end of a run with a schedule
+    :ivar recreates_schedule: whether the schedule of a resumed run is recreated rather than restored
+    :ivar schedule_shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
+    """
+
+    control: StopCoordinator
+    data_ranks: Ranks
+    window: GradientWindow
+    request: RunRequest
+    train_dataset: Any
+    eval_dataset: Any
+    collate_fn: Any
+    before: Run | None = None
+    outer: Run | None = None
+    config: TrainerRunConfig | None = None
+    stop_reason: str | None = None
+    stopped_by: str | None = None
+    interruption: RunPausedError | None = None
+    data_seed: int | None = None
+    first_epoch: int = 0
+    train_loader: Any = None
+    train_loader_kwargs: dict[str, Any] | None = None
+    eval_loader: Any = None
+    eval_dataset_name: str | None = None
+    eval_loaders: dict[str, Any] = field(default_factory=dict)
+    eval_loader_kwargs: dict[str, Any] | None = None
+    made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
+    progress: Progress = field(default_factory=Progress)
+    epoch_phase: int = 0
+    own_step: Any = None
+    replay: Any = None
+    closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
+    special_step: Callable[[TrainerLike, Run, Batch], BatchOutput | None] | None = None
+    num_microbatches: int = 1
+    must_examine_batch: bool = False
+    must_warm_up_ddp: bool = False
+    must_compare_replicas: bool = False
+    averaged_here: list[nn.Parameter] = field(default_factory=list)
+    synced_buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
+    trained_model: nn.Module | None = None
+    resumed: TrainingState | None = None
+    batch: Batch | None = None
+    has_fillers: bool = True
+    loss_trackers: LossTrackers = field(default_factory=LossTrackers)
+    recorded_losses: dict[str, float] = field(default_factory=dict)
+    step_metrics: dict[str, Any] = field(default_factory=dict)
+    gradient_norm: torch.Tensor | None = None
+    skips_update: bool = False
+    skipped_updates: int = 0
+    is_sanity_evaluation: bool = False
+    set_apart: dict[str, set[int]] = field(default_factory=dict)
+    unrecorded: LossTrackers | None = None
+    last_words: list[Callable[[], None]] = field(default_factory=list)
+    initial_options: Options = field(default_factory=list)
+    rates_left: list[Any] = field(default_factory=list)
+    schedule_shift: int = 0
+    recreates_schedule: bool = False
+
+    @classmethod
+    def create(
+        cls, ranks: Ranks, request: RunRequest, train_data: Any = None, eval_data: Any = None, collate_fn: Any = None
+    ) -> Run:
+        """Create a run that has not started yet. A dict of training datasets is combined into one."""
+        if isinstance(train_data, dict):
+            train_data = NamedDatasets(train_data)
+        window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
+        return cls(StopCoordinator(ranks), ranks, window, request, train_data, eval_data, collate_fn)
+
+    def __repr__(self) -> str:
+        return f"Run({self.request.kind}, {self.progress})"
+
+    def derive(self) -> Run:
+        """Create an evaluation or prediction run within or after this one, with its own batches and losses."""
+        return replace(
+            self,
+            batch=None,
+            loss_trackers=LossTrackers(),
+            recorded_losses={},
+            made_loaders=WeakSet(),
+            unrecorded=None,
+            last_words=[],
+            initial_options=[],
+        )
+
+    @property
+    def required_config(self) -> TrainerRunConfig:
+        """The config of the run.
+
+        :raises RuntimeError: if there is none yet
+        """
+        if self.config is None:
+            raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
+        return self.config
+
+    @property
+    def all_eval_loaders(self) -> list[Any]:
+        """The loaders of this process's evaluation batches, for all datasets."""
+        return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
+
+    @property
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every process (as of their last synchronisation)."""
+        return self.control.clock
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all requested epochs or updates are complete."""
+        limit = self.request.max_num_train_steps
+        if limit is not None:  # the number of epochs is an estimate, as batches may be skipped
+            return self.progress.update >= limit
+        num_epochs = self.required_config.num_epochs
+        return num_epochs is not None and self.progress.epochs_completed >= num_epochs
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the current epoch is followed by an evaluation."""
+        epoch, every = self.progress.epoch, self.request.eval_every_n_epochs
+        if every is None or not self.all_eval_loaders:
+            return False
+        no_limit = self.request.max_num_train_steps is None
+        is_last = self.is_finished or (no_limit and epoch == self.required_config.num_epochs)
+        return is_last or epoch % every == 0
+
+    @property
+    def batch_indices(self) -> list[Any] | None:
+        """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
+
+        ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
+        only keeps this process in step with the others and has no weight.
+        """
+        indices = None if self.batch is None else self.batch.indices
+        return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
+
+    @property
+    def train_dataset_name(self) -> str | None:
+        """Name of the dataset that the current training batch is from; ``None`` unless a mixture has such batches."""
+        return None if self.batch is None else self.batch.dataset_name
+
+    def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
+        """Track the losses of a training batch; return its number of samples on this process and on all processes."""
+        # Inlines Batch.samples() and Progress.add_samples(), as this runs in every step.
+        own = batch.num_samples
+        progress = self.progress
+        if own != 0:  # 0 for a filler batch
+            self.loss_trackers.add(output)
+        own = int(output["batch_size"]) if own is None else own
+        total = own if batch.total_samples is None else batch.total_samples
+        progress.samples_in_epoch += total
+        progress.samples += total
+        return own, total
+
+    def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
+        """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
+        means = self.loss_trackers.means(ranks, name)
+        for metric, value in means.items():
+            history.update_metric(metric, value)
+        self.recorded_losses = means
+
+    def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
+        """Record the mean losses of an epoch that was not completed. Call it on every process."""
+        losses = self.unrecorded
+        self.unrecorded = None
+        if losses is None or not self.progress.is_mid_epoch:
+            return
+        if any(weight for _, weight in losses.summed(ranks).values()):
+            for metric, value in losses.means(ranks, "train_{}_epoch").items():
+                history.update_metric(metric, value)

@@ -1,0 +1,267 @@
+"""The training loop: a run consists of epochs, an epoch of steps, and each accumulation window ends in an update."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pytorch_accel_lite.base.batches import BatchOutput, complete_output, total_loss
+from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.events import StopTrainingError
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
+from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.distributed.averaging import average_gradients, sync_ddp_buffers
+from pytorch_accel_lite.engine.batch_norm_shares import smallest_share
+from pytorch_accel_lite.engine.evaluation import evaluate_all
+from pytorch_accel_lite.engine.first_batch import examine_first_batch, warn_of_sum
+from pytorch_accel_lite.engine.lifecycle import add_note, create_loader, ending
+from pytorch_accel_lite.engine.losses import create_trackers
+from pytorch_accel_lite.engine.restoring import StepSnapshot
+from pytorch_accel_lite.engine.resuming import has_nothing_left
+from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, Run
+from pytorch_accel_lite.engine.sanity import sanity_evaluation
+from pytorch_accel_lite.engine.scheduling import step_after_epoch
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
+from pytorch_accel_lite.optimizers.gradients import gradient_sync
+
+
+def train(trainer: TrainerLike, run: Run) -> None:
+    """Train for all epochs of a run, or for the remaining ones if it is resumed."""
+    run.control.start_clock()
+    run.must_examine_batch = trainer.ranks.rank == 0
+    if run.must_examine_batch:
+        warn_of_sum(trainer)
+    with ending(trainer, run, "training"):
+        try:
+            trainer.training_run_start()
+            trainer.call_event("on_training_run_start")
+            run.control.sync(now=True)
+            _describe_states(trainer, run)
+            over = _is_over(trainer, run)
+            if (run.request.sanity_eval_batches or run.request.metrics.may_lack_loss) and not over:
+                sanity_evaluation(trainer, run)
+            if over or run.epoch_phase or not run.progress.is_mid_epoch:
+                _finish_resuming(trainer, run)
+            while not over and (run.progress.is_mid_epoch or not run.is_finished):
+                _train_and_evaluate(trainer, run)
+        except StopTrainingError:
+            _finish_resuming(trainer, run)  # stopped by a starting event, the run ends with what the callbacks had
+            raise
+    if run.progress.update and not attributes.weights_are_finite(trainer) and trainer.ranks.rank == 0:
+        warn_outside(
+            f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
+            "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
+            "and train again, or resume from an earlier state."
+        )
+
+
+def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
+    """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
+    if not run.progress.is_mid_epoch:
+        run.progress.start_epoch()
+    if run.epoch_phase < TRAINED:
+        trainer._run_train_epoch(run.train_loader)
+    if run.epoch_phase < EVALUATED and run.evaluation_is_due:
+        evaluate_all(trainer, run)
+    if run.epoch_phase < ENDED:
+        step_after_epoch(trainer, run)
+        trainer.training_run_epoch_end()
+        run.epoch_phase = ENDED
+        trainer.call_event("on_training_run_epoch_end")
+        run.control.sync(now=True)
+    run.epoch_phase = 0
+    run.progress.epochs_completed = run.progress.epoch
+    trainer.run_history._increment_epoch()
+    trainer.call_event("on_epoch_checkpoint")
+    run.control.sync(now=True, can_save=True)
+
+
+def train_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Run the steps of an epoch, or the remaining ones, and record its losses."""
+    trainer.train_epoch_start()
+    run.loss_trackers = run.unrecorded = create_trackers(trainer)
+    trainer.call_event("on_train_epoch_start")
+    _finish_resuming(trainer, run)
+    progress = run.progress
+    limit = run.request.max_num_train_steps or math.inf
+    run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
+    done = progress.samples_in_epoch, progress.step
+    set_optimizer_modes(trainer, training=True)
+    batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, _smallest_share(trainer, run))
+    while progress.update < limit and (batch := next(batches, None)) is not None:
+        if run.must_warm_up_ddp:
+            _warm_up_ddp(trainer, run, batch)
+        train_step(trainer, run, batch)
+        if run.must_compare_replicas and progress.update:
+            run.must_compare_replicas = False
+            trainer.compare_replicas()
+    run.batch = None
+    if not progress.step:
+        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
+    if trainer.check_replicas and trainer.ranks.world_size > 1:
+        trainer.compare_replicas()
+    run.control.sync(now=True)
+    sync_ddp_buffers(trainer.model, trainer.ranks)
+    set_optimizer_modes(trainer, training=False)
+    trainer.train_epoch_end()
+    run.record_losses(trainer.run_history, run.data_ranks, "train_{}_epoch")
+    run.unrecorded = None
+    run.epoch_phase = TRAINED
+    trainer.call_event("on_train_epoch_end")
+
+
+def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+    """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
+    step = run.progress.step
+    hears = trainer.callback_handler.listeners
+    ends_window = batch.is_last or (step + 1) % run.window.steps == 0
+    run.batch = batch
+    if hears["on_train_step_start"]:
+        trainer.call_event("on_train_step_start")
+    run.window.is_in_step = True
+    try:
+        compute = run.special_step or forward_and_backward
+        if run.window.steps == 1:
+            output = compute(trainer, run, batch)
+        else:
+            with gradient_sync(trainer.accelerator, trainer.model, ends_window):
+                output = compute(trainer, run, batch)
+        updates = ends_window and run.window.sizes is not None  # None: all its batches were skipped
+        if updates:
+            (update if run.own_step is None else run.own_step.finish)(trainer, run)
+    except Exception as error:
+        add_note(error, trainer, run, "training")
+        raise
+    run.progress.step += 1
+    run.window.is_in_step = False
+    if output is not None and hears["on_train_step_end"]:
+        # Logical processes have put their shares together in the run's batch.
+        trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
+    if updates:
+        if hears["on_update_end"]:
+            trainer.call_event("on_update_end", step=step)
+        if hears["on_train_step_checkpoint"]:
+            trainer.call_event("on_train_step_checkpoint", step=step)
+        if run.control.must_sync:
+            run.control.sync(can_save=True)
+
+
+def forward_and_backward(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
+    """Run the forward and backward pass on a batch and track its losses."""
+    output = forward(trainer, batch)
+    backward(trainer, run, batch, output, *run.track_step(output, batch))
+    return output
+
+
+def forward(trainer: TrainerLike, batch: Batch) -> BatchOutput:
+    """Return the output of a training batch, including its loss."""
+    if trainer.accelerator.native_amp:
+        with mixed_precision(trainer.accelerator):
+            output = trainer.calculate_train_batch_loss(batch.data)
+    else:  # entering a context that does nothing costs time, too
+        output = trainer.calculate_train_batch_loss(batch.data)
+    complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
+    run = trainer.current_run
+    trackers = run.loss_trackers
+    trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
+    if trackers.unweighed:
+        trackers.weigh()
+    if run.must_examine_batch and batch.num_samples != 0:
+        run.must_examine_batch = False
+        examine_first_batch(trainer, batch, output)
+    return output
+
+
+def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
+    """Return only the loss of a batch, computed as in a training step."""
+    trainer.current_run.batch = batch
+    with mixed_precision(trainer.accelerator):
+        return total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"])
+
+
+def backward(trainer: TrainerLike, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int) -> None:
+    """Accumulate the gradients of a loss, weighted by its share of the accumulation window.
+
+    :param samples: number of samples in this process's batch
+    :param total: number of samples in the batches of all processes
+    """
+    loss = output["loss"]
+    hears = trainer.callback_handler.listeners
+    weighed = run.window.scale(loss, samples, total, output.get("num_items_in_batch"))
+    if hears["on_backward_start"]:
+        trainer.call_event("on_backward_start", batch=batch.data, batch_output=output, step=run.progress.step)
+    trainer.backward_step(weighed)
+    if hears["on_backward_end"]:
+        trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
+
+
+def update(trainer: TrainerLike, run: Run) -> None:
+    """Update the weights with the gradients of an accumulation window."""
+    if run.averaged_here and run.data_ranks.world_size > 1:
+        average_gradients(run.averaged_here, run.data_ranks)
+    if run.synced_buffers:
+        trainer.ranks.copy_from_first(getattr(part, name) for part, name in run.synced_buffers)
+    hears = trainer.callback_handler.listeners
+    run.window.finish(trainer.optimizer)
+    run.gradient_norm = None
+    run.skips_update = False
+    trainer.clip_gradients()
+    if hears["on_optimizer_step_start"]:
+        trainer.call_event("on_optimizer_step_start")
+    if run.skips_update:
+        run.skipped_updates += 1
+    else:
+        trainer.optimizer_step()
+    run.progress.update += 1
+    each_update = trainer.scheduler is not None and run.request.scheduler_interval == "update"
+    if each_update and not trainer.update_was_skipped:
+        trainer.scheduler_step()
+    trainer.optimizer_zero_grad()
+    if hears["on_optimizer_step_end"]:
+        trainer.call_event("on_optimizer_step_end")
+
+
+def _describe_states(trainer: TrainerLike, run: Run) -> None:
+    """Print which attributes training states include, if any are saved; the starting events may have added some."""
+    saves = run.request.saves_training_states or run.resumed is not None
+    if saves and (described := describe_attributes(trainer)):
+        trainer.print(described)
+
+
+def _is_over(trainer: TrainerLike, run: Run) -> bool:
+    """Whether a resumed run has nothing left to do; prints the reason."""
+    if run.resumed is None:
+        return False
+    return has_nothing_left(trainer, run, run.resumed)
+
+
+def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
+    """Restore what must come last: anything that the starting events may have reset, and the random generators."""
+    if run.resumed is not None:
+        finish_restoring(trainer, run.resumed)
+        run.resumed = None
+
+
+def _smallest_share(trainer: TrainerLike, run: Run) -> int:
+    """Return the least number of samples a process may get in a step if it gets any: batch norm needs two."""
+    if not any(isinstance(module, _BatchNorm) for module in trainer.model.modules()):
+        return 1
+    return smallest_share(trainer, run)
+
+
+def _warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+    """Run one forward and backward pass whose only trace is in ``DistributedDataParallel``.
+
+    The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
+    sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
+    """
+    run.must_warm_up_ddp = False
+    before = StepSnapshot(trainer)
+    trainer.backward_step(loss_of(trainer, batch))
+    before.restore()

@@ -1,0 +1,108 @@
+"""Trials with a trainer's model, after which everything is restored."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from pytorch_accel_lite.base.events import CallbackHandler
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.engine.arguments import check_data, check_training
+from pytorch_accel_lite.engine.lifecycle import entering, prepare_model, release_model
+from pytorch_accel_lite.engine.restoring import Snapshot, replaced
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.setup import begin_training, create_train_loader
+from pytorch_accel_lite.optimizers import attributes
+
+
+@contextmanager
+def restoring_state(trainer: TrainerLike) -> Iterator[None]:
+    """Restore weights, buffers, gradients, modes, the optimizer, the scaler and the generators after a block.
+
+    This includes those of the loss function, of registered objects, and of other modules of the trainer, such as
+    averaged copies, which its steps may change. Weights are kept in host memory, to leave the device's to the trial.
+    """
+    owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
+    owners += [*attributes.modules(trainer).values(), *attributes.trained(trainer).values()]
+    roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
+    stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
+    stateful += attributes.registered(trainer).values()
+    of_modules = chain.from_iterable(root.parameters() for root in roots)
+    parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
+    before = Snapshot(parameters, parameters, stateful, roots, on_host=True)
+    try:
+        with preserving_modes(chain.from_iterable(root.modules() for root in roots)):
+            yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def trial(
+    trainer: TrainerLike,
+    name: str,
+    train_dataset: Any,
+    batch_size: int,
+    request: RunRequest,
+    loader_kwargs: Any,
+    collate_fn: Any,
+) -> Iterator[Run]:
+    """Enter a training run that involves no callbacks and leaves no trace.
+
+    :param name: the calling method, for error messages
+    """
+    if trainer.is_running:
+        raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
+    if is_overridden(trainer, "train_step") and name != "find_lr":
+        raise TypeError(
+            f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
+            "trainer without that method."
+        )
+    if trainer.logical is not None and name != "find_lr":
+        raise ValueError(
+            f"{name}() does not work with logical_processes={trainer.logical.count}. Use a trainer without them: the "
+            "step of one logical process is that of a trainer on one process."
+        )
+    check_training(trainer.optimizer, trainer.accelerator, request, None)
+    check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
+    run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)
+    run.data_seed = trainer.seed or 0
+    with entering(trainer, run, f"{name}()"):
+        create_train_loader(trainer, run, batch_size, loader_kwargs)
+        with prepared_for_trial(trainer):
+            begin_training(trainer, run, batch_size)
+            if run.closure and name != "find_lr":  # whose updates are those of train()
+                raise TypeError(
+                    f"{name}() makes updates without the closure that the optimizer needs. Try another one."
+                )
+            attributes.set_optimizer_modes(trainer, training=True)
+            yield run
+
+
+@contextmanager
+def prepared_for_trial(trainer: TrainerLike) -> Iterator[None]:
+    """Prepare a trainer for training outside a run, without its callbacks, and restore everything afterwards."""
+    prepare_model(trainer, training=True)
+    try:
+        with replaced(trainer, callback_handler=CallbackHandler(), scheduler=None), restoring_state(trainer):
+            yield
+    finally:
+        if not trainer.is_running:
+            release_model(trainer)
+
+
+def report(trainer: TrainerLike, found: object) -> None:
+    """Print what a tool has found, unless a console or a notebook shows the return value anyway."""
+    if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
+        trainer.print(found)

@@ -1,0 +1,261 @@
+"""Reading experiment files: YAML, files that build on others, and where each key stands."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pytorch_accel_lite.base.environment import import_extra
+
+#: The parts of an experiment that are given by a class, or a function, and its arguments.
+PARTS = (
+    "model",
+    "loss_func",
+    "optimizer",
+    "scheduler",
+    "data.train",
+    "data.eval",
+    "data.test",
+    "trainer",
+    "accelerator",
+)
+# The most values that aliases may add to those of a file: reading as many takes some seconds.
+_MAX_REPEATED = 10_000
+
+#: Name of the resolved file that a run leaves in its folder.
+RESOLVED = "experiment.yaml"
+
+
+class ExperimentError(ValueError):
+    """An experiment's file, or what overrides it, is wrong. The message names the file and line, or the key."""
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether an error comes from a check of this package, so that its message says all."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_known = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError, NotADirectoryError))
+    return is_known and str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
+
+
+@dataclass
+class Document:
+    """The contents of an experiment file and of those it builds on.
+
+    :param content: the values, as nested dicts
+    :param places: file and line of each key, by its path, such as ``"train.num_epochs"``
+    :param inherited: paths of arguments that were given for another class than the one that they are now for
+    """
+
+    content: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    inherited: set[str] = field(default_factory=set)
+
+    def update(self, content: Mapping[str, Any], places: Mapping[str, str]) -> None:
+        """Override values with others, argument by argument; ``key+`` adds to the list ``key``."""
+        _merge(self.content, _spelt_out(content), "", self.inherited)
+        self.places |= places
+
+    def place(self, key: str) -> str:
+        """Return the start of an error message about a key: its file and line, if it stands in one, and the key."""
+        where = self.places.get(key) or self.places.get(short(key))
+        return f"{where}: {short(key)}" if where else short(key)
+
+
+def short(key: str) -> str:
+    """Return a key as it is written on the command line: ``optimizer.lr`` for ``optimizer.init_args.lr``."""
+    return key.replace(".init_args.", ".").removesuffix(".init_args").removesuffix(".class_path")
+
+
+def read(path: Path) -> Document:
+    """Read an experiment file.
+
+    :raises ExperimentError: if it is missing, is no YAML, has a key twice, or builds on itself
+    """
+    document = Document()
+    _read_into(document, path, ())
+    return document
+
+
+def _read_into(
+    document: Document, path: Path, above: tuple[Path, ...], under: str = "", named_at: str | None = None
+) -> None:
+    """Read a file into a document.
+
+    :param above: the files that led to it
+    :param under: the key of which the file has the value
+    :param named_at: the place at which another file names it
+    """
+    where = f"{named_at}: " if named_at else ""
+    if path.resolve() in above:
+        chain = " -> ".join(file.name for file in (*above, path))
+        raise ExperimentError(f"{where}{path} builds on itself: {chain}. Remove one of these references.")
+    above = (*above, path.resolve())
+    content, places = _load(path, under, where)
+    named_at = places.get(f"{under}.base" if under else "base")
+    for base in _bases(content.pop("base", None), named_at):
+        _read_into(document, path.parent / base, above, under, named_at)
+    content = _spelt_out(_placed(under, content))
+    nested = dict(_named_files(content))
+    document.update(content, places)
+    for key, file in nested.items():
+        _read_into(document, path.parent / file, above, key, f"{document.place(key)}")
+
+
+def _bases(given: Any, place: str | None) -> list[str]:
+    bases = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(base, str) for base in bases):
+        raise ExperimentError(f"{place}: base={given!r} must be the path of a file, or a list of paths.")
+    return bases
+
+
+def _named_files(content: dict[str, Any], under: str = "") -> Iterator[tuple[str, str]]:
+    """Remove values that are names of YAML files, and yield their keys and names."""
+    for name, value in list(content.items()):
+        key = f"{under}.{name}" if under else name
+        if isinstance(value, str) and _is_yaml(value):
+            del content[name]
+            yield key, value
+        elif isinstance(value, dict) and name != "init_args":
+            yield from _named_files(value, key)
+
+
+def _placed(key: str, content: dict[str, Any]) -> dict[str, Any]:
+    for name in reversed(key.split(".") if key else []):
+        content = {name: content}
+    return content
+
+
+def _spelt_out(content: Mapping[str, Any], under: str = "") -> dict[str, Any]:
+    """Return contents in which each part has ``class_path`` and ``init_args``."""
+    full: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{under}.{name}" if under else name
+        if key in PARTS and isinstance(value, str) and not _is_yaml(value):
+            value = {"class_path": value}
+        elif key in PARTS and isinstance(value, Mapping) and not value.keys() & {"class_path", "init_args"}:
+            value = {"init_args": dict(value)}
+        elif key == "data" and isinstance(value, Mapping):
+            value = _spelt_out(value, key)
+        full[name] = value
+    return full
+
+
+def _is_yaml(value: str) -> bool:
+    return value.endswith((".yaml", ".yml"))
+
+
+def _load(path: Path, under: str, where: str = "") -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        reason = error.strerror or error
+        kept = path / RESOLVED
+        advice = f"Did you mean {kept}?" if kept.is_file() else "Check the path."
+        raise ExperimentError(f"{where}{path} cannot be read: {reason}. {advice}") from error
+    except UnicodeDecodeError as error:
+        raise ExperimentError(f"{path} is not a text file, and so no experiment in YAML.") from error
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is not None:
+            _check_aliases(node, path, {})
+        places = dict(_places(node, path, under))
+        content = load_yaml(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ExperimentError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError as error:
+        raise ExperimentError(f"{path} is nested too deeply.") from error
+    if not isinstance(content, dict):
+        raise ExperimentError(f"{path} must contain keys and values, such as 'model: my_module.MyModel'.")
+    return content, places
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of a text in YAML, in which ``1e-3`` is a number, unlike in YAML 1.1."""
+    return import_extra("jsonargparse", "cli", "An experiment file").get_loader("yaml")(text)
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes text that ``load_yaml`` would read as a number."""
+
+
+# Those that are no numbers in YAML 1.1, and that PyYAML therefore does not quote.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?)$"),
+    list("-+.0123456789"),
+)
+
+
+# Values that overrides in Python may have.
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+_Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represent_data(number.item()))
+
+
+def dump_yaml(content: Any) -> str:
+    """Return contents as YAML, of which ``load_yaml`` returns the same."""
+    return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
+
+
+def _check_aliases(node: Any, path: Path, sizes: dict[int, int | None]) -> int:
+    """Return the number of values under a node, with those that an alias repeats.
+
+    :param sizes: that of each node so far, by its ``id``; ``None`` for those that contain this one
+    :raises ExperimentError: if an alias repeats what it is in itself, or aliases multiply to too many values
+    """
+    size = sizes.get(id(node), 0)
+    if size == 0:
+        sizes[id(node)] = None
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        size = sizes[id(node)] = 1 + sum(_check_aliases(part, path, sizes) for part in parts)
+    where = f"{path}, line {node.start_mark.line + 1}"
+    if size is None:
+        raise ExperimentError(f"{where}: the value with this anchor contains an alias (*) of itself. Remove the alias.")
+    if size > len(sizes) + _MAX_REPEATED:
+        raise ExperimentError(f"{where}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer of them.")
+    return size
+
+
+def _places(node: Any, path: Path, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of each key under a node, with its file and line."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for name, value in node.value:
+            inner = f"{key}.{name.value}" if key else str(name.value)
+            where = f"{path}, line {name.start_mark.line + 1}"
+            if inner in seen:
+                raise ExperimentError(f"{where}: {inner} is there twice. Remove one of them.")
+            seen.add(inner)
+            yield inner, where
+            yield from _places(value, path, inner)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            yield from _places(value, path, f"{key}.{number}")
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
+    named = {"class_path"} & base.keys() & over.keys()
+    if named and base["class_path"] != over["class_path"]:
+        nested = ".init_args." in key  # the value of an argument, of which only the parser knows what it takes
+        given = base.pop("init_args", None) if nested else base.get("init_args")
+        inherited |= {f"{key}.init_args.{name}" for name in given or {}}
+    for name, value in over.items():
+        inner = f"{key}.{name}" if key else name
+        inherited.discard(inner)
+        if str(name).endswith("+"):
+            added = value if isinstance(value, list) else [value]
+            base[name[:-1]] = [*(base.get(name[:-1]) or []), *added]
+        elif isinstance(value, Mapping) and isinstance(base.get(name), dict):
+            _merge(base[name], value, inner, inherited)
+        else:
+            base[name] = value

@@ -1,0 +1,264 @@
+"""Several named optimizers, and their schedulers, that act as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+
+from pytorch_accel_lite.optimizers.operations import (
+    OfParts,
+    clear_gradients,
+    follows_metric,
+    optimized_parameters,
+    parts_of,
+    take_step,
+)
+
+
+class CombinedOptimizer(OfParts, Optimizer):
+    """Several named optimizers that step together, each with its own parameters.
+
+    Created by a trainer from a dict of optimizers, or from a list, whose elements are numbered. It has the parameter
+    groups and the state of all its parts, so schedulers, clipping and mixed precision treat it as one optimizer.
+
+    :param optimizers: optimizers by name, which must not share parameters
+    :raises ValueError: if there are no optimizers, or two have the same parameter
+    """
+
+    _parts: dict[str, Optimizer]
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        _check_parts(optimizers)
+        parts = dict(optimizers)
+        first, *others = (part.defaults for part in parts.values())
+        common = {name: value for name, value in first.items() if all(name in other for other in others)}
+        # Unlike Optimizer.__init__, this sets up everything except parameter groups.
+        super().__setstate__({"_parts": parts, "defaults": common})
+
+    def __getitem__(self, name: str) -> Optimizer:
+        if name not in self._parts:
+            raise KeyError(f"There is no optimizer {name!r}, only {_listed(self._parts)}.")
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def parts(self) -> dict[str, Optimizer]:
+        """The optimizers, by name."""
+        return dict(self._parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of all parts. A new list each time: add groups to one of the parts."""
+        return [group for part in self._parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The state of all parts, by parameter. A new dict each time."""
+        return {parameter: kept for part in self._parts.values() for parameter, kept in part.state.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise an error, as groups must be added to one of the parts.
+
+        :raises TypeError: always
+        """
+        raise TypeError(
+            f"Add parameter groups to one of the optimizers {_listed(self._parts)}, for example with "
+            f"trainer.optimizer[{next(iter(self._parts))!r}].add_param_group(...)."
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of all parts.
+
+        :param closure: a function that computes the gradients and returns the loss; called once, before any part steps
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts.values():
+            take_step(part)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parts."""
+        for part in self._parts.values():
+            if set_to_none:
+                clear_gradients(part)
+            else:
+                part.zero_grad(set_to_none=False)
+
+    def train(self) -> None:
+        """Set the parts that have modes to training mode."""
+        _set_mode(self._parts.values(), "train")
+
+    def eval(self) -> None:
+        """Set the parts that have modes to evaluation mode."""
+        _set_mode(self._parts.values(), "eval")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as that of a single optimizer, with parameters numbered across all parts."""
+        whole: dict[str, Any] = {"state": {}, "param_groups": []}
+        extra = {}
+        for name, part in self._parts.items():
+            own = part.state_dict()
+            first = _count(whole["param_groups"])
+            whole["state"] |= {number + first: kept for number, kept in own.pop("state").items()}
+            groups = own.pop("param_groups")
+            whole["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
+            if own:  # other entries of an optimizer, such as a step count
+                extra[name] = own
+        return whole | ({"parts": extra} if extra else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state returned by :meth:`state_dict`.
+
+        :raises ValueError: if the number of groups or parameters differs
+        """
+        saved = list(state_dict["param_groups"])
+        if len(saved) != len(self.param_groups):
+            raise ValueError(f"it has {len(saved)} parameter groups, but the optimizers have {len(self.param_groups)}.")
+        shares = {}
+        first = 0
+        for name, part in self._parts.items():
+            groups = saved[: len(part.param_groups)]
+            saved = saved[len(groups) :]
+            end = first + _count(groups)
+            shares[name] = {
+                **state_dict.get("parts", {}).get(name, {}),
+                "state": {n - first: kept for n, kept in state_dict["state"].items() if first <= n < end},
+                "param_groups": [{**g, "params": [n - first for n in g["params"]]} for g in groups],
+            }
+            for number, (own, group) in enumerate(zip(part.param_groups, groups, strict=True)):
+                if len(own["params"]) != len(group["params"]):
+                    raise ValueError(
+                        f"group {number} of the optimizer {name!r} has {len(own['params'])} parameters, but had "
+                        f"{len(group['params'])}."
+                    )
+            first = end
+        for name, share in shares.items():
+            self._parts[name].load_state_dict(share)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_parts": self._parts, "defaults": self.defaults}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={part!r}' for name, part in self._parts.items())})"
+
+
+class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Accelerate's wrapper of a :class:`CombinedOptimizer`, with access to its parts by name."""
+
+    def __getitem__(self, name: str) -> Optimizer:
+        part: Optimizer = self.optimizer[name]
+        return part
+
+
+class CombinedScheduler(OfParts):
+    """The schedulers of several optimizers, which are stepped together.
+
+    :param optimizer: the trainer's optimizer, of which each scheduler has a part
+    :param schedulers: the schedulers, by optimizer name
+    """
+
+    def __init__(self, optimizer: Any, schedulers: Mapping[str, Any]) -> None:
+        self.optimizer = optimizer
+        self._parts = dict(schedulers)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The schedulers, by optimizer name."""
+        return dict(self._parts)
+
+    def step(self, metrics: Any = None) -> None:
+        """Step each scheduler.
+
+        :param metrics: the value passed to schedulers that follow a metric, such as ``ReduceLROnPlateau``
+        """
+        for part in self._parts.values():
+            if metrics is None or not follows_metric(part):
+                part.step()
+            else:
+                part.step(metrics)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rate of each parameter group of the optimizers."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each scheduler, by name."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state returned by :meth:`state_dict`.
+
+        :raises ValueError: if the names differ
+        """
+        if state_dict.keys() != self._parts.keys():
+            raise ValueError(f"it holds schedulers for {_listed(state_dict)}, not for {_listed(self._parts)}.")
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name}={type(part).__name__}" for name, part in self._parts.items())
+        return f"{type(self).__name__}({names})"
+
+
+def combine(optimizer: Any) -> Any:
+    """Combine a dict or a list of optimizers into one; return anything else unchanged."""
+    if isinstance(optimizer, Mapping):
+        return CombinedOptimizer(optimizer)
+    if isinstance(optimizer, (list, tuple)):
+        return CombinedOptimizer({str(number): part for number, part in enumerate(optimizer)})
+    return optimizer
+
+
+def create_schedulers(create: Mapping[str, Callable[..., Any]], optimizer: Any) -> CombinedScheduler:
+    """Create the schedulers of several optimizers, each by the function of the same name."""
+    parts = parts_of(optimizer)
+    return CombinedScheduler(optimizer, {name: factory(parts[name]) for name, factory in create.items()})
+
+
+def _check_parts(optimizers: Mapping[str, Any]) -> None:
+    if not optimizers:
+        raise ValueError(f"optimizer={optimizers!r} contains no optimizer. Pass at least one, or None.")
+    owners: dict[torch.Tensor, str] = {}
+    for name, part in optimizers.items():
+        if not isinstance(name, str):
+            raise TypeError(f"optimizer={optimizers!r}: the names of optimizers must be strings, not {name!r}.")
+        if not isinstance(part, Optimizer):
+            hint = " A function that is to make several must return all of them." if callable(part) else ""
+            raise TypeError(f"optimizer[{name!r}]={part!r} must be an instance of torch.optim.Optimizer.{hint}")
+        for parameter in optimized_parameters(part):
+            if parameter in owners:
+                raise ValueError(
+                    f"The optimizers {owners[parameter]!r} and {name!r} have the same parameter, of shape "
+                    f"{tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
+                )
+            owners[parameter] = name
+
+
+def _set_mode(optimizers: Iterable[Any], mode: str) -> None:
+    for optimizer in optimizers:
+        set_mode = getattr(optimizer, mode, None)
+        if callable(set_mode):
+            set_mode()
+
+
+def _count(groups: Iterable[dict[str, Any]]) -> int:
+    return sum(len(group["params"]) for group in groups)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

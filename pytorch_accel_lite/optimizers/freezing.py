@@ -1,0 +1,235 @@
+"""Fine-tuning: freezing layers of a pretrained model, and smaller learning rates for layers far from its head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from pytorch_accel_lite.base.modules import unwrap
+from pytorch_accel_lite.base.validation import check_positive_number
+from pytorch_accel_lite.optimizers.layer_groups import GivenGroup, Group, find_groups, has_adapters
+
+#: The modules affected by ``freeze_batch_norms``.
+BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class _PartOfModel(NamedTuple):
+    layer_group_idx: tuple[int, int]
+    module: nn.Module
+    is_frozen: bool
+
+
+class LayerGroup(_PartOfModel):
+    """Layers that are frozen and unfrozen together.
+
+    :param layer_group_idx: the index of the group, counted from the first group and from the last
+    :param module: the module, or a ``ModuleList`` if there are several
+    :param is_frozen: whether the group has parameters that can be frozen, and all of them are
+    """
+
+
+class Layer(_PartOfModel):
+    """A module without submodules; ``layer_group_idx`` is that of its :class:`LayerGroup`."""
+
+
+class ModelFreezer:
+    """Freezes and unfreezes the layer groups of a model. Print it to see them.
+
+    If most layers of the model are in lists of alike blocks, as in a transformer, the groups are what comes before the
+    blocks (embeddings), each block with what follows it (a norm, a pooler), and the head: the model's children after
+    the one that has the last block. Lists of stages count as blocks, inner lists do not. Groups without parameters of
+    their own are left out. In all other models, each module that is an attribute of the model is a group.
+
+    Parameters owned by a module around several groups, such as a class token, belong to the first group; a parameter
+    shared by several groups belongs to the first of them. Freeze before the run starts. In the middle of a run on
+    several processes, call ``trainer.rewrap_model()`` afterwards.
+
+    :param model: the model
+    :param freeze_batch_norms: whether to freeze batch norms, too; otherwise they are trained even in frozen groups
+    :param groups: the groups from the input to the head, each a module of the model or a list of modules; for example
+        ``list(model.children())``
+    :raises ValueError: if a module in ``groups`` is not in the model or is in two groups, or if the model is PEFT's,
+        whose base weights stay frozen
+    """
+
+    def __init__(
+        self, model: nn.Module, freeze_batch_norms: bool = False, *, groups: Sequence[GivenGroup] | None = None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r} must be a torch.nn.Module, not {type(model).__name__}.")
+        self.model = unwrap(model, keep_torch_compile=False)
+        if has_adapters(self.model):
+            raise ValueError(
+                "ModelFreezer and GradualUnfreezingCallback would unfreeze the base weights of "
+                f"{type(self.model).__name__}, which has adapters. Choose the layers that get adapters with "
+                "layers_to_transform in PEFT's config."
+            )
+        self.freeze_batch_norms = freeze_batch_norms
+        self._given = groups
+        find_groups(self.model, groups)  # raises an error for groups that are wrong
+
+    def __repr__(self) -> str:
+        names = {module: name for name, module in self.model.named_modules()}
+        rows = [
+            (
+                str(index),
+                ", ".join(names[module] for module in group.modules),
+                f"{sum(parameter.numel() for parameter in group.parameters):,}",
+                "frozen" if _is_frozen(parameters) else "",
+            )
+            for index, group, parameters in self._groups()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"  {index:>{widths[0]}}  {modules:<{widths[1]}}  {size:>{widths[2]}}  {state}".rstrip()
+            for index, modules, size, state in rows
+        ]
+        return "\n".join([f"ModelFreezer of {type(self.model).__name__}: group, modules, parameters", *lines])
+
+    def get_layer_groups(self) -> list[LayerGroup]:
+        """Return the layer groups, from the input to the head."""
+        groups = self._groups()
+        return [LayerGroup((i, i - len(groups)), group.module, _is_frozen(owned)) for i, group, owned in groups]
+
+    def get_layers(self) -> list[Layer]:
+        """Return the modules without submodules, in the order of the groups."""
+        return [
+            Layer(group.layer_group_idx, module, _is_frozen(list(module.parameters())))
+            for group in self.get_layer_groups()
+            for module in group.module.modules()
+            if next(module.children(), None) is None
+        ]
+
+    def get_trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are not frozen."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
+        """Freeze the layer groups between two indices, inclusive and in any order; by default all but the last.
+
+        :param from_index: one end of the range; negative indices count from the last group
+        :param to_index: the other end of the range
+        :param set_modules_as_eval: whether to keep frozen modules in evaluation mode even if the model is set to
+            training mode: without dropout, and with fixed statistics of frozen batch norms
+        :raises IndexError: if there is no such group
+        """
+        for _, group, parameters in self._between(from_index, to_index):
+            for parameter in parameters:
+                parameter.requires_grad = False
+                parameter.grad = None  # otherwise an optimizer would keep using it
+            for module in group.module.modules() if set_modules_as_eval else ():
+                if not self._spares(module):
+                    _keep_in_eval(module)
+
+    def unfreeze(
+        self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
+    ) -> dict[int, dict[str, list[nn.Parameter]]]:
+        """Unfreeze the layer groups between two indices, as in :meth:`freeze`; by default all.
+
+        :param set_modules_as_training: whether to set the modules to training mode
+        :return: the unfrozen parameters by group index, as ``{"params": [...]}`` for ``optimizer.add_param_group``
+        """
+        unfrozen = {}
+        for index, group, parameters in self._between(from_index, to_index):
+            frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad = True
+            if frozen:
+                unfrozen[index] = {"params": frozen}
+            for module in group.module.modules():
+                _release_from_eval(module)
+            if set_modules_as_training:
+                group.module.train()
+        return unfrozen
+
+    def _between(self, from_index: int, to_index: int) -> list[tuple[int, Group, list[nn.Parameter]]]:
+        groups = self._groups()
+        if not groups:
+            raise ValueError(
+                f"{type(self.model).__name__} has no layer groups, as none of its attributes is a module. Set "
+                "requires_grad of its parameters yourself."
+            )
+        ends = []
+        for name, index in (("from_index", from_index), ("to_index", to_index)):
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise TypeError(f"{name}={index!r} must be a whole number, not {type(index).__name__}.")
+            if not -len(groups) <= index < len(groups):
+                raise IndexError(
+                    f"{name}={index} is not a layer group: {type(self.model).__name__} has {len(groups)}, from 0 to "
+                    f"{len(groups) - 1} or from {-len(groups)} to -1."
+                )
+            ends.append(index % len(groups))
+        return groups[min(ends) : max(ends) + 1]
+
+    def _spares(self, module: nn.Module) -> bool:
+        return isinstance(module, BN_MODULES) and not self.freeze_batch_norms
+
+    def _groups(self) -> list[tuple[int, Group, list[nn.Parameter]]]:
+        """Return the layer groups, each with its index and the parameters that can be frozen."""
+        spared = {p for module in self.model.modules() if self._spares(module) for p in module.parameters()}
+        return [
+            (index, group, [p for p in group.parameters if p not in spared])
+            for index, group in enumerate(find_groups(self.model, self._given))
+        ]
+
+
+def _is_frozen(parameters: list[nn.Parameter]) -> bool:
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def _stay_in_eval(module: nn.Module, inputs: Any) -> None:
+    """Undo the effect of ``model.train()`` before each forward pass. A module-level function, so that models pickle."""
+    module.training = False
+
+
+def stays_in_eval(module: nn.Module) -> bool:
+    """Whether a :class:`ModelFreezer` keeps a module in evaluation mode, in spite of ``model.train()``."""
+    return _stay_in_eval in module._forward_pre_hooks.values()
+
+
+def _keep_in_eval(module: nn.Module) -> None:
+    module.training = False
+    if not stays_in_eval(module):
+        module.register_forward_pre_hook(_stay_in_eval)
+
+
+def _release_from_eval(module: nn.Module) -> None:
+    """Remove the hook by its function, as a copied model has the hook but no handle to it."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _stay_in_eval]:
+        del module._forward_pre_hooks[key]
+
+
+def parameters_by_group(model: nn.Module, groups: Sequence[GivenGroup] | None = None) -> list[list[nn.Parameter]]:
+    """Return the parameters of each layer group that has some, each parameter once.
+
+    :param groups: the groups, as in :class:`ModelFreezer`
+    """
+    model = unwrap(model, keep_torch_compile=False)
+    found = [group.parameters for group in find_groups(model, groups) if group.parameters]
+    return found or [list(model.parameters())]
+
+
+def layer_group_parameters(
+    model: nn.Module, lr: float, decay: float = 1 / 2.6, *, groups: Sequence[GivenGroup] | None = None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
+
+    Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"
+    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of :class:`ModelFreezer`
+    that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``. Frozen parameters
+    are included, as they may be unfrozen later, except for the base weights of a model with adapters.
+
+    :param model: the model
+    :param lr: learning rate of the last group, the head
+    :param decay: ratio of the learning rate of each group to that of the next
+    :param groups: the layer groups, see :class:`ModelFreezer`
+    """
+    check_positive_number("lr", lr)
+    check_positive_number("decay", decay)
+    divided = parameters_by_group(model, groups)
+    rates = [lr * decay**distance for distance in reversed(range(len(divided)))]
+    if has_adapters(unwrap(model, keep_torch_compile=False)):
+        divided = [[parameter for parameter in group if parameter.requires_grad] for group in divided]
+    return [{"params": group, "lr": rate} for group, rate in zip(divided, rates, strict=True) if group]

@@ -1,0 +1,188 @@
+"""Dividing a model into groups of layers by depth: embeddings, each block, head."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+#: A group as users pass it: a module, or several.
+GivenGroup = nn.Module | Sequence[nn.Module]
+
+# Lists with less than this share of the layers of the largest one are not blocks of the model, but its heads, perhaps.
+_LEAST_SHARE = 0.25
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model is PEFT's, or one of transformers with adapters of its own (``model.add_adapter``)."""
+    peft = sys.modules.get("peft")
+    of_peft = peft is not None and isinstance(model, peft.PeftModel)
+    return of_peft or getattr(model, "_hf_peft_config_loaded", False) is True
+
+
+@dataclass
+class Group:
+    """Parts of a model that are frozen, unfrozen and scheduled together.
+
+    :param modules: modules, none of which is in another group
+    :param parameters: their parameters, and those that modules around several groups own, each in one group only
+    """
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, or a ``ModuleList`` of several."""
+        return self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
+
+
+def find_groups(model: nn.Module, given: Sequence[GivenGroup] | None = None) -> list[Group]:
+    """Divide a model into groups, from the input to the head.
+
+    Parameters of no group, such as a class token, belong to the first; shared ones to the first group that has them.
+
+    :param given: the groups; by default, those of :class:`~pytorch_accel_lite.optimizers.freezing.ModelFreezer`
+    :raises TypeError: if something given is no module
+    :raises ValueError: if a given module is not in the model, or is in two groups
+    """
+    if given is not None:
+        return _with_parameters(model, _check_given(model, given))
+    root = _skip_wrappers(model)
+    blocks = _find_blocks(root)
+    if not blocks:
+        return _with_parameters(model, [[child] for child in model.children()])
+    groups = _with_parameters(model, _group_around(root, blocks))
+    return [group for group in groups if group.parameters]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model, in order: layers of a transformer, stages of a ResNet, or else its children."""
+    root = _skip_wrappers(model)
+    found = _find_blocks(root) or list(root.children())
+    return [block for block in found if next(block.parameters(), None) is not None]
+
+
+def _with_parameters(model: nn.Module, divided: list[list[nn.Module]]) -> list[Group]:
+    groups = [Group(modules) for modules in divided]
+    owners: dict[nn.Parameter, Group] = {}
+    for group in groups:
+        for module in group.modules:
+            for parameter in module.parameters():
+                owners.setdefault(parameter, group)
+    for parameter in model.parameters() if groups else ():
+        owners.get(parameter, groups[0]).parameters.append(parameter)
+    return groups
+
+
+def _check_given(model: nn.Module, given: Sequence[GivenGroup]) -> list[list[nn.Module]]:
+    parts = set(model.modules())
+    divided = [_modules_of(group, parts) for group in given]
+    if not any(divided):
+        raise ValueError(f"groups={given!r} has no modules. Pass those of the model, from the input to the head.")
+    seen: dict[nn.Module, int] = {}
+    for index, modules in enumerate(divided):
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"groups[{index}] has {module!r}, which must be a torch.nn.Module.")
+            if module not in parts:
+                raise ValueError(f"groups[{index}] has {type(module).__name__}, which is no part of the model.")
+            for part in module.modules():
+                if seen.setdefault(part, index) != index:
+                    raise ValueError(
+                        f"groups[{index}] and groups[{seen[part]}] both have {type(part).__name__}. Pass each module "
+                        "in one group."
+                    )
+    return divided
+
+
+def _modules_of(group: Any, parts: set[nn.Module]) -> list[Any]:
+    """Return the modules of a group. A slice of a list of blocks is a new list, which is no part of the model."""
+    is_slice = isinstance(group, nn.Module) and _is_list(group) and group not in parts
+    is_sequence = isinstance(group, Sequence) and not isinstance(group, str)
+    return list(group) if is_slice or is_sequence else [group]
+
+
+def _skip_wrappers(model: nn.Module) -> nn.Module:
+    """Return the first module, from outside, that has more than one child, parameters of its own, or blocks."""
+    children = list(model.children())
+    owns_parameters = next(model.parameters(recurse=False), None) is not None
+    if len(children) != 1 or owns_parameters or _block_class(children[0]) is not None:
+        return model
+    return _skip_wrappers(children[0])
+
+
+def _num_layers(module: nn.Module) -> int:
+    """Return the number of modules that own parameters. Their sizes would say more of the vocabulary than of depth."""
+    return sum(next(part.parameters(recurse=False), None) is not None for part in module.modules())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _block_class(module: nn.Module) -> type | None:
+    """Return the class of the blocks in a list of alike ones, which have layers of their own; ``None`` for others."""
+    children = [child for child in module.children() if _num_layers(child)] if _is_list(module) else []
+    kinds = {type(child) for child in children}
+    is_composite = all(next(child.children(), None) is not None for child in children)
+    return kinds.pop() if len(children) > 1 and len(kinds) == 1 and is_composite else None
+
+
+def _find_blocks(root: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model in order; none if its children are its layers, or most of it is in no list."""
+    found = [] if _block_class(root) is not None or _has_stages(root) else list(_lists_in(root))
+    sizes = {module: _num_layers(module) for module in found}
+    trunk = [module for module, size in sizes.items() if size >= _LEAST_SHARE * max(sizes.values())]
+    if 2 * sum(sizes[module] for module in trunk) < _num_layers(root):
+        return []
+    return [block for module in trunk for block in module.children()]
+
+
+def _has_stages(module: nn.Module) -> bool:
+    """Whether several children are lists of blocks of one class, as in a ResNet: then the children are the blocks."""
+    kinds = [kind for child in module.children() if (kind := _block_class(child)) is not None]
+    return len(kinds) > len(set(kinds))
+
+
+def _lists_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules whose children are blocks."""
+    for child in module.children():
+        if _block_class(child) is not None or _has_stages(child):
+            yield child
+        else:
+            yield from _lists_in(child)
+
+
+def _group_around(root: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """Return the modules before the blocks, each block with what follows it, and the head."""
+    groups: list[list[nn.Module]] = [[]]
+    head: list[nn.Module] = []
+    is_block = set(blocks)
+    around = {module for module in root.modules() if not is_block.isdisjoint(module.modules())} - is_block
+
+    def place(module: nn.Module, is_outermost: bool) -> None:
+        if module in is_block:
+            groups.append([module])
+        elif module in around:
+            for child in module.children():
+                place(child, is_outermost=False)
+        elif any(isinstance(part, nn.Embedding) for part in module.modules()):
+            groups[0].append(module)
+        elif is_outermost and len(groups) > len(blocks) and (head or not _is_norm(module)):
+            head.append(module)
+        else:
+            groups[-1].append(module)
+
+    for child in root.children():
+        place(child, is_outermost=True)
+    return [list(dict.fromkeys(group)) for group in (*groups, head) if group]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module normalises, or would if it were not switched off."""
+    is_leaf = next(module.children(), None) is None
+    return isinstance(module, nn.Identity) or (is_leaf and "norm" in type(module).__name__.lower())

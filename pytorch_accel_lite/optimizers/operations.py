@@ -1,0 +1,145 @@
+"""What a trainer asks of its optimizer, and of its scheduler, which may each consist of several."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torchs
+
+#: An optimizer, or several by name or number, as a trainer takes them.
+Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
+#: A function that creates an optimizer, or several, from a model's trainable parameters.
+OptimizerFactory = Callable[..., Optimizers]
+#: A function that creates a scheduler from an optimizer, or a dict of such functions by optimizer name.
+SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+#: The code of what torch wraps around the ``step`` of every class of optimizers.
+_WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+# torch has no public names for these. If one of them is ever gone, every step is wrapped.
+_GLOBAL_HOOKS = [getattr(torchs, f"_global_optimizer_{when}_hooks", {"": "unknown"}) for when in ("pre", "post")]
+_is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+
+
+class OfParts:
+    """What consists of several optimizers, or of their schedulers."""
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The optimizers or schedulers, by optimizer name."""
+        raise NotImplementedError
+
+
+def is_made(optimizer: Any) -> bool:
+    """Whether there is an optimizer, rather than none or a factory that has not been called yet."""
+    return hasattr(optimizer, "param_groups")
+
+
+def optimized_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups of an optimizer."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def needs_closure(optimizer: Any) -> list[str]:
+    """Return the classes of optimizers whose ``step`` must be given a function that computes the gradients again."""
+    optimizers = parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
+    return [type(one).__name__ for one in optimizers if _needs_closure(type(one))]
+
+
+def _needs_closure(kind: type) -> bool:
+    """Whether ``step`` has a required argument ``closure``, as that of LBFGS."""
+    try:
+        closure = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):  # it is not a method, or not written in Python
+        return False
+    return closure is not None and closure.default is closure.empty
+
+
+def clear_gradients(optimizer: Any) -> None:
+    """Clear the gradients like ``optimizer.zero_grad()``, but 20 times as fast unless that is overridden."""
+    if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
+        optimizer.zero_grad()
+
+
+def take_step(optimizer: Any, *closure: Callable[[], torch.Tensor]) -> None:
+    """Step an optimizer like ``optimizer.step()``, but make a record for profilers only while one is running.
+
+    torch makes that record, which takes as long as a small layer, where it calls hooks, if there are any. A scheduler
+    of torch replaces ``optimizer.step`` by a function that notes the call, which is noted here, too.
+    """
+    wrapped = type(optimizer).step
+    replaced = vars(optimizer).get("step")
+    is_followed = replaced is not None and getattr(replaced, "_wrapped_by_lr_sched", False)
+    is_only_recorded = (
+        getattr(wrapped, "__code__", None) is _WRAPPER
+        and (replaced is None or (is_followed and getattr(replaced, "__wrapped__", None) is wrapped))
+        and not getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        and not getattr(optimizer, "_optimizer_step_post_hooks", True)
+        and not any(_GLOBAL_HOOKS)
+    )
+    if is_only_recorded and not _is_profiling():
+        if is_followed:
+            optimizer._opt_called = True
+        wrapped.__wrapped__(optimizer, *closure)
+    else:
+        optimizer.step(*closure)
+
+
+def parts_of(optimizer: Any) -> dict[str, Optimizer]:
+    """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for any other."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner.parts if isinstance(inner, OfParts) else {}
+
+
+def class_names(optimizer: Any) -> list[list[str]]:
+    """Return, for each parameter group, the names of the classes whose state the optimizer of that group keeps.
+
+    These are its own class, whatever wraps it, and its bases up to one of torch's: torch's AdamW is no Adam, though
+    derived from it.
+    """
+    parts = parts_of(optimizer).values() or [optimizer]
+    return [_classes(part) for part in parts for _ in part.param_groups]
+
+
+def _classes(optimizer: Any) -> list[str]:
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    names = []
+    for kind in type(optimizer).__mro__:
+        if issubclass(kind, Optimizer) and kind is not Optimizer:
+            names.append(kind.__qualname__.rpartition(".")[2])  # decorators that rename a class leave it
+            if kind.__module__.startswith("torch.optim"):
+                break
+    return names
+
+
+def schedulers_in(scheduler: Any) -> dict[str, Any]:
+    """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
+    return scheduler.parts if isinstance(scheduler, OfParts) else {"": scheduler}
+
+
+def group_names(optimizer: Any) -> list[str]:
+    """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
+    parts = parts_of(optimizer)
+    if not parts:
+        return _numbered(optimizer.param_groups)
+    return [
+        "_".join(filter(None, (name, number)))
+        for name, part in parts.items()
+        for number in _numbered(part.param_groups)
+    ]
+
+
+def _numbered(groups: list[Any]) -> list[str]:
+    return [""] if len(groups) == 1 else [str(number) for number in range(len(groups))]
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether a scheduler is stepped with the value of a metric, like ``ReduceLROnPlateau``."""
+    return next(iter(inspect.signature(scheduler.step).parameters), "epoch") != "epoch"

@@ -1,0 +1,178 @@
+"""An exponential moving average of a model's weights and buffers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+_kind_of = attrgetter("dtype", "device", "requires_grad")
+
+
+class ModelEma(nn.Module):
+    """A copy of a model whose weights and buffers are an exponential moving average of the model's.
+
+    After each update, ``average = decay * average + (1 - decay) * value``, for all floating-point parameters and
+    buffers together (as ``average + (1 - decay) * (value - average)`` for parameters that are trained, which is one
+    operation and rounds less); others, such as counts, are copied. Rounding does not add up: the average of what does
+    not change stays what it is. For that, buffers and frozen parameters in half precision are averaged in float32.
+    Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), in the exponential form of
+    TensorFlow's ``ExponentialMovingAverage``.
+
+    :param model: the model, not wrapped for distributed training
+    :param decay: fraction of the average that is kept at each update, from 0 to 1
+    :param warmup: whether to increase the decay from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of
+        updates, so that the first weights are forgotten quickly (as in TensorFlow if given the number of updates)
+    :ivar module: the averaged model, in evaluation mode
+    """
+
+    _known: SortedPairs | None = None
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999, warmup: bool = False) -> None:
+        super().__init__()
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
+        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        for buffer in self.module.buffers():  # elements of an expanded buffer share memory
+            buffer.data = buffer.contiguous()
+        warn_of_rounding(model, decay)
+        self.decay = decay
+        self.warmup = warmup
+        self.num_updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        """Update the average from the model, after each update of the model."""
+        with torch.no_grad():
+            if type(self).update_fn is ModelEma.update_fn:
+                self._update_together(model)
+            else:
+                for average, value, _ in self._pairs(model):
+                    average.copy_(self.update_fn(average, value.to(average.device)))
+        vars(self)["num_updates"] += 1  # assigning attributes of a module takes ten times as long
+
+    def _update_together(self, model: nn.Module) -> None:
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
+        pairs = self._sorted_pairs(model)
+        for average, value in pairs.counts:
+            average.copy_(value)
+        if decay == 0:
+            for averages, values in filter(any, (pairs.learned, *pairs.others.values())):
+                torch._foreach_copy_(averages, values)
+        elif decay < 1:
+            if pairs.learned[0]:
+                torch._foreach_lerp_(*pairs.learned, 1 - decay)
+            for dtype, (averages, values) in pairs.others.items():
+                # These may be infinite, as in masks, which lerp would turn into NaN.
+                kept, added = _factors(decay, dtype)
+                if dtype.itemsize > 2:
+                    torch._foreach_mul_(averages, kept)
+                    torch._foreach_add_(averages, values, alpha=added)
+                    continue
+                for average, value in zip(averages, values, strict=True):
+                    torch.add(average.float().mul_(kept), value, alpha=added, out=average)
+
+    def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
+        known = self._known
+        if known is None or not known.are_of(model):
+            known = SortedPairs(self._pairs(model))
+            vars(self)["_known"] = known if known.note(model, self.module) else None
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled, without the tensors of the model."""
+        return {**vars(self), "_known": None}
+
+    def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
+        """Return the new average of one tensor. Override it to change the rule; it is then applied tensor by tensor."""
+        return self.decay * ema_model_weights + (1 - self.decay) * updated_model_weights
+
+    def set(self, model: nn.Module) -> None:
+        """Restart the average from the model's current weights and buffers."""
+        with torch.no_grad():
+            for average, value, _ in self._pairs(model):
+                average.copy_(value)
+        self.num_updates = 0
+
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Yield each average, the value of the model, and whether that is being learned."""
+        averages, values = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
+        return zip(averages, values, [value.requires_grad for value in values], strict=True)
+
+
+def warn_of_rounding(model: nn.Module, decay: float) -> None:
+    """Warn if the weights being trained, and so the average, have too few digits for what an update adds."""
+    trained = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
+    coarsest = max(trained, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    if 0 < 1 - decay < torch.finfo(coarsest).eps:
+        warnings.warn(
+            f"decay={decay}: the average is kept in {str(coarsest).removeprefix('torch.')}, like the weights, where "
+            f"changes by {1 - decay:.2g} of a difference are lost in rounding, so it hardly moves. Lower the decay, or "
+            "keep the weights in float32 and train with Accelerator(mixed_precision='bf16').",
+            stacklevel=3,
+        )
+
+
+def _factors(decay: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return ``decay`` and ``1 - decay`` such that both are exact in a type, or in float32 if that is wider.
+
+    Otherwise their sum is not exactly 1 there, and each update would change even an average that equals the value.
+    """
+    parts = 2 / min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    added = round((1 - decay) * parts) / parts
+    return 1 - added, added
+
+
+class SortedPairs:
+    """The tensors of an average and of its model, in lists for an update.
+
+    Collecting and sorting them takes longer than the update of a small model, so they are used again for as long as
+    both modules have the same tensors.
+
+    :ivar learned: averages, and the parameters of the model that are being trained
+    :ivar others: averages, and other floating-point tensors, by type
+    :ivar counts: pairs of tensors of another type, which are copied
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+        self.learned: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.others: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._are_alike = True
+        for average, value, is_learned in pairs:
+            dtype = average.dtype
+            if not (dtype.is_floating_point or dtype.is_complex):
+                self.counts.append((average, value))
+                continue
+            if value.dtype is not dtype or value.device != average.device:
+                value = value.to(average.device, dtype)
+                self._are_alike = False
+            averages, values = self.learned if is_learned else self.others.setdefault(dtype, ([], []))
+            averages.append(average)
+            values.append(value)
+
+    def note(self, model: nn.Module, average: nn.Module) -> bool:
+        """Note where the tensors are from, for :meth:`are_of`; return whether they can be used again."""
+        parts = chain(model.modules(), average.modules())
+        self._tables: list[dict[str, Any]] = []
+        for part in parts:
+            self._tables += [part._parameters, part._buffers, part._modules]
+        self._tensors = [*chain(*self.learned, *chain(*self.others.values()))]
+        self._entries, self._kinds = self._look()
+        return self._are_alike
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether these are still all tensors of the average and of this model, of the same types and devices."""
+        if self._tables[0] is not model._parameters:
+            return False
+        entries, kinds = self._look()
+        return len(entries) == len(self._entries) and all(map(is_, entries, self._entries)) and kinds == self._kinds
+
+    def _look(self) -> tuple[list[object], list[object]]:
+        """Return what the modules contain now, and of which kind the tensors are now."""
+        return [*chain.from_iterable(map(dict.values, self._tables))], list(map(_kind_of, self._tensors))

@@ -1,1 +1,0 @@
-"""Several optimizers, optimizers made by factories, and several updates or gradients in a step: loaded when used."""

@@ -1,1 +1,0 @@
-"""Models whose weights are sharded over the processes: how the data are divided then, gradients, placing weights."""

@@ -1,0 +1,329 @@
+"""Steps compiled with ``torch.compile``: the forward pass and the loss as one graph, and their backward pass."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, find_batch_size
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.loss_checks import shapes_are_known, watch_every_call
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.optimizers.operations import optimized_parameters
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.engine.run import Run
+
+_REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
+_ARGUMENTS = ("fullgraph", "dynamic", "backend", "mode", "options")
+
+
+def compile_step(trainer: TrainerLike, options: bool | dict[str, Any], adapters: dict[str, Any]) -> None:
+    """Let a trainer compute its training batches with compiled code if asked to, unless its steps cannot be compiled.
+
+    :param options: ``True``, or arguments for ``torch.compile``; ``False`` to compile nothing
+    :param adapters: what feeds batches to the trainer's model, by phase; that for training is replaced
+    :raises ValueError: if one of the arguments is invalid
+    """
+    if options is False:
+        return
+    options = {} if isinstance(options, bool) else dict(options)
+    _check(options)
+    if is_overridden(trainer, "train_step"):
+        _say(
+            f"{type(trainer).__name__}.train_step is overridden and may update several times",
+            "Compile the networks that it calls with torch.compile, or the model with compile_model=True.",
+        )
+    elif trainer.logical is not None:
+        _say(
+            "with logical_processes, a run gives the same bits on any number of processes, and torch does not promise "
+            "that for compiled code"
+        )
+    else:
+        vars(trainer)["calculate_train_batch_loss"] = CompiledStep(trainer, options, adapters)
+
+
+def compute_as_usual(copy: TrainerLike) -> None:
+    """Let a copy of a trainer compute its training batches without compiled code, which belongs to the original."""
+    if isinstance(vars(copy).get("calculate_train_batch_loss"), CompiledStep):
+        del vars(copy)["calculate_train_batch_loss"], vars(copy)["log"]
+
+
+def _check(options: dict[str, Any]) -> None:
+    unknown = [name for name in options if name not in _ARGUMENTS]
+    if unknown:
+        raise ValueError(f"compile_step has an unknown key {unknown[0]!r}; it takes {', '.join(_ARGUMENTS)}.")
+    backend = options.get("backend")
+    if isinstance(backend, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"compile_step['backend']={backend!r} must be a function or one of {', '.join(known)}.")
+
+
+@cache
+def _dynamo() -> Any:
+    """Return torch's compiler, which takes a second to import and is needed only here."""
+    from torch._dynamo import convert_frame, eval_frame, exc
+
+    return SimpleNamespace(  # not all of it is in torch 2.6
+        Error=exc.TorchDynamoException,
+        of_backends=(
+            exc.BackendCompilerFailed,
+            getattr(exc, "ShortenTraceback", exc.BackendCompilerFailed),
+        ),  # torch 2.7
+        of_limits=(exc.FailOnRecompileLimitHit, getattr(exc, "RecompileLimitExceeded", exc.FailOnRecompileLimitHit)),
+        register_bytecode_hook=convert_frame.register_bytecode_hook,
+        reset_code=getattr(eval_frame, "reset_code"),  # noqa: B009 (not in its stubs)
+    )
+
+
+class CompiledStep:
+    """Takes the place of a trainer's ``calculate_train_batch_loss``, and calls it in compiled form.
+
+    A batch that cannot be compiled is computed as usual, so that mistakes are reported as usual, too. The last batch of
+    an epoch is never compiled if it has a different size, which would slow down all the others: code for one size is
+    faster than code for any.
+
+    :param options: see :func:`compile_step`, as ``adapters``
+    :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
+    """
+
+    def __init__(self, trainer: TrainerLike, options: dict[str, Any], adapters: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._usual = trainer.calculate_train_batch_loss
+        self._compiled: Callable[[Any], BatchOutput] | None = None
+        self._parts: _Parts | None = None
+        self._run: Run | None = None  # whose steps have begun
+        self._runs_compiled = True
+        self._has_warned = False
+        self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
+        self._is_unchecked = False  # whether shapes of outputs and targets are yet to be checked
+        self._logged: list[tuple[str, Any, Any]] = []
+        self._adapter = adapters["train"]
+        adapters["train"] = _Adapter(self._adapter, self)
+        self.num_samples: int | None = None
+        self._log = trainer.log
+        vars(trainer)["log"] = self._note
+        asked = options.get("options") or {}
+        replays = options.get("mode") in _REPLAYING_MODES or asked.get("triton.cudagraphs", False)
+        self._replays = replays and trainer.device.type == "cuda"
+        self._copied_in = -1  # the number of updates before that whose gradients were copied last
+
+    def __call__(self, batch: Any) -> BatchOutput:
+        """Return what the trainer's method returns."""
+        run = self._trainer.current_run
+        read = run.batch
+        self.num_samples = read.num_samples if read is not None and batch is read.data else None
+        if not (self._runs_compiled and torch.is_grad_enabled()) or _is_odd(run, batch):
+            return self._usual(batch)
+        if run is not self._run and not self._begin(run, batch):
+            return self._usual(batch)
+        if self._replays:
+            self._begin_replay(run)
+        try:
+            output = self._call(batch)
+        except (_dynamo().Error, *_dynamo().of_limits) as error:
+            output = self._compute_otherwise(batch, error)
+        if self._replays:
+            output["loss"] = _copied(output["loss"])
+        if self._is_unchecked and type(output) is dict:
+            targets = batch[1] if type(batch) in (tuple, list) and len(batch) > 1 else None
+            outputs = output.get("model_outputs")
+            self._is_unchecked = not shapes_are_known(self._trainer.loss_func, outputs, targets)
+        return output
+
+    def _call(self, batch: Any) -> BatchOutput:
+        assert self._compiled is not None
+        self._logged.clear()
+        if self._parts is None:
+            output = self._compiled(batch)
+        else:
+            with self._parts:
+                output = self._compiled(batch)
+        for name, value, weight in self._logged:
+            self._log(name, _copied(value) if self._replays else value, weight)
+        return output
+
+    def _note(self, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
+        """Log a value. Compiled code only notes it: what happens to it next is not the step's computation."""
+        if torch.compiler.is_compiling():
+            self._logged.append((name, value.detach() if isinstance(value, torch.Tensor) else value, weight))
+        else:
+            self._log(name, value, weight)
+
+    def _begin(self, run: Run, batch: Any) -> bool:
+        """Prepare for the steps of a run; return whether they can be compiled."""
+        trainer = self._trainer
+        self._run = run
+        self._copied_in = -1
+        if trainer.is_sharded:
+            self._give_up("the weights are sharded", "Compile the blocks of the model in parallelize_model().")
+            return False
+        watch_every_call(trainer.loss_func)
+        if isinstance(self._adapter, BatchAdapter) and self._adapter.is_new:
+            self._adapter.is_new = False  # or the check would be compiled, too
+            self._is_unchecked = self._is_default
+        is_wrapped = isinstance(trainer.model, DistributedDataParallel)
+        if self._compiled is None:
+            self._compile(fullgraph=not is_wrapped)  # what DistributedDataParallel does between is not in the graph
+        return True
+
+    def _compile(self, fullgraph: bool) -> None:
+        usual = self._usual
+
+        def compute(batch: Any) -> BatchOutput:
+            return usual(batch)
+
+        # torch keeps compiled code with a code object, for good, and in globals. Copies keep trainers apart.
+        scope = {"__builtins__": builtins}
+        own = FunctionType(compute.__code__.replace(), scope, "compute", None, compute.__closure__)
+        weakref.finalize(own, _dynamo().reset_code, own.__code__).atexit = False
+        options = {"fullgraph": fullgraph} | self._options
+        self._compiled = torch.compile(own, **options)
+        self._parts = None if options["fullgraph"] else _Parts(own)
+
+    def _compute_otherwise(self, batch: Any, error: Exception) -> BatchOutput:
+        """Compute a batch for which compilation failed: in several graphs if it cannot be one, or else as usual.
+
+        A mistake of the user's is an error in this second attempt as well, and then there is nothing to warn of.
+        """
+        if "fullgraph" in self._options:
+            self._usual(batch)  # raises the error of a mistake as it is
+            raise error
+        if isinstance(error, _dynamo().of_limits):
+            output = self._usual(batch)
+            self._warn(
+                "some batches are computed without compilation, because torch has compiled as many versions as it "
+                "keeps (torch._dynamo.config.recompile_limit; before torch 2.7, cache_size_limit). Shapes that vary "
+                "need compile_step={'dynamic': True}"
+            )
+            return output
+        if not isinstance(error, _dynamo().of_backends):
+            try:
+                self._compile(fullgraph=False)
+                output = self._call(batch)
+                self._warn(f"the step is compiled in parts, because torch cannot compile it as one: {_gist(error)}")
+                return output
+            except _dynamo().Error as other:
+                error = other
+        output = self._usual(batch)
+        self._give_up(_gist(error), _remedy(error))
+        return output
+
+    def _give_up(self, reason: str, remedy: str) -> None:
+        self._runs_compiled = False
+        self._compiled = None
+        _say(reason, remedy)
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"compile_step: {what}.", stacklevel=2)
+
+    def _begin_replay(self, run: Run) -> None:
+        """Let the CUDA graphs begin again. They overwrite what they returned, such as gradients of this window."""
+        if run.window.steps > 1 and run.window.sizes is not None and self._copied_in != run.progress.update:
+            self._copied_in = run.progress.update
+            for parameter in optimized_parameters(self._trainer.optimizer):
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+class _Parts:
+    """Notes which code torch compiles within blocks, and lets go of what it compiled, when a function is freed.
+
+    What is compiled in parts is the user's own code, which stays, and with it the models that it was compiled for; and
+    torch counts their versions for all trainers together.
+
+    :param function: what calls the code
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self._is_open = is_open = [False]
+        codes: dict[int, CodeType] = {}  # by identity: copies of code are equal, but compiled apart
+        gc.collect()  # trainers are cycles; those that are gone still count, with all that was compiled for them
+
+        def note(code: CodeType, new_code: CodeType) -> None:
+            if is_open[0]:
+                codes[id(code)] = code
+
+        handle = _dynamo().register_bytecode_hook(note)
+
+        def free() -> None:
+            handle.remove()
+            for code in codes.values():
+                _dynamo().reset_code(code)
+
+        weakref.finalize(function, free).atexit = False
+
+    def __enter__(self) -> None:
+        self._is_open[0] = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open[0] = False
+
+
+class _Adapter:
+    """Feeds batches to the model like another adapter, but lets torch see no more of them than the data.
+
+    :param adapter: a :class:`~pytorch_accel_lite.base.batches.BatchAdapter`, or one for methods of the model
+    """
+
+    def __init__(self, adapter: Any, step: CompiledStep) -> None:
+        self._adapter = adapter
+        self._step = step
+
+    def outputs_and_loss(self, model: nn.Module, loss_func: Any, batch: Any, read: Any) -> BatchOutput:
+        """Return what the other adapter returns."""
+        output: BatchOutput = self._adapter.outputs_and_loss(model, loss_func, batch, None)
+        if self._step.num_samples and isinstance(self._adapter, BatchAdapter):  # methods may return their own
+            output["batch_size"] = find_batch_size(batch, self._step.num_samples)
+        return output
+
+
+def _is_odd(run: Run, batch: Any) -> bool:
+    """Whether a batch is the last of several in an epoch, and has a different number of samples."""
+    read = run.batch
+    if read is None or not read.is_last or run.progress.step == 0 or run.config is None:
+        return False
+    size = find_batch_size(batch) if read.num_samples is None else read.num_samples
+    return size != run.config.train_per_device_batch_size
+
+
+def _copied(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _copied(value) for name, value in values.items()}
+    return values.clone() if isinstance(values, torch.Tensor) else values
+
+
+def _gist(error: Exception) -> str:
+    """Return what an error of the compiler is about: its first line, and the place in the user's code."""
+    cause = error.__cause__ or getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith("File ")]
+    return " at ".join([f"{type(cause).__name__}: {lines[0] if lines else ''}".rstrip(".:"), *places[-1:]])
+
+
+def _remedy(error: Exception) -> str:
+    if "CxxCompiler" not in f"{type(error.__cause__).__name__} {error}":
+        return ""
+    return (
+        "Its backend, inductor, needs a C++ compiler, such as g++: install one (apt install g++, or conda install "
+        "cxx-compiler), or name it in the environment variable CXX."
+    )
+
+
+def _say(reason: str, remedy: str = "") -> None:
+    warnings.warn(f"compile_step: the step is not compiled, because {reason}. {remedy}".rstrip(), stacklevel=2)

@@ -1,0 +1,196 @@
+"""Training steps that may fail: skipping bad batches, and splitting batches until they fit into memory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import recursively_apply
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size, is_number
+from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.splitting import concatenate_if_possible, split_batch
+from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.evaluation import unwrapped_model
+from pytorch_accel_lite.engine.restoring import StepSnapshot
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.training import backward, forward
+
+DONE, OUT_OF_MEMORY, FAILED = range(3)
+
+
+class BatchFailure(NamedTuple):
+    """A process's report on a batch that failed.
+
+    :param rank: the rank of the process, or the number of the logical process
+    :param indices: indices of the samples in the dataset, or ``None`` if unknown
+    :param error: type and text of the error
+    """
+
+    rank: int
+    indices: list[Any] | None
+    error: str
+
+
+def guarded_step(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+    """Run the forward and backward pass on a batch such that a failure leaves no trace and reaches all processes.
+
+    With several processes, nothing is communicated until each has reported its outcome: the module inside
+    ``DistributedDataParallel`` is used, and gradients are averaged at the end of the window.
+
+    :return: the output of the step, or ``None`` if the batch is skipped
+    """
+    while True:
+        before = StepSnapshot(trainer)
+        counted = run.window.sizes, run.window.items_per_batch
+        run.averaged_here = list(before.gradients)
+        outputs: list[BatchOutput] = []
+        error = None
+        try:
+            sync_ddp_buffers(trainer.model, trainer.ranks)
+            with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
+                outputs = _attempt(trainer, run, batch)
+        except (StopTrainingError, NonFiniteLossError):
+            raise
+        except Exception as failure:
+            error = failure
+        outcome, largest = agree(trainer, run, batch, error)
+        if outcome == DONE:
+            before.add_gradients()
+            output = merge_outputs(outputs)
+            run.loss_trackers.measure(batch, output["batch_size"])
+            run.track_step(output, batch)
+            return output
+        before.restore()
+        run.window.sizes, run.window.items_per_batch = counted
+        if outcome == FAILED:
+            _skip(trainer, run, batch, error)
+            return None
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
+        split_further(trainer, run, largest)
+
+
+def _attempt(trainer: TrainerLike, run: Run, batch: Batch) -> list[BatchOutput]:
+    """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next."""
+    if isinstance(batch.data, FailedRead):
+        raise batch.data.error
+    outputs: list[BatchOutput] = []
+    run.window.is_split = run.num_microbatches > 1
+    parts = split_into_parts(batch, run.num_microbatches)
+    try:
+        for part in parts:
+            run.batch = part
+            output = forward(trainer, part)
+            backward(trainer, run, part, output, *part.samples(output))
+            outputs.append(output if len(parts) == 1 else recursively_apply(torch.Tensor.detach, output))
+    finally:
+        run.batch = batch
+    return outputs
+
+
+def agree(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
+    """Return the outcome of the step, the same on every process, and the number of samples in the largest batch."""
+    splits = run.request.auto_microbatch
+    skips = run.request.skips_failed_batches
+    outcome = DONE
+    size = 0
+    if splits and not isinstance(batch.data, FailedRead):
+        size = find_batch_size(batch.data, batch.num_samples or None)
+    if error is not None:
+        if splits and is_out_of_memory(error):
+            outcome = OUT_OF_MEMORY
+        elif skips:
+            outcome = FAILED
+        else:
+            raise error
+    worst, largest = map(int, trainer.ranks.max([outcome, size]))
+    if worst == OUT_OF_MEMORY and run.num_microbatches >= largest:
+        if not skips:
+            raise error or RuntimeError("Another process ran out of memory with a single sample.")
+        worst = FAILED
+    return worst, largest
+
+
+def split_further(trainer: TrainerLike, run: Run, largest: int) -> None:
+    """Split batches into twice as many parts from now on, and free the memory of the last attempt."""
+    clear_device_cache(garbage_collection=True)
+    samples = -(-largest // run.num_microbatches)
+    run.num_microbatches = min(2 * run.num_microbatches, largest)
+    trainer.print(
+        f"Out of memory with {samples} samples: from now on each batch is split into {run.num_microbatches} "
+        "micro-batches. The gradients are still those of the whole batch."
+    )
+
+
+def _skip(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
+    mine = None
+    if error is not None:
+        mine = BatchFailure(trainer.ranks.rank, run.batch_indices, f"{type(error).__name__}: {error}")
+    failures = [failure for failure in trainer.ranks.all_gather_object(mine) if failure is not None]
+    total = batch.total_samples
+    run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
+    trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)
+
+
+def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
+    """Split a batch into parts that together count in the window as the full batch does."""
+    if parts <= 1 or batch.num_samples == 0:
+        return [batch]
+    begin = 0
+    pieces: list[Batch] = []
+    for data, size in split_batch(batch.data, parts, find_batch_size(batch.data, batch.num_samples)):
+        part = batch._replace(
+            data=data,
+            num_samples=None if batch.num_samples is None else size,
+            total_samples=0 if batch.total_samples is not None and pieces else batch.total_samples,
+            indices=None if batch.indices is None else batch.indices[begin : begin + size],
+        )
+        pieces.append(part)
+        begin += size
+    return pieces
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that the device or the host ran out of memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
+
+
+def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
+    """Merge the outputs of the parts into the output of a step on the full batch."""
+    if len(outputs) == 1:
+        return outputs[0]
+    shares = _shares(outputs, "num_items_in_batch" if "num_items_in_batch" in outputs[0] else "batch_size")
+    merged: BatchOutput = {}
+    for key in outputs[0]:
+        values = [output[key] for output in outputs]
+        if key in ("batch_size", "num_items_in_batch"):
+            merged[key] = sum(values)
+        elif key == "loss":
+            merged[key] = _mean(values, shares)
+        elif key == "losses":
+            names = dict.fromkeys(chain.from_iterable(values))
+            merged[key] = {name: _mean([losses.get(name, 0) for losses in values], shares) for name in names}
+        elif all(map(is_number, values)):
+            merged[key] = _mean(values, _shares(outputs, "batch_size"))
+        else:
+            merged[key] = concatenate_if_possible(values)
+    return merged
+
+
+def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Any]:
+    """Return the shares of the outputs in what they count together; zeros if that is nothing."""
+    total = sum(output[counted] for output in outputs)
+    total = torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
+    return [output[counted] / total for output in outputs]
+
+
+def _mean(values: list[Any], shares: list[Any]) -> Any:
+    return sum(value * share for value, share in zip(values, shares, strict=True))

@@ -1,0 +1,249 @@
+"""The logical processes of a job: which of them this process computes, with which random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytorch_accel_lite.base.backends import BackendSettings
+from pytorch_accel_lite.base.batch import Batch
+from pytorch_accel_lite.base.batches import BatchOutput, is_number
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import (
+    capture_generators,
+    mix,
+    preserving_generators,
+    restore_generators,
+    seed_all,
+)
+from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.engine.losses import LossTrackers
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.steps.logical_losses import SharedLossTrackers
+from pytorch_accel_lite.steps.logical_step import LogicalStep
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.checkpoint.training_state import TrainingState
+    from pytorch_accel_lite.engine.run import Run
+
+
+class LogicalProcesses:
+    """The logical processes of a trainer, of which each real process computes a contiguous range.
+
+    A step of a logical process depends only on its number, not on the process that computes it: it has its own share
+    of the data, its own random numbers, and the buffers as they were before the step.
+
+    :param count: number of logical processes
+    :ivar shares: those of this process
+    :ivar is_computing: whether the forward or backward pass of one of them is under way in training
+    :ivar outputs: batches and outputs of the latest training step, by number of the logical process
+    :ivar num_steps: number of training steps begun, the same on every process
+    :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
+    """
+
+    def __init__(self, trainer: TrainerLike, count: int) -> None:
+        ranks = trainer.ranks
+        count = check_positive_int("logical_processes", count)
+        if count < ranks.world_size:
+            raise ValueError(
+                f"logical_processes={count!r}: there are {ranks.world_size} processes, and each needs at least one. "
+                "Launch fewer processes."
+            )
+        if trainer.seed is None:
+            raise ValueError(
+                f"logical_processes={count!r} needs a seed, from which the random numbers of each of them follow. Pass "
+                "seed= to the trainer."
+            )
+        self.count = count
+        self.shares = Shares(count, range(*split(count, ranks.rank, ranks.world_size)))
+        self.current = self.shares.own[0]
+        self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
+        self.is_computing = False
+        self.num_steps = 0
+        #: The latest value that each logical process of this process has logged under a name, after its step's number.
+        self._logged: dict[tuple[int, str], tuple[int, Any]] = {}
+
+    def __repr__(self) -> str:
+        own = self.shares.own
+        return f"LogicalProcesses({self.count}, {own[0]} to {own[-1]} on this process)"
+
+    def begin_share(self, batch: Batch) -> None:
+        """Begin to compute the share of a logical process, with random numbers of its own."""
+        assert batch.share is not None
+        self.current = batch.share.number
+        seed_all(mix(batch.share.number, after=batch.share.place))
+
+    def generators_of(self, batch: Batch | None) -> dict[str, Any]:
+        """Return the states of the generators with which the share of a logical process begins."""
+        assert batch is not None
+        with preserving_generators():
+            self.begin_share(batch)
+            return capture_generators()
+
+    def note(self, name: str, value: Any) -> None:
+        """Note a value that a logical process logs in a training step, for rows of step metrics."""
+        self._logged[self.current, name] = self.num_steps, value
+
+    def each_output(self) -> Iterator[BatchOutput]:
+        """Yield the outputs of the latest training step; what is logged for one is logged by its logical process."""
+        for number, (share, output) in self.outputs.items():
+            if share.num_samples:
+                self.current = number
+                yield output
+
+    def row_values(self, trainer: TrainerLike) -> list[tuple[str, Any]]:
+        """Return what this process adds to a row of step metrics: names and numbers of each of its logical processes.
+
+        First its sums of losses and of their weights, without a name; then for every metric the number of the step in
+        which it has logged that (-1 for values that callbacks measure), without a name, and the value.
+        """
+        trackers = trainer.current_run.loss_trackers
+        assert isinstance(trackers, SharedLossTrackers)
+        metrics = sorted(trainer.step_metrics.items())
+        values: list[tuple[str, Any]] = []
+        for number in self.shares.own:
+            loss = trackers.by_number[number]["loss"]
+            values += ("", loss.total_loss), ("", loss.running_count)
+            for name, latest in metrics:
+                step, value = self._logged.get((number, name), (-1, latest))
+                values += ("", step), (name, value)
+        return values
+
+    def mean_row(self, ranks: Ranks, names: list[str], values: list[float]) -> tuple[float, float, dict[str, float]]:
+        """Return a row of all processes: the sums of losses and of their weights, and the mean of each step metric.
+
+        It is the mean over the logical processes that have logged one in the latest step with any. Call it on every
+        process.
+        """
+        total = count = 0.0
+        found: dict[str, list[tuple[float, float]]] = {}
+        for names_there, values_there in ranks.all_gather_object((names, values)):
+            numbers = iter(values_there)
+            for own_total, own_count in zip(numbers, numbers, strict=False):
+                total += own_total
+                count += own_count
+                for name in names_there:
+                    found.setdefault(name, []).append((next(numbers), next(numbers)))
+        means = {}
+        for name, pairs in sorted(found.items()):
+            latest = max(step for step, _ in pairs)
+            chosen = [value for step, value in pairs if step == latest]
+            means[name] = sum(chosen) / len(chosen)
+        return total, count, means
+
+    def create_trackers(self) -> LossTrackers:
+        """Return running losses whose sums do not depend on the number of processes."""
+        return SharedLossTrackers(self.shares.own, lambda: self.current)
+
+    def begin_training(self, trainer: TrainerLike, run: Run) -> None:
+        """Let a training run make the steps of logical processes.
+
+        :raises ValueError: if anything in the run does not work with them
+        """
+        _check(trainer, run, self.count)
+        self._logged.clear()
+        LogicalStep(trainer, run)
+
+    def capture(self, trainer: TrainerLike) -> dict[str, Any]:
+        """Return what a training state keeps of them. Call it on every process."""
+        run = trainer.current_run
+        logged = [(*key, step, float(value)) for key, (step, value) in self._logged.items()]
+        losses, all_logged = zip(*trainer.ranks.all_gather_object((run.loss_trackers.own_sums(), logged)), strict=True)
+        return {
+            "losses": list(chain.from_iterable(losses)),
+            "generators": capture_generators(),
+            "num_steps": self.num_steps,
+            "logged": list(chain.from_iterable(all_logged)),
+            "step_metrics": {name: float(value) for name, value in run.step_metrics.items() if is_number(value)},
+        }
+
+    def restore(self, trainer: TrainerLike, state: TrainingState) -> None:
+        """Restore what :meth:`capture` returned; if their number has changed, only what does not depend on it.
+
+        Between steps, the generators are the same on all processes.
+        """
+        is_same = state.metadata.get("logical_processes") == self.count
+        kept: dict[str, Any] = state.shared["logical"] if is_same else {"losses": [state.shared["losses"]]}
+        run = trainer.current_run
+        if isinstance(run.loss_trackers, SharedLossTrackers):
+            run.loss_trackers.load_sums(kept["losses"])
+        if is_same:
+            restore_generators(kept["generators"])
+            self.num_steps = kept.get("num_steps", 0)
+            run.step_metrics.update(kept.get("step_metrics", {}))
+            for number, name, step, value in kept.get("logged", ()):
+                run.step_metrics.setdefault(name, value)  # logged on another process
+                if number in self.shares.own:
+                    self._logged[number, name] = step, value
+
+    @contextmanager
+    def computing_alike(self, trainer: TrainerLike) -> Iterator[None]:
+        """Compute the same bits everywhere in a block: with one thread on the CPU, and deterministic kernels on a GPU.
+
+        Sums of several threads have other last bits, and what launchers set depends on the number of processes.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with nullcontext() if trainer.device.type == "cpu" else _deterministic():
+                yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Let torch choose deterministic kernels in a block, and raise an error where it has none."""
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # it takes time, and nothing reads that memory
+    try:
+        with BackendSettings(deterministic=True).in_force():
+            yield
+    finally:
+        settings.fill_uninitialized_memory = fills
+
+
+def _check(trainer: TrainerLike, run: Run, count: int) -> None:
+    """Raise an error for what does not work with logical processes."""
+    wholes = [trainer.model, *attributes.modules(trainer).values()]
+    modules = [module for whole in wholes for module in whole.modules()]
+    sparse = (nn.Embedding, nn.EmbeddingBag)
+    refused = {
+        "a sharded model": (
+            trainer.is_sharded,
+            "each process needs all weights. Replicate the model, or train without logical processes",
+        ),
+        "an overridden train_step": (
+            run.own_step is not None,
+            "its updates would come before the gradients of other logical processes. Override "
+            "calculate_train_batch_loss, which several optimizers can share",
+        ),
+        "an optimizer that needs a closure, nor with recompute_gradients()": (
+            run.replay is not None,
+            "gradients are computed once per update. Use another optimizer, or do not override optimizer_step",
+        ),
+        "mixed_precision='fp16'": (
+            trainer.accelerator.scaler is not None,
+            "its scaling depends on overflows of a process. Use bf16",
+        ),
+        "SyncBatchNorm": (
+            any(isinstance(module, nn.SyncBatchNorm) for module in modules),
+            "it mixes the batches of real processes. Use BatchNorm, or GroupNorm",
+        ),
+        "sparse gradients (nn.Embedding(sparse=True))": (
+            any(isinstance(module, sparse) and module.sparse for module in modules),
+            "they have no fixed size to exchange. Use sparse=False",
+        ),
+    }
+    for what, (applies, why) in refused.items():
+        if applies:
+            raise ValueError(f"logical_processes={count} does not work with {what}: {why}.")

@@ -1,0 +1,180 @@
+"""Gradients of a window, added up over all logical processes in one fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.steps.pairwise_sum import Node, TreeSum, blocks_of
+
+#: The gradients of the parameters, in their order; ``None`` where there is none.
+Gradients = list[torch.Tensor | None]
+
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Add gradients to others in place. A missing one adds nothing."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+class GradientSum:
+    """The sum of gradients over logical processes and the steps of an accumulation window.
+
+    The shares of a step are added in a tree (:class:`TreeSum`), the sums of the steps
+    in turn. Within a process, gradients are those of one share and, for each level of the tree, at most one sum.
+    Between processes, each adds up one slice of the gradients: it gets that slice of the nodes of all others after each
+    step, and all get its sum at the end of the window, as in an all-reduce. All additions are in the gradients' own
+    dtype. Where a process has no gradient, it sends negative zeros, which change no bit of what they are added to.
+
+    :param count: number of logical processes
+    """
+
+    def __init__(self, ranks: Ranks, count: int) -> None:
+        self._ranks = ranks
+        world_size = ranks.world_size
+        self._blocks = [blocks_of(range(*split(count, rank, world_size))) for rank in range(world_size)]
+        self._tree = TreeSum[Gradients](add_gradients)
+        self._of_steps: Gradients | None = None  # with one process
+        self._slices: list[torch.Tensor] = []
+        self._parameters: list[nn.Parameter] = []
+        self._missed: set[int] = set()
+
+    def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begin a step that computes gradients of these parameters, whose earlier gradients are dropped."""
+        self._tree.nodes.clear()
+        self._parameters = list(parameters)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def take(self, number: int) -> None:
+        """Take the gradients of a share off the parameters.
+
+        :param number: number of its logical process
+        """
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._skip_to(number)
+        self._tree.push(Node(0, number, gradients))
+
+    def _skip_to(self, number: int) -> None:
+        """Add nothing for the shares before this one that have no samples."""
+        blocks = self._tree.nodes
+        own = self._blocks[self._ranks.rank]
+        following = blocks[-1].start + (1 << blocks[-1].level) if blocks else own[0][1]
+        for empty in range(following, number):
+            self._tree.push(Node(0, empty, [None] * len(self._parameters)))
+
+    def end_step(self) -> None:
+        """Add the gradients of a step to those of the window. Call it on every process."""
+        level, start = self._blocks[self._ranks.rank][-1]
+        self._skip_to(start + (1 << level))
+        if self._ranks.world_size == 1:
+            total = self._tree.total()
+            self._of_steps = total if self._of_steps is None else add_gradients(self._of_steps, total)
+            return
+        for gradients in (node.value for node in self._tree.nodes):
+            self._missed.update(place for place, gradient in enumerate(gradients) if gradient is None)
+        summed = [self._sum_slice(places, with_flags) for places, with_flags in self._groups()]
+        self._tree.nodes.clear()
+        if self._slices:
+            torch._foreach_add_(self._slices, summed)
+        else:
+            self._slices = summed
+
+    def forget_step(self) -> None:
+        """Leave out the gradients of this step."""
+        self._tree.nodes.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Give each parameter its gradient of the window, the same on every process. Call it on every process.
+
+        Parameters that had a gradient in no share get none.
+        """
+        if self._ranks.world_size == 1:
+            for parameter, gradient in zip(self._parameters, self._of_steps or (), strict=True):
+                parameter.grad = gradient
+            self._of_steps = None
+            return
+        unused: set[int] = set()
+        for (places, with_flags), part in zip(self._groups(), self._slices, strict=True):
+            whole = part.new_empty(len(part) * self._ranks.world_size)
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(part))
+            parameters = [self._parameters[place] for place in places]
+            sizes = [parameter.numel() for parameter in parameters]
+            *pieces, _ = whole.split([*sizes, len(whole) - sum(sizes)])  # type: ignore[no-untyped-call]
+            gradients = [torch.empty_like(parameter) for parameter in parameters]
+            torch._foreach_copy_(gradients, [v.view(p.shape) for v, p in zip(pieces, parameters, strict=True)])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            if with_flags and self._missed:
+                flags = whole[sum(sizes) :].tolist()
+                unused = {place for place in self._missed if not flags[place]}
+        for place in unused:
+            self._parameters[place].grad = None
+        self._slices = []
+        self._missed = set()
+
+    def _groups(self) -> Iterator[tuple[list[int], bool]]:
+        """Yield the places of the parameters of each dtype, and whether the flags of all parameters go with them."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, parameter in enumerate(self._parameters):
+            by_dtype.setdefault(parameter.dtype, []).append(place)
+        for number, places in enumerate(by_dtype.values()):
+            yield places, number == 0
+
+    def _sum_slice(self, places: list[int], with_flags: bool) -> torch.Tensor:
+        """Return this rank's slice of the sum of some gradients over all processes, and free them."""
+        world_size = self._ranks.world_size
+        flat = [self._flatten(node.value, places, with_flags) for node in self._tree.nodes]
+        num_nodes = len(flat)
+        length = len(flat[0]) // world_size
+        slices = zip(*(vector.split(length) for vector in flat), strict=True)  # type: ignore[no-untyped-call]
+        mine = flat[0] if num_nodes == 1 else torch.cat(list(chain.from_iterable(slices)))
+        del flat, slices
+        sent = [num_nodes * length] * world_size
+        received = [len(blocks) * length for blocks in self._blocks]
+        found = mine.new_empty(sum(received))
+        scale = mine.element_size()
+        dist.all_to_all_single(_bytes(found), _bytes(mine), [n * scale for n in received], [n * scale for n in sent])
+        del mine
+        tree = TreeSum[torch.Tensor](torch.Tensor.add_)
+        blocks = (block for of_rank in self._blocks for block in of_rank)
+        for (level, start), part in zip(blocks, found.split(length), strict=True):  # type: ignore[no-untyped-call]
+            tree.push(Node(level, start, part))
+        return tree.total().clone()  # does not keep the others in memory
+
+    def _flatten(self, gradients: Gradients, places: list[int], with_flags: bool) -> torch.Tensor:
+        """Return some gradients as one vector that divides evenly among the ranks, and drop them.
+
+        :param with_flags: whether to append, for every parameter, whether it has a gradient
+        """
+        first = self._parameters[places[0]]
+        flags = [float(gradient is not None) for gradient in gradients] if with_flags else []
+        parts: list[torch.Tensor] = []
+        for place in places:
+            gradient = gradients[place]
+            parts.append(torch.zeros_like(self._parameters[place]).neg_() if gradient is None else gradient)
+            gradients[place] = None
+        size = sum(part.numel() for part in parts) + len(flags)
+        tail = torch.zeros(len(flags) + -size % self._ranks.world_size, dtype=first.dtype, device=first.device)
+        if all(flags):
+            tail[: len(flags)] = 1.0  # copies nothing to the device, which would wait for it
+        else:
+            tail[: len(flags)] = torch.tensor(flags, dtype=first.dtype)
+        return torch.cat([*(part.detach().reshape(-1) for part in parts), tail])
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that any backend can send, whatever the dtype."""
+    return tensor.view(torch.uint8)

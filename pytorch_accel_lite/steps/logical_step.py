@@ -1,0 +1,301 @@
+"""The training step of logical processes, one after another on each real process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from pytorch_accel_lite.base.batches import BatchOutput
+from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
+from pytorch_accel_lite.base.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import seed_all
+from pytorch_accel_lite.base.splitting import concatenate_if_possible
+from pytorch_accel_lite.data import Batch, FailedRead
+from pytorch_accel_lite.data.plan import split
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.engine.training import backward, forward
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
+from pytorch_accel_lite.steps.guarded import (
+    DONE,
+    FAILED,
+    BatchFailure,
+    agree,
+    is_out_of_memory,
+    merge_outputs,
+    split_further,
+    split_into_parts,
+)
+from pytorch_accel_lite.steps.logical_gradients import GradientSum
+from pytorch_accel_lite.steps.logical_losses import SharedLossTrackers
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.engine.run import Run
+
+
+class LogicalWindow(GradientWindow):
+    """Weights the shares of one update, whose gradients are added up over logical processes rather than averaged.
+
+    :param count: number of logical processes
+    """
+
+    def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:
+        super().__init__(trainer.ranks, trainer.device, steps, batch_size)
+        self.is_guarded = True  # the processes forward different numbers of times
+        self.nominal = batch_size * steps * count
+        self.sums = GradientSum(trainer.ranks, count)
+        self.number = 0  # of the logical process that is being computed
+        self._count = count
+        self.items: dict[int, Count] = {}
+
+    def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
+        """Return the loss of a share, weighted by its part of the window; the step counts the samples."""
+        weight: Count = num_samples
+        if items is not None:
+            # What a share is weighted by before the true number is known is arbitrary, but the same everywhere.
+            self.items_per_batch = float(self._batch_size)
+            weight = as_weight(items) if num_samples else 0
+            self.items[self.number] = self.items.get(self.number, 0) + weight
+        return loss * (weight / self.nominal)
+
+    def finish(self, optimizer: Any) -> Count:
+        """Give the parameters their gradients, corrected if the window's true size differs from the nominal one."""
+        self.sums.finish()
+        return super().finish(optimizer)
+
+    def _total_items(self, local: Count) -> Count:
+        """Return the number of items in the window, added up in the order of the logical processes."""
+        world_size = self._ranks.world_size
+        ranges = [range(*split(self._count, rank, world_size)) for rank in range(world_size)]
+        zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        found = torch.stack([zero + self.items.get(number, 0) for number in ranges[self._ranks.rank]])
+        self.items = {}
+        if world_size > 1:
+            longest = len(ranges[0])
+            mine = torch.cat([found, found.new_zeros(longest - len(found))])
+            found = found.new_empty(world_size * longest)
+            dist.all_gather_into_tensor(found, mine)
+            parts = found.view(world_size, longest)
+            found = torch.cat([part[: len(own)] for part, own in zip(parts, ranges, strict=True)])
+        return found.sum()
+
+
+class _Attempt:
+    """A step that may fail, to be skipped or repeated in smaller parts: what else would have changed."""
+
+    def __init__(self, run: Run, window: LogicalWindow) -> None:
+        self._run = run
+        self._window = window
+        self._failures: list[BatchFailure] = []
+        self._error: Exception | None = None
+        self._may_fail = run.request.skips_failed_batches or run.request.auto_microbatch
+        if self._may_fail:
+            self._logged = _trackers(run).capture_logged()
+            self._items = dict(window.items)
+
+    def note(self, run: Run, number: int, error: Exception) -> None:
+        """Note the failure of a share, or raise its error if the run neither skips nor splits batches."""
+        if not self._may_fail:
+            raise error
+        if self._error is None or is_out_of_memory(self._error):  # any other error counts more
+            self._error = error
+        self._failures.append(BatchFailure(number, run.batch_indices, f"{type(error).__name__}: {error}"))
+        if is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the share
+
+    def outcome(self, trainer: TrainerLike, batch: Batch) -> tuple[int, int]:
+        """Return the outcome of the step, the same on every process, and the number of samples in the largest share."""
+        if not self._may_fail:
+            return DONE, 0
+        return agree(trainer, self._run, max(batch.data, key=lambda share: share.num_samples or 0), self._error)
+
+    def undo(self) -> None:
+        """Undo what the step has logged and counted."""
+        _trackers(self._run).restore_logged(self._logged)
+        self._window.items = self._items
+
+    def report(self, trainer: TrainerLike, batch: Batch) -> None:
+        """Report the failures of all processes."""
+        failures = list(chain.from_iterable(trainer.ranks.all_gather_object(self._failures)))
+        self._run.batch = batch
+        step = self._run.progress.step
+        trainer.call_event("on_train_batch_skipped", failures=failures, error=self._error, step=step)
+
+
+class LogicalStep:
+    """Makes the training steps of a run: those of all logical processes of this process, one after another."""
+
+    def __init__(self, trainer: TrainerLike, run: Run) -> None:
+        assert trainer.logical is not None
+        self._logical = trainer.logical
+        self._ranks = trainer.ranks
+        batch_size = run.required_config.train_per_device_batch_size
+        self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
+        self._wholes = [trainer.model, *attributes.modules(trainer).values()]
+        self._with_buffers: list[nn.Module] = []
+        run.window = self._window
+        run.averaged_here = []
+        run.synced_buffers = []
+        run.special_step = self.forward_and_backward
+        self._find_buffers()
+        shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
+        trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+
+    def forward_and_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+        """Run the forward and backward pass of each logical process, and add up their gradients.
+
+        :return: the outputs of the shares of this process, put together, or ``None`` if the step is skipped
+        """
+        assert batch.share is not None
+        assert batch.total_samples is not None
+        sums = self._window.sums
+        self._logical.num_steps += 1
+        self._find_buffers()
+        before = _copies(self._buffers())
+        while True:
+            attempt = _Attempt(run, self._window)
+            sums.begin_step(self._trained(trainer))
+            first = self._compute_shares(trainer, run, batch, before, attempt)
+            outcome, largest = attempt.outcome(trainer, batch)
+            if outcome == DONE:
+                break
+            attempt.undo()
+            sums.forget_step()
+            _restore(self._buffers(), before)
+            if outcome == FAILED:
+                run.progress.add_samples(batch.total_samples)
+                seed_all(batch.share.place)
+                attempt.report(trainer, batch)
+                return None
+            split_further(trainer, run, largest)
+        run.progress.add_samples(batch.total_samples)
+        sums.end_step()
+        _restore(self._buffers(), first)
+        _broadcast(self._buffers(), trainer.ranks)
+        nominal, true = self._window.sizes or (self._window.nominal, 0)
+        self._window.sizes = nominal, true + batch.total_samples
+        seed_all(batch.share.place)
+        return self._put_together(trainer, run, batch)
+
+    def _compute_shares(
+        self, trainer: TrainerLike, run: Run, batch: Batch, before: list[torch.Tensor], attempt: _Attempt
+    ) -> list[torch.Tensor]:
+        """Compute the shares of this process one after another, and return the buffers after the first."""
+        self._logical.outputs = {}
+        first: list[torch.Tensor] = []
+        for share in batch.data:
+            if first:
+                _restore(self._buffers(), before)
+            run.batch = share
+            self._logical.begin_share(share)
+            try:
+                output = self._compute(trainer, run, share)
+            except (StopTrainingError, NonFiniteLossError):
+                raise
+            except Exception as error:
+                attempt.note(run, self._logical.current, error)
+            else:
+                self._logical.outputs[self._logical.current] = share, output
+            first = first or _copies(self._buffers())
+        return first
+
+    def _compute(self, trainer: TrainerLike, run: Run, share: Batch) -> BatchOutput:
+        """Run the forward and backward pass of a share, and take its gradients; a filler has none."""
+        if isinstance(share.data, FailedRead):
+            raise share.data.error
+        window = self._window
+        window.number = self._logical.current
+        outputs: list[BatchOutput] = []
+        self._logical.is_computing = True
+        try:
+            for part in split_into_parts(share, run.num_microbatches if run.request.auto_microbatch else 1):
+                run.batch = part
+                output = forward(trainer, part)
+                if share.num_samples:
+                    backward(trainer, run, part, output, *part.samples(output))
+                else:
+                    window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
+                outputs.append(recursively_apply(torch.Tensor.detach, output))
+        finally:
+            self._logical.is_computing = False
+            run.batch = share
+        if share.num_samples:
+            window.sums.take(window.number)
+        return merge_outputs(outputs)
+
+    def _put_together(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
+        """Track the losses of the shares, and return the output of this process's part of the step.
+
+        Without anyone to see them, batches and outputs are not concatenated.
+        """
+        for number, (share, output) in self._logical.outputs.items():
+            self._logical.current = number
+            if share.num_samples:
+                run.loss_trackers.add(output)
+        shares, outputs = zip(*self._logical.outputs.values(), strict=True)
+        is_seen = trainer.callback_handler.listeners["on_train_step_end"]
+        data = shares[0].data
+        if is_seen and len(shares) > 1:
+            data = concatenate_if_possible([share.data for share in shares])
+        whole = merge_outputs([output if is_seen else _numbers_of(output) for output in outputs])
+        run.loss_trackers.measure(batch, whole["batch_size"])
+        run.batch = batch._replace(data=data)
+        run.loss_trackers.measure(run.batch, whole["batch_size"])
+        if batch.num_samples:  # the loss of any share may be the one that is not finite
+            loss = whole["loss"]
+            run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss
+        return whole
+
+    def _trained(self, trainer: TrainerLike) -> list[nn.Parameter]:
+        """Return the parameters that get gradients, which may change between steps."""
+        parameters = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer)]
+        return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+
+    def _find_buffers(self) -> None:
+        """Find the modules that have buffers, which may change between steps: walking through all takes long."""
+        modules = chain.from_iterable(whole.modules() for whole in self._wholes)
+        self._with_buffers = [m for m in dict.fromkeys(modules) if any(True for _ in m.buffers(recurse=False))]
+
+    def _buffers(self) -> list[torch.Tensor]:
+        own = (module.buffers(recurse=False) for module in self._with_buffers)
+        return list(dict.fromkeys(chain.from_iterable(own)))
+
+
+def _trackers(run: Run) -> SharedLossTrackers:
+    assert isinstance(run.loss_trackers, SharedLossTrackers)
+    return run.loss_trackers
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _restore(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if tensors:
+        with torch.no_grad():
+            torch._foreach_copy_(list(tensors), list(values))
+
+
+def _numbers_of(output: BatchOutput) -> BatchOutput:
+    """Return the loss of an output, and what it is a mean over."""
+    return {key: output[key] for key in ("loss", "batch_size", "num_items_in_batch") if key in output}
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], ranks: Ranks) -> None:
+    """Copy the first process's buffers to all others, in one message."""
+    if ranks.world_size == 1 or not tensors:
+        return
+    tensors = sorted(tensors, key=torch.Tensor.element_size, reverse=True)  # each begins at a multiple of its size
+    pieces = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = torch.cat(pieces)
+    dist.broadcast(flat, src=0)
+    parts = flat.split([piece.numel() for piece in pieces])  # type: ignore[no-untyped-call]
+    _restore(tensors, [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)])

@@ -1,0 +1,297 @@
+"""User-defined training steps, which decide when each optimizer is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.distributed.averaging import average_gradients
+from pytorch_accel_lite.engine.restoring import replaced
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
+from pytorch_accel_lite.optimizers.gradients import GradientWindow
+from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
+
+
+class OwnStep:
+    """The state of user-defined steps in a run: an accumulation window for each optimizer, and what was updated.
+
+    :ivar losses: losses of the current step, by optimizer name
+    :ivar items: the numbers of items that they are means over, if these are not samples
+    :ivar updating: name of the optimizer that is being updated, or was last
+    :ivar updated: names of the optimizers that have been updated in the run
+    """
+
+    def __init__(self, trainer: TrainerLike, run: Run) -> None:
+        _check(trainer, run)
+        self._run = run
+        alone = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
+        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": alone}
+        self.updating = next(iter(self.optimizers))
+        self.updated: set[str] = set()
+        window = run.window
+        batch_size = run.required_config.train_per_device_batch_size
+        self.windows = {
+            name: GradientWindow(trainer.ranks, trainer.device, window.steps, batch_size) for name in self.optimizers
+        }
+        self._num_parameters = max(len([*optimized_parameters(part)]) for part in self.optimizers.values())
+        self.losses: dict[str, torch.Tensor] = {}
+        self.items: dict[str, Any] = {}
+        self.ends_window = True
+        self._scaler = trainer.accelerator.scaler
+        self._must_update_scaler = False
+        self._made: list[bool] = []  # for each update of the step whether it was made, rather than skipped
+        if trainer.ranks.world_size > 1:
+            shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
+            trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
+            run.synced_buffers += buffers_in([trainer.model])
+        run.averaged_here = []
+
+    def forward_and_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
+        """Run the user's step on a batch and track its losses."""
+        self.losses = {}
+        self.items = {}
+        self._made = []
+        self.ends_window = batch.is_last or (run.progress.step + 1) % run.window.steps == 0
+        with mixed_precision(trainer.accelerator):
+            output = trainer.train_step(batch.data)
+        output = self._complete(output)
+        complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
+        run.loss_trackers.measure(batch, output["batch_size"])
+        run.loss_trackers.num_items = self.items
+        run.track_step(output, batch)
+        run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
+        return output
+
+    def _complete(self, output: Any) -> BatchOutput:
+        if output is not None and not isinstance(output, dict):
+            raise TypeError(f"train_step must return a dict or None, not {type(output).__name__}.")
+        completed: BatchOutput = {} if output is None else output
+        if completed.get("loss") is None:
+            if not self.losses:
+                raise ValueError("train_step made no update: call self.update(loss, optimizer=...), or return a loss.")
+            completed["loss"] = dict(self.losses)
+        counts = [self.items.get(name) for name in self.losses]
+        if counts and counts[0] is not None and all(count is counts[0] for count in counts):
+            completed.setdefault("num_items_in_batch", counts[0])
+        return completed
+
+    def update(self, trainer: TrainerLike, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
+        """Accumulate the gradients of an optimizer's parameters; at the end of a window, update them."""
+        run = self._run
+        batch = run.batch
+        assert batch is not None
+        if name in self.losses and run.window.steps > 1:
+            raise RuntimeError(
+                f"update(optimizer={name!r}) was called twice in a step, with gradient_accumulation_steps="
+                f"{run.window.steps}: it is ambiguous which of the two updates the gradients accumulate for. Add the "
+                "losses, or train without accumulation."
+            )
+        if self.windows[name].sizes is None:
+            _refuse_gradients(name, self.optimizers[name])
+        samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
+        total = samples if batch.total_samples is None else batch.total_samples
+        weighed = self.windows[name].scale(loss, samples, total, items)
+        self.losses[name] = loss.detach()
+        if items is not None:
+            self.items[name] = items
+        self._backward(trainer, name, weighed, retain_graph)
+        if self.ends_window:
+            self._step(trainer, name)
+
+    def _backward(self, trainer: TrainerLike, name: str, loss: torch.Tensor, retain_graph: bool) -> None:
+        run = self._run
+        parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
+        if not parameters:
+            raise ValueError(f"update(optimizer={name!r}): all parameters of that optimizer are frozen.")
+        event = {"batch": run.batch and run.batch.data, "batch_output": {"loss": loss}, "step": run.progress.step}
+        trainer.call_event("on_backward_start", **event)
+        with torch.autocast(loss.device.type, enabled=False) if trainer.accelerator.native_amp else nullcontext():
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            scaled.backward(inputs=parameters, retain_graph=retain_graph)
+        trainer.call_event("on_backward_end", **event)
+        if name not in self.updated:
+            if all(parameter.grad is None for parameter in parameters):
+                raise ValueError(
+                    f"update(loss, optimizer={name!r}): the loss does not depend on any parameter of that optimizer. "
+                    "Was it computed from a detached output, or is it the loss of another optimizer?"
+                )
+            self.updated.add(name)
+
+    def _step(self, trainer: TrainerLike, name: str) -> None:
+        run = self._run
+        self.updating = name
+        optimizer = self.optimizers[name]
+        if trainer.ranks.world_size > 1:
+            update = run.progress.update, len(self._made), [*self.optimizers].index(name)
+            average_gradients(optimized_parameters(optimizer), trainer.ranks, update, self._num_parameters)
+        self.windows[name].finish(optimizer)
+        run.gradient_norm = None
+        run.skips_update = False
+        stepped = optimizer
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+            stepped = _ScaledOptimizer(optimizer, self._scaler)
+        with _alone(trainer, stepped):
+            trainer.clip_gradients()
+        trainer.call_event("on_optimizer_step_start")
+        with _alone(trainer, stepped):
+            if not run.skips_update:
+                trainer.optimizer_step()
+            trainer.optimizer_zero_grad()
+        # Not before the end of a window: the other optimizers accumulate gradients with the same scale.
+        self._must_update_scaler = self._scaler is not None
+        if self.windows[name].steps == 1:
+            self._update_scaler()
+        is_made = not run.skips_update and not getattr(stepped, "was_skipped", False)
+        self._made.append(is_made)
+        run.skipped_updates += not is_made
+        scheduler = schedulers_in(trainer.scheduler).get(name)
+        if is_made and scheduler is not None and run.request.scheduler_interval == "update":
+            with _alone(trainer, stepped):
+                scheduler.step()
+
+    def _update_scaler(self) -> None:
+        if self._must_update_scaler:
+            self._scaler.update()
+        self._must_update_scaler = False
+
+    def finish(self, trainer: TrainerLike, run: Run) -> None:
+        """Count the update of a step, and step a scheduler shared by all optimizers."""
+        run.window.sizes = None
+        for name, window in self.windows.items():
+            if window.sizes is not None:
+                raise RuntimeError(
+                    f"update(optimizer={name!r}) was called in an accumulation window, but not in its last step, which "
+                    "would have used the gradients. Call it in every step of a window, or train without accumulation."
+                )
+        self._update_scaler()
+        run.skips_update = not all(self._made)
+        if run.synced_buffers:
+            trainer.ranks.copy_from_first(getattr(part, name) for part, name in run.synced_buffers)
+        run.progress.update += 1
+        if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
+            vars(trainer.optimizer)["_opt_called"] = True  # or torch would warn of a schedule that is stepped too early
+            is_skipped = bool(self._made) and not any(self._made)
+            if run.request.scheduler_interval == "update" and not is_skipped:
+                trainer.scheduler_step()
+        trainer.call_event("on_optimizer_step_end")
+
+
+def _refuse_gradients(name: str, optimizer: Any) -> None:
+    """Raise an error if there are gradients before the first backward pass of an update, which would use them, too."""
+    left = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
+    if any(bool(gradient.any()) for gradient in left):  # an overridden optimizer_zero_grad may leave zeros
+        raise RuntimeError(
+            f"update(optimizer={name!r}): its parameters already have gradients, which the update would use as well. "
+            "Does train_step call backward() itself? Pass the sum of the losses to update() instead, or clear the "
+            "gradients before it."
+        )
+
+
+class _ScaledOptimizer:
+    """An optimizer that is stepped by a gradient scaler, which leaves out steps with infinite gradients.
+
+    :ivar was_skipped: whether the step was left out
+    """
+
+    def __init__(self, optimizer: Any, scaler: Any) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self.was_skipped = True
+
+    def step(self, closure: Any = None) -> None:
+        """Step the optimizer if its gradients are finite."""
+        noted = self._optimizer.register_step_post_hook(self._note)
+        try:
+            self._scaler.step(self._optimizer)
+        finally:
+            noted.remove()
+
+    def _note(self, *_: Any) -> None:
+        self.was_skipped = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@contextmanager
+def _alone(trainer: TrainerLike, optimizer: Any) -> Iterator[None]:
+    """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone.
+
+    Its gradients are unscaled already, so Accelerate must not unscale those of all optimizers to clip them.
+    """
+    with replaced(trainer, optimizer=optimizer), replaced(trainer.accelerator, _optimizers=[]):
+        yield
+
+
+def update(
+    self: TrainerLike,
+    loss: torch.Tensor,
+    optimizer: str | None = None,
+    *,
+    num_items: Any = None,
+    retain_graph: bool = False,
+) -> None:
+    """Update the parameters of one optimizer with the gradients of a loss, in an overridden ``train_step``.
+
+    Runs the backward pass for the parameters of that optimizer only, then clips the gradients, steps the optimizer and
+    its scheduler, and clears the gradients. With ``gradient_accumulation_steps``, gradients accumulate, and everything
+    after the backward pass happens in the last step of the window. With several processes, gradients are averaged here
+    without ``DistributedDataParallel``, so any part of the model may be called any number of times. Call it on every
+    process.
+
+    :param loss: a scalar tensor, the mean over the samples of the batch
+    :param optimizer: name of the optimizer to update; may be omitted if there is only one
+    :param num_items: number of items that the loss is a mean over if these are not samples, for example tokens. The
+        mean that is recorded for the epoch is one over items, too. The sum of several losses is recorded as a mean over
+        samples, unless all of them are given the same number.
+    :param retain_graph: keep the graph for another loss over the same outputs
+    :raises ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
+    """
+    own = self.current_run.own_step
+    if own is None:
+        raise RuntimeError("update() is only for an overridden train_step: the default step updates by itself.")
+    if optimizer is None and len(own.optimizers) > 1:
+        raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, own.optimizers))}.")
+    name = next(iter(own.optimizers)) if optimizer is None else optimizer
+    if name not in own.optimizers:
+        known = ", ".join(map(repr, own.optimizers)) if parts_of(self.optimizer) else "one without a name"
+        raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {known}.")
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.requires_grad:
+        raise ValueError(
+            "update(loss): the loss does not require gradients. Was it detached, or computed under torch.no_grad() or "
+            "with frozen networks?"
+        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
+    own.update(self, name, loss.reshape(()), num_items, retain_graph)
+
+
+def begin_own_step(trainer: TrainerLike, run: Run) -> None:
+    """Set up a run for a trainer that overrides ``train_step``."""
+    run.own_step = OwnStep(trainer, run)
+    run.special_step = run.own_step.forward_and_backward
+
+
+def _check(trainer: TrainerLike, run: Run) -> None:
+    """Raise an error for options that are incompatible with an overridden step."""
+    request = run.request
+    reasons = {
+        "auto_microbatch=True": request.auto_microbatch,
+        "SkipFailedBatchesCallback": request.skips_failed_batches,
+        "a sharded model": trainer.is_sharded,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{type(trainer).__name__}.train_step is overridden, which is not supported with {what}.")

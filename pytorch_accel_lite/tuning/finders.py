@@ -1,0 +1,312 @@
+"""Finding a learning rate or a batch size by trial."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate.utils.memory import clear_device_cache
+
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.data import Batch, NamedDatasets
+from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
+from pytorch_accel_lite.engine.batch_norm_shares import smallest_share
+from pytorch_accel_lite.engine.evaluation import unwrapped_model
+from pytorch_accel_lite.engine.losses import create_trackers
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.setup import create_train_loader
+from pytorch_accel_lite.engine.training import loss_of, train_step
+from pytorch_accel_lite.engine.trial import report, trial
+from pytorch_accel_lite.optimizers.operations import parts_of
+from pytorch_accel_lite.plotting import plot_range_test
+from pytorch_accel_lite.steps.guarded import is_out_of_memory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+#: Decay per step of the running mean of the losses, which detects divergence.
+_SMOOTHING = 0.9
+
+
+@dataclass(repr=False)
+class LearningRates:
+    """The result of :meth:`Trainer.find_lr <pytorch_accel_lite.Trainer.find_lr>`; its repr is a sentence.
+
+    :param lrs: the learning rates that were tried, in increasing order, for the parameter group with the largest rate
+    :param losses: the loss of the update made with each learning rate
+    :param smoothed: the losses, each averaged with its neighbours on both sides
+    :param suggestion: the learning rate at which the smoothed loss falls fastest; ``None`` if it never falls
+    """
+
+    lrs: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float | None
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Plot the losses over the learning rates, with the suggestion (extra ``plot``).
+
+        :param path: where to save the picture; ``None`` does not save it
+        """
+        return plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
+
+    def __repr__(self) -> str:
+        tried = f"Tried {len(self.lrs)} learning rates from {self.lrs[0]:.3g} to {self.lrs[-1]:.3g}."
+        if self.suggestion is None:
+            return f"{tried} The loss does not fall with any of them: look at plot(), or try smaller ones."
+        return f"{tried} The loss falls fastest at {self.suggestion:.3g}."
+
+
+def find_lr(
+    self: TrainerLike,
+    train_dataset: Any,
+    per_device_batch_size: int = 8,
+    min_lr: float = 1e-6,
+    max_lr: float = 10.0,
+    num_steps: int = 100,
+    gradient_accumulation_steps: int = 1,
+    gradient_clip_value: float | None = None,
+    train_dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    gradient_clip_norm: float | None = None,
+    diverged: float = 4.0,
+    optimizer: str | None = None,
+) -> LearningRates:
+    """Run a learning rate range test: increase the learning rate with every update, and suggest one.
+
+    See Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). The model, the optimizer and the
+    generators are restored afterwards; the run history and the callbacks are not involved. Must be called on every
+    process. Other arguments are those of :meth:`train`.
+
+    :param min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
+    :param max_lr: last learning rate
+    :param num_steps: number of updates, at least 10
+    :param diverged: stop once the smoothed loss exceeds its minimum by this factor; a loss that is negative, once it
+        has risen by this factor times its fall
+    :param optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
+        default all increase together, except in an overridden ``train_step``, where each has its own loss.
+    :return: the rates, the losses, a ``suggestion`` and ``plot()``; also printed, unless a console or a notebook shows
+        the return value
+    """
+    _check_range_test(min_lr, max_lr, num_steps)
+    check_range("diverged", diverged, above=1)
+    request = RunRequest(
+        num_epochs=1,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_clip_value=gradient_clip_value,
+        gradient_clip_norm=gradient_clip_norm,
+    )
+    batch_size = per_device_batch_size
+    loader_kwargs = train_dataloader_kwargs
+    with trial(self, "find_lr", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
+        found = _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
+    report(self, found)
+    return found
+
+
+def _check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:
+    """Check the arguments of a range test."""
+    check_range("min_lr", min_lr, above=0)
+    check_range("max_lr", max_lr, above=0)
+    if min_lr >= max_lr:
+        raise ValueError(f"min_lr={min_lr!r} must be less than max_lr={max_lr!r}.")
+    if check_positive_int("num_steps", num_steps) < 10:
+        raise ValueError(f"num_steps={num_steps!r} must be at least 10: fewer do not make a curve.")
+
+
+def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, or of all."""
+    parts = parts_of(trainer.optimizer)
+    known = ", ".join(map(repr, parts))
+    if name is None and run.own_step is not None and len(parts) > 1:
+        raise ValueError(
+            f"find_lr() needs optimizer=, one of {known}: {type(trainer).__name__} updates each on its own."
+        )
+    if name is not None and name not in parts:
+        raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {known or 'one without a name'}.")
+    groups: list[dict[str, Any]] = (trainer.optimizer if name is None else parts[name]).param_groups
+    return groups
+
+
+def _range_test(
+    trainer: TrainerLike, run: Run, name: str | None, min_lr: float, max_lr: float, num_steps: int, diverged: float
+) -> LearningRates:
+    """Train with a learning rate that increases with every update, until the loss diverges."""
+    groups = _groups_to_test(trainer, run, name)
+    watched = "loss" if run.own_step is None or name is None else name
+    largest = max(float(group["lr"]) for group in groups)
+    shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
+    lrs = list[float]()
+    losses = list[float]()
+    mean = 0.0
+    lowest = math.inf
+    batches = _batches(trainer, run)
+    trainer.train_epoch_start()
+    for number in range(num_steps):
+        lr = min_lr * (max_lr / min_lr) ** (number / (num_steps - 1))
+        for group, share in zip(groups, shares, strict=True):
+            group["lr"] = lr * share
+        loss = _update(trainer, run, batches, watched)
+        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+        if not math.isfinite(mean):
+            break
+        lrs.append(lr)
+        losses.append(loss)
+        corrected = mean / (1 - _SMOOTHING ** (number + 1))
+        lowest = min(lowest, corrected) if number >= 10 else math.inf
+        if corrected - lowest > (diverged - 1) * (lowest if lowest > 0 else losses[0] - lowest):
+            break
+    if len(lrs) < 3:
+        raise ValueError(f"The loss is not finite with learning rates as small as min_lr={min_lr!r}. Try smaller ones.")
+    smoothed = _smooth(np.asarray(losses))
+    return LearningRates(lrs, losses, smoothed.tolist(), _steepest(lrs, smoothed))
+
+
+def _smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Smooth the losses with a Gaussian: a running mean would lag behind, and lead to too high a suggestion."""
+    at = np.arange(len(losses))
+    weights = np.exp(-0.5 * ((at[:, None] - at) / max(2.0, len(losses) / 20)) ** 2)
+    averages: np.ndarray[Any, Any] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max())
+    averages /= weights.sum(1)
+    return averages
+
+
+def _steepest(lrs: list[float], smoothed: np.ndarray[Any, Any]) -> float | None:
+    """Return the rate at which the loss falls fastest over the logarithm of the rates, before its minimum.
+
+    To count as a fall and not as noise, it must be at least a tenth of the initial loss.
+    """
+    lowest = int(smoothed.argmin())
+    if lowest < 2 or smoothed[:lowest].max() - smoothed[lowest] < 0.1 * abs(smoothed[0]):
+        return None
+    slopes = np.gradient(smoothed, np.log(lrs))
+    return lrs[int(slopes[:lowest].argmin())]
+
+
+def _batches(trainer: TrainerLike, run: Run) -> Iterator[Batch]:
+    """Yield batches indefinitely, one epoch after another."""
+    for epoch in itertools.count(1):
+        empty = True
+        for batch in run.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
+
+
+def _update(trainer: TrainerLike, run: Run, batches: Iterator[Batch], name: str) -> float:
+    """Make an update, and return its mean loss over all processes.
+
+    :param name: name of the loss, if a user-defined step records several
+    """
+    done = run.progress.update
+    run.loss_trackers = create_trackers(trainer)
+    while run.progress.update == done:
+        train_step(trainer, run, next(batches))
+    means = run.loss_trackers.means(run.data_ranks, "{}")
+    return means.get(name, means["loss"])
+
+
+def find_batch_size(
+    self: TrainerLike,
+    train_dataset: Any,
+    start: int = 2,
+    max_batch_size: int | None = None,
+    num_steps: int = 2,
+    train_dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> int:
+    """Find the largest batch size per process with which training fits into memory.
+
+    Sizes are doubled until one does not fit, and then bisected; all processes agree on the result. Everything is
+    restored afterwards, as with :meth:`find_lr`. The result only just fits: if samples differ in size, a slightly
+    smaller batch is safer.
+
+    :param start: first size to try
+    :param max_batch_size: largest size to try; defaults to a process's share of the dataset
+    :param num_steps: number of updates with each size
+    :raises RuntimeError: if not even one sample fits
+    """
+    check_positive_int("start", start)
+    check_positive_int("num_steps", num_steps)
+    most = _most_samples(train_dataset, self.ranks.world_size, train_dataloader_kwargs, max_batch_size)
+    request = RunRequest(num_epochs=1)
+    with trial(self, "find_batch_size", train_dataset, 1, request, train_dataloader_kwargs, collate_fn) as run:
+
+        def load(size: int) -> Batch:
+            create_train_loader(self, run, size, train_dataloader_kwargs)
+            try:
+                batch: Batch = next(iter(run.train_loader.steps(1)))
+                return batch
+            finally:
+                run.train_loader.stop_workers()
+
+        self.train_epoch_start()
+        found = _largest_batch(self, load, start, most, num_steps)
+    if not found:
+        raise RuntimeError("Not even a batch of one sample fits into memory.")
+    self.print(f"The largest batch size that fits is {found}{' (the maximum)' if found == most else ''}.")
+    return found
+
+
+def _most_samples(train_dataset: Any, world_size: int, loader_kwargs: Any, max_batch_size: int | None) -> int:
+    """Return the largest batch size that can be tried."""
+    fixed = {"batch_size", "batch_sampler"} & set(loader_kwargs or {})
+    if fixed:
+        raise ValueError(f"train_dataloader_kwargs has {sorted(fixed)}, but find_batch_size() chooses them itself.")
+    data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
+    if not hasattr(data, "__len__"):
+        raise TypeError(f"train_dataset: {type(data).__name__} has no length, which find_batch_size() needs.")
+    most = len(data) // world_size
+    if max_batch_size is not None:
+        most = min(most, check_positive_int("max_batch_size", max_batch_size))
+    if most < 1:
+        raise ValueError(f"train_dataset has only {len(data)} samples, too few for a batch on every process.")
+    return most
+
+
+def _largest_batch(trainer: TrainerLike, load: Callable[[int], Batch], start: int, most: int, num_steps: int) -> int:
+    """Return the largest batch size with which a few updates fit into memory, the same on every process.
+
+    :param load: called with a batch size, returns a batch
+    """
+    fits = 0
+    too_large = most + 1
+    size = min(start, most)
+    while True:
+        if _fits(trainer, load(size), num_steps):
+            fits = size
+        else:
+            too_large = size
+        if too_large - fits <= 1:
+            return fits
+        size = min(2 * fits, most) if too_large > most and fits else (fits + too_large) // 2
+
+
+def _fits(trainer: TrainerLike, batch: Batch, num_steps: int) -> bool:
+    """Make a few updates with a batch, independently on each process, so that a failing one leaves none waiting."""
+    failed = False
+    sync_ddp_buffers(trainer.model, trainer.ranks)
+    with unwrapped_model(trainer):
+        try:
+            for _ in range(num_steps):
+                trainer.backward_step(loss_of(trainer, batch))
+                trainer.optimizer_step()
+                trainer.optimizer_zero_grad()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+    trainer.optimizer_zero_grad()
+    trainer.current_run.batch = None  # to leave its memory to the next one
+    clear_device_cache(garbage_collection=failed)
+    return not any(trainer.all_gather_object(failed))

@@ -1,0 +1,163 @@
+"""Counting the bytes of tensors that are alive, and what they are for at the peak."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pytorch_accel_lite.base.modules import local
+
+#: What bytes are for, in the order in which reports list them.
+KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
+_FSDP = ("torch/distributed/fsdp", "torch\\distributed\\fsdp")
+_ELSEWHERE = ""
+_FRAMES_TO_SEARCH = 32
+
+#: Returns what is known of tensors: pairs of a kind and a tensor of that kind.
+Owners = Callable[[], Iterable[tuple[str, Any]]]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors on a kind of device that are alive within a block, fake ones included.
+
+    Memory is counted by storage, from the operation that returns it until it is freed, so views count once. What is
+    allocated within an operation and freed before it returns is not seen.
+
+    :param device: the device whose tensors count
+    :param owners: tells what tensors are for; others are activations if autograd may need them, else temporary
+    :param block: size in bytes to a multiple of which each storage is rounded, as allocators do
+    :ivar peak: the largest number of bytes that were alive at a time
+    :ivar at_peak: the bytes at the peak, by kind; exact in total, and within 1 % of it by kind
+    :ivar stage: what was being done at the peak: ``"forward pass"``, ``"backward pass"`` or ``"update"``
+    """
+
+    def __init__(self, device: torch.device, owners: Owners, block: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device.type
+        self._owners = owners
+        self._block = block
+        self._held: dict[int, tuple[Any, int, str]] = {}
+        self._bytes: Counter[str] = Counter()
+        self._total = 0
+        self._sorted_at = 0
+        self._resize = torch.UntypedStorage.resize_
+        self.is_updating = False
+        self.forget_peak()
+
+    def forget_peak(self) -> None:
+        """Begin to look for a peak from now on."""
+        self.peak = 0
+        self._sorted_at = 0
+        self.at_peak: Counter[str] = Counter()
+        self.stage = ""
+
+    def add(self, kind: str, size: int) -> None:
+        """Count bytes that no tensor shows, such as those of a wrapper's buffers."""
+        self._count(kind, size)
+
+    def discount(self, tensor: torch.Tensor) -> None:
+        """Count a tensor no longer, as its bytes are elsewhere."""
+        key = id(tensor.untyped_storage())
+        if key in self._held:
+            reference, size, kind = self._held[key]
+            self._held[key] = reference, 0, _ELSEWHERE
+            self._count(kind, -size)
+
+    def __enter__(self) -> Any:
+        resize = self._resize
+
+        def resize_and_count(storage: Any, size: int) -> Any:  # FSDP frees and allocates parameters in this way
+            result = resize(storage, size)
+            known = self._held.get(id(storage))
+            if known is not None:
+                self._hold(storage, known[2])
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[assignment,method-assign]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it returns."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor: its own operations on what this process holds come here instead
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
+                self.note(leaf)
+        return result
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count a tensor, if it is not counted yet."""
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        known = self._held.get(id(storage))
+        if known is None:
+            self._hold(storage, _kind_of_new())
+        elif known[2] != _ELSEWHERE and known[1] != self._rounded(storage):
+            self._hold(storage, known[2])
+
+    def _rounded(self, storage: Any) -> int:
+        size: int = storage.nbytes()
+        return -(-size // self._block) * self._block
+
+    def _hold(self, storage: Any, kind: str) -> None:
+        key = id(storage)
+        known = self._held.get(key)
+        reference = weakref.ref(storage, lambda _: self._forget(key)) if known is None else known[0]
+        size = self._rounded(storage)
+        self._held[key] = reference, size, kind
+        self._count(kind, size - (0 if known is None else known[1]))
+
+    def _forget(self, key: int) -> None:
+        _, size, kind = self._held.pop(key, (None, 0, ""))
+        self._count(kind, -size)
+
+    def _count(self, kind: str, size: int) -> None:
+        self._total += size
+        self._bytes[kind] += size
+        if self._total > self.peak:
+            self.peak = self._total
+            if self._total > 1.01 * self._sorted_at:
+                self._sort()
+            self.at_peak = self._bytes.copy()
+            self.stage = self._find_stage()
+
+    def _sort(self) -> None:
+        """Find out what tensors are for, which is only known once they have become gradients, for example."""
+        self._sorted_at = self._total
+        for kind, tensor in self._owners():
+            key = id(local(tensor).untyped_storage())
+            held = self._held.get(key)
+            if held is not None and held[2] not in (kind, _ELSEWHERE):
+                self._bytes[held[2]] -= held[1]
+                self._bytes[kind] += held[1]
+                self._held[key] = held[0], held[1], kind
+
+    def _find_stage(self) -> str:
+        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001
+            return "backward pass"
+        return "update" if self.is_updating else "forward pass"
+
+
+def _kind_of_new() -> str:
+    """Return what a new tensor is for, as far as its origin tells."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001
+    for _ in range(_FRAMES_TO_SEARCH):
+        if frame is None:
+            break
+        if any(place in frame.f_code.co_filename for place in _FSDP):
+            return "communication"
+        frame = frame.f_back
+    return "activations" if torch.is_grad_enabled() else "temporary"

@@ -1,0 +1,293 @@
+"""Estimating whether training fits into the memory of a device, without the device, and what to change."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import convert_file_size_to_int
+from torch.nn.parameter import UninitializedParameter
+
+from pytorch_accel_lite.base.batches import find_batch_size, is_as_long, parts_in
+from pytorch_accel_lite.base.devices import module_of
+from pytorch_accel_lite.base.html import table
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import PLAIN, are_sharded
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.run_settings import RunRequest
+from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.engine.arguments import check_data, check_training
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.setup import create_train_loader
+from pytorch_accel_lite.engine.trial import report
+from pytorch_accel_lite.tuning.alternatives import Peaks, largest_batch, lower_peaks
+from pytorch_accel_lite.tuning.live_bytes import KINDS
+from pytorch_accel_lite.tuning.pretending import Scenario, measure
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.data import Batch
+
+#: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
+_RESERVE = 0.1
+_NAMES = {
+    "optimizer": "optimizer state",
+    "averages": "averaged weights",
+    "communication": "gathered weights and communication",
+    "temporary": "temporary results",
+}
+
+
+@dataclass(repr=False)
+class MemoryEstimate:
+    """The result of :meth:`Trainer.estimate_memory <pytorch_accel_lite.Trainer.estimate_memory>`; its repr is a report.
+
+    All sizes are in bytes, for one device.
+
+    :param peak: most memory that tensors take at a time
+    :param parts: what it consists of, by kind: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` (its
+        state), ``"averages"`` (of ``ModelEmaCallback``), ``"activations"`` (all that the forward pass keeps, including
+        the batch and copies of weights in another precision), ``"communication"`` (gathered weights and buffers of
+        communication) and ``"temporary"`` (other results of the backward pass and of the update)
+    :param stage: when the peak is: ``"forward pass"``, ``"backward pass"`` or ``"update"``
+    :param world_size: number of processes that were pretended
+    :param per_device_batch_size: number of samples in a batch of one process
+    :param is_sharded: whether the model is divided over the processes
+    :param device_memory: the memory of a device, if it is known
+    :param largest_batch: the largest batch of one process that fits in 90 % of it; ``None`` if that is unknown
+    :param alternatives: the peak after each change that would help, by its description, the lowest first
+    """
+
+    peak: int
+    parts: dict[str, int]
+    stage: str
+    world_size: int
+    per_device_batch_size: int
+    is_sharded: bool
+    device_memory: int | None = None
+    largest_batch: int | None = None
+    alternatives: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is at most 90 % of the memory of a device, which leaves room for what is not a tensor."""
+        return None if self.device_memory is None else self.peak <= _usable(self.device_memory)
+
+    def summary(self) -> str:
+        """Return the peak and what was pretended in a sentence."""
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        over = f"{processes}{' that share the model' if self.is_sharded else ''}"
+        return (
+            f"At most {as_text(self.peak)} per device, in the {self.stage}: {over}, batches of "
+            f"{self.per_device_batch_size} (an experimental estimate)."
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the name of each part of the peak, with its size and its share as text."""
+        sizes = [(_NAMES.get(kind, kind), size) for kind, size in self.parts.items() if size]
+        return [(name, f"{as_text(size)}, {100 * size / max(self.peak, 1):.0f} %") for name, size in sizes]
+
+    @property
+    def advice(self) -> list[str]:
+        """Whether it fits, and what would lower the peak."""
+        said = []
+        if self.device_memory is not None:
+            verdict = "This fits" if self.fits else "This does not fit"
+            said.append(
+                f"{verdict} in {as_text(self.device_memory)}, {100 * _RESERVE:.0f} % of which are left for fragments, "
+                "libraries and the driver."
+            )
+        if self.largest_batch is not None:
+            size = f"batches of up to {self.largest_batch}" if self.largest_batch else "not even a batch of one sample"
+            said.append(f"With these settings, {size} {'fit' if self.largest_batch != 0 else 'fits'}.")
+        for change, peak in self.alternatives.items():
+            said.append(f"{change}: {as_text(peak)}, which saves {as_text(self.peak - peak)}.")
+        return said
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        width = max((len(name) for name, _ in rows), default=0)
+        lines = [f"  {name:<{width}}  {amount.split(', ')[0]:>10}  {amount.split(', ')[1]:>5}" for name, amount in rows]
+        return "\n".join([self.summary(), *lines, *(f"- {text}" for text in self.advice)])
+
+    def _repr_html_(self) -> str:
+        return table(self.summary(), self.rows(), notes=self.advice)
+
+
+def as_text(size: float) -> str:
+    """Return a number of bytes as text, in the largest binary unit of which there is one."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"
+
+
+def _usable(memory: int) -> float:
+    return (1 - _RESERVE) * memory
+
+
+def estimate_memory(
+    self: TrainerLike,
+    train_dataset: Any,
+    per_device_batch_size: int = 8,
+    world_size: int = 1,
+    gradient_accumulation_steps: int = 1,
+    gradient_clip_value: float | None = None,
+    gradient_clip_norm: float | None = None,
+    train_dataloader_kwargs: dict[str, Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    sharded: bool | None = None,
+    device_type: str | None = None,
+    device_memory: int | str | None = None,
+    advise: bool = True,
+) -> MemoryEstimate:
+    """Estimate how much memory training takes on each device, for any number of processes, without these devices.
+
+    Experimental. Two updates are made on copies of the model and the optimizer with fake tensors, which have shapes but
+    no memory, so the model may be on the meta device and of any size. Nothing is changed. Call it in a single process.
+
+    :param world_size: number of processes to pretend
+    :param sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by
+        an overridden :meth:`parallelize_model`; block by block if the accelerator has an FSDP plugin; or not at all.
+    :param device_type: the kind of device to pretend; by default the trainer's, or ``"cuda"`` if that is a CPU
+    :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
+        trainer's GPU, if it has one. The largest batch that fits is only known with it.
+    :param advise: find out what would lower the peak, by an estimate for each change
+    :return: the estimate; also printed, unless a console or a notebook shows the return value
+    :raises NotImplementedError: if the step needs the values of tensors, as ``.item()`` does; names the line
+    """
+    check_positive_int("world_size", world_size)
+    request = RunRequest(
+        num_epochs=1,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_clip_value=gradient_clip_value,
+        gradient_clip_norm=gradient_clip_norm,
+    )
+    _check(self, request)
+    check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn, False)
+    memory = _memory_of(self, device_memory)
+    request.gradient_accumulation_steps = min(gradient_accumulation_steps, 2)  # more of them take as much as two
+    run = Run.create(self.ranks, request, train_dataset, collate_fn=collate_fn)
+    how = _sharding(self, world_size, sharded)
+    if how != "none":
+        _check_can_shard(self)
+    with preserving_generators():
+        batch = _read_batch(self, run, per_device_batch_size, train_dataloader_kwargs)
+        size = find_batch_size(batch.data, batch.num_samples)
+        ddp = self.accelerator.ddp_handler
+        in_buckets = ddp is not None and ddp.gradient_as_bucket_view
+        scenario = Scenario(world_size, how, device_type or _device_type(self), size, in_buckets)
+        live = measure(self, run, batch, scenario)
+        parts = {kind: live.at_peak[kind] for kind in KINDS}
+        found = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
+        if advise:
+            _advise(self, found, run, batch, scenario)
+    report(self, found)
+    return found
+
+
+def _advise(trainer: TrainerLike, found: MemoryEstimate, run: Run, batch: Batch, scenario: Scenario) -> None:
+    """Find out what would lower the peak, and the largest batch that fits."""
+    peaks = Peaks(trainer, run, batch)
+    peaks.note(scenario, found.peak)
+    found.alternatives = lower_peaks(trainer, peaks, scenario, found.stage)
+    can_be_resized = any(is_as_long(part, scenario.batch_size) for part in parts_in([batch.data]))
+    if found.device_memory is not None and can_be_resized:
+        found.largest_batch = largest_batch(peaks, scenario, _usable(found.device_memory))
+
+
+def _check(trainer: TrainerLike, request: RunRequest) -> None:
+    """Check that the steps can be pretended."""
+    if trainer.is_running:
+        raise RuntimeError("estimate_memory() cannot be called within a run. Call it before train().")
+    if trainer.ranks.world_size > 1 or dist.is_initialized():
+        raise RuntimeError(
+            "estimate_memory() pretends other processes, so it cannot be called in a job of several, or once there is "
+            "a process group. Start the script as a single one: python script.py, without a launcher."
+        )
+    if trainer.logical is not None:
+        raise ValueError(
+            f"estimate_memory() does not work with logical_processes={trainer.logical.count}. Use a trainer without "
+            "them: the step of one logical process is that of a trainer on one process."
+        )
+    if trainer.accelerator.distributed_type not in PLAIN:
+        raise ValueError(
+            f"estimate_memory() does not know {trainer.accelerator.distributed_type.value}. Use a plain Accelerator."
+        )
+    parameters = list(trainer.get_model().parameters())
+    if are_sharded(parameters):
+        raise ValueError(
+            f"{type(trainer.get_model()).__name__} is sharded already. Shard it in an overridden "
+            "parallelize_model(mesh) of the trainer, which estimate_memory() calls for a copy of the model."
+        )
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
+    check_training(trainer.optimizer, trainer.accelerator, request, None)
+
+
+def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["own", "blocks", "none"]:
+    """Return how the model is divided over the processes."""
+    own = type(trainer).__name__
+    if is_overridden(trainer, "parallelize_model"):
+        if sharded is False:
+            raise ValueError(f"sharded=False, but {own}.parallelize_model shards the model. Use another trainer.")
+        return "own"
+    if sharded and world_size == 1:
+        raise ValueError("sharded=True needs several processes to divide the model over: pass world_size=8, say.")
+    by_accelerate = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return "blocks" if world_size > 1 and (by_accelerate if sharded is None else sharded) else "none"
+
+
+def _check_can_shard(trainer: TrainerLike) -> None:
+    """Check that torch can shard a model on the device of the trainer."""
+    if trainer.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot shard a model on a CPU, not even a fake one. Call estimate_memory() on "
+            "a machine with a GPU, or with a newer torch."
+        )
+
+
+def _device_type(trainer: TrainerLike) -> str:
+    return "cuda" if trainer.device.type == "cpu" else trainer.device.type
+
+
+def _memory_of(trainer: TrainerLike, given: int | str | None) -> int | None:
+    """Return the memory of a device in bytes.
+
+    :raises ValueError: if what is given is no size
+    """
+    if given is not None:
+        try:
+            size: int = convert_file_size_to_int(given)
+        except (ValueError, AttributeError):
+            size = 0
+        if size <= 0:
+            raise ValueError(f"device_memory={given!r} must be a number of bytes, or a size such as '80GB' or '24GiB'.")
+        return size
+    properties = getattr(module_of(trainer.device), "get_device_properties", None)
+    return getattr(properties(trainer.device), "total_memory", None) if properties is not None else None
+
+
+def _read_batch(trainer: TrainerLike, run: Run, size: int, loader_kwargs: dict[str, Any] | None) -> Batch:
+    """Return the first batch of the training data, as the trainer reads it."""
+    reader = copy.copy(trainer)
+    vars(reader).update(current_run=run, open_runs=[run])
+    run.data_seed = trainer.seed or 0
+    create_train_loader(reader, run, size, loader_kwargs)
+    try:
+        batch: Batch | None = next(iter(run.train_loader.steps(1)), None)
+    finally:
+        run.train_loader.stop_workers()
+    if batch is None:
+        raise ValueError(
+            f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {size} samples, all of which "
+            "drop_last=True leaves out."
+        )
+    return batch

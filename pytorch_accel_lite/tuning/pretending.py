@@ -1,0 +1,443 @@
+"""Making steps of a trainer with fake tensors, which have no memory, on a pretended number of processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.utils.operations import convert_outputs_to_fp32, honor_type
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from pytorch_accel_lite.base.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.base.events import CallbackHandler
+from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import are_sharded, local, unwrap
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.splitting import check_is_shared, is_dataclass, is_list_of_samples, with_fields
+from pytorch_accel_lite.callbacks import ModelEmaCallback
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.engine.losses import LossTrackers
+from pytorch_accel_lite.engine.meta_models import shard_model
+from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.setup import begin_training
+from pytorch_accel_lite.engine.training import train_step
+from pytorch_accel_lite.optimizers import attributes
+from pytorch_accel_lite.optimizers.layer_groups import find_blocks
+from pytorch_accel_lite.optimizers.operations import is_made, parts_of
+from pytorch_accel_lite.steps.compiled import compute_as_usual
+from pytorch_accel_lite.steps.sharded import accumulating_shards
+from pytorch_accel_lite.tuning.live_bytes import LiveBytes
+from pytorch_accel_lite.tuning.pretended_gpu import PretendedGpu
+
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+_BLOCK = 512  # bytes, of which the allocators of GPUs give out multiples
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is pretended.
+
+    :param world_size: number of processes
+    :param sharding: ``"own"``: as the trainer's ``parallelize_model`` does; ``"blocks"``: by ``fully_shard`` for each
+        block and the model; ``"none"``: a copy of the model on each process
+    :param device_type: the kind of device, for which optimizers choose their implementation
+    :param batch_size: number of samples in a batch of one process
+    :param gradients_in_buckets: whether ``DistributedDataParallel`` keeps gradients only in its buckets
+    :param recomputes: whether the activations within blocks are computed again in the backward pass
+    :param computes_in_bf16: whether the step is made under autocast, if it is not anyway
+    :param updates_one_by_one: whether optimizers that have the choice update one tensor at a time
+    """
+
+    world_size: int
+    sharding: Literal["own", "blocks", "none"]
+    device_type: str
+    batch_size: int
+    gradients_in_buckets: bool = False
+    recomputes: bool = False
+    computes_in_bf16: bool = False
+    updates_one_by_one: bool = False
+
+
+def measure(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenario) -> LiveBytes:
+    """Return the bytes that are alive at the peak of a step, once the optimizer has its state.
+
+    The trainer is left as it is: copies of its model, its optimizer and its attributes make the steps.
+
+    :param read: a run that has not begun, for which the batch was read
+    :param batch: a real batch, on the device
+    :raises NotImplementedError: if the step needs the values of tensors
+    """
+    # Autograd starts a thread for each device when it is first used. That of a fake one would hinder forks later on.
+    torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+    with _group(scenario):
+        pretended = Pretended(trainer, scenario)
+        with pretended.computing():
+            pretended.copy_model()
+        if scenario.sharding != "none":
+            pretended.shard()
+        with pretended.computing():
+            pretended.copy_others()
+            pretended.make_updates(read, batch)
+    return pretended.live
+
+
+class FakeLiveBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """The live bytes of fake tensors. Numbers that an optimizer reads, such as those of its steps, are 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it returns."""
+        if self.is_updating and func is _READ_NUMBER:
+            return 1.0 if args[0].is_floating_point() else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def _group(scenario: Scenario) -> Iterator[None]:
+    """Pretend to be the first process of a group that does not communicate, if the model is to be sharded."""
+    if scenario.sharding == "none":
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shows_errors = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = shows_errors  # torch has replaced it
+
+
+class FakeCopies:
+    """Copies of modules, optimizers, and what holds them, with fake tensors in place of their parameters and buffers.
+
+    What the originals share, the copies share.
+
+    :param device: the device of the copies; the originals may be on the meta device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return a copy, or the value itself if it neither is nor directly contains something to copy."""
+        if isinstance(value, nn.Module):
+            return self._of_module(unwrap(value, keep_torch_compile=False))
+        if is_made(value):
+            return self._of_optimizer(value)
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if attributes.is_scheduler(value):
+            self.of(value.optimizer)
+            return copy.deepcopy(value, self._made)
+        if isinstance(value, dict):
+            copied = {key: self.of(part) for key, part in value.items()}
+            return copied if any(copied[key] is not part for key, part in value.items()) else value
+        if type(value) in (list, tuple):
+            parts = [self.of(part) for part in value]
+            return type(value)(parts) if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+        return value
+
+    def replace(self, originals: nn.Module, copies: nn.Module) -> None:
+        """Use the parameters that a copy has now, after it has been sharded."""
+        now = dict(copies.named_parameters(remove_duplicate=False))
+        for name, parameter in originals.named_parameters(remove_duplicate=False):
+            if name in now:
+                self._made[id(parameter)] = now[name]
+
+    def note(self, original: Any, made: Any) -> None:
+        """Use something as the copy of something else."""
+        self._made[id(original)] = made
+
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+                vars(fake).update(vars(tensor))
+            self._made[id(tensor)] = fake
+        made: torch.Tensor = self._made[id(tensor)]
+        return made
+
+    def _of_module(self, module: nn.Module) -> nn.Module:
+        for part in module.modules():
+            for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
+                self._of_tensor(tensor)
+            for value in vars(part).values():
+                if isinstance(value, torch.Tensor):
+                    self._made.setdefault(id(value), value)  # a constant, whose values may be needed
+        made = copy.deepcopy(module, self._made)
+        vars(made)["to"] = lambda *_, **__: made  # it is on the device, and fake parameters cannot be exchanged
+        return made
+
+    def _of_optimizer(self, optimizer: Any) -> Any:
+        if id(optimizer) in self._made:
+            return self._made[id(optimizer)]
+        parts = parts_of(optimizer)
+        if parts:
+            made: Any = type(optimizer)({name: self._of_optimizer(part) for name, part in parts.items()})
+        else:
+            made = object.__new__(type(optimizer))
+            self._made[id(optimizer)] = made
+            groups = [
+                group | {"params": list(map(self._of_tensor, group["params"]))} for group in optimizer.param_groups
+            ]
+            hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+            rest = {name: value for name, value in vars(optimizer).items() if name not in {*hooks, "step", "state"}}
+            rest["param_groups"] = groups
+            vars(made).update(copy.deepcopy({**rest, "param_groups": []}, self._made), param_groups=groups)
+            vars(made).update({name: copy.copy(value) for name, value in hooks.items()}, state=defaultdict(dict))
+        self._made[id(optimizer)] = made
+        return made
+
+
+class NoLosses(LossTrackers):
+    """Keeps no losses, as fake ones have no values."""
+
+    def add(self, output: BatchOutput) -> None:
+        """Do nothing."""
+
+
+class Pretended:
+    """A copy of a trainer with fake tensors, on one of a pretended number of processes.
+
+    :ivar trainer: the copy
+    """
+
+    def __init__(self, trainer: TrainerLike, scenario: Scenario) -> None:
+        self._original = trainer
+        self._scenario = scenario
+        self._copies = FakeCopies(trainer.device)
+        self._parameters: list[nn.Parameter] = []
+        self._modules: list[nn.Module] = []
+        self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+        is_real = trainer.device.type == scenario.device_type
+        self._kernels: AbstractContextManager[Any] = nullcontext() if is_real else PretendedGpu()
+        block = 1 if scenario.device_type == "cpu" else _BLOCK
+        self.live = FakeLiveBytes(trainer.device, self._owners, block)
+        self.trainer: TrainerLike = copy.copy(trainer)
+        accelerator = copy.copy(trainer.accelerator)
+        accelerator.scaler = None  # it would read from the device, and takes no memory
+        accelerator._models, accelerator._optimizers = [], []
+        vars(self.trainer).update(
+            accelerator=accelerator,
+            _accelerator=accelerator,
+            callback_handler=CallbackHandler(),
+            scheduler=None,
+            prepared_model=None,
+            open_runs=[],
+            compile_model=False,
+        )
+        if "calculate_train_batch_loss" in vars(trainer):
+            compute_as_usual(self.trainer)
+        self._copies.note(trainer, self.trainer)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let new tensors be fake in a block, and count them."""
+        with self._mode, self._kernels, self.live:
+            yield
+
+    def copy_model(self) -> None:
+        """Copy the model, with fake parameters that are whole."""
+        self.trainer.model = self._copies.of(self._original.get_model(keep_torch_compile=False))
+        if self._scenario.recomputes:
+            recompute(self.trainer.model)
+
+    def shard(self) -> None:
+        """Shard the model. New tensors are real meanwhile: the meshes need them."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = self.trainer.model
+        mesh = init_device_mesh(self.trainer.device.type, (self._scenario.world_size,), mesh_dim_names=("dp",))
+        if self._scenario.sharding == "own":
+            shard_model(self.trainer, mesh)
+        else:
+            for block in find_blocks(model):
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        self._copies.replace(self._original.get_model(keep_torch_compile=False), model)
+        for parameter in model.parameters():
+            self.live.note(local(parameter))
+
+    def copy_others(self) -> None:
+        """Copy what else the trainer holds: the loss function, optimizers, teachers."""
+        own = vars(self.trainer)
+        for name, value in own.items():
+            if name not in ("model", "current_run"):
+                own[name] = self._copies.of(value)
+        if self._scenario.computes_in_bf16:
+            self._compute_in_bf16()
+        self._modules = [self.trainer.model, *attributes.modules(self.trainer).values()]
+        self._parameters = list(dict.fromkeys(p for module in self._modules for p in module.parameters()))
+        self._count_averages()
+
+    def _compute_in_bf16(self) -> None:
+        """Compute the loss as under an accelerator with ``mixed_precision="bf16"``."""
+        trainer = self.trainer
+        casts = torch.autocast(trainer.device.type, torch.bfloat16, cache_enabled=False)
+        vars(trainer.model)["forward"] = convert_outputs_to_fp32(trainer.model.forward)
+        vars(trainer)["calculate_train_batch_loss"] = casts(trainer.calculate_train_batch_loss)
+
+    def _count_averages(self) -> None:
+        """Count the copies of the model that callbacks keep."""
+        model = self.trainer.model
+        own = sum(map(_bytes, [*model.parameters(), *model.buffers()]))
+        kept = [callback for callback in self._original.callback_handler if isinstance(callback, ModelEmaCallback)]
+        self.live.add("averages", own * len(kept))
+
+    def make_updates(self, read: Run, batch: Batch) -> None:
+        """Make two updates, of which the first creates the state of the optimizer.
+
+        :param read: the run that the batch was read for
+        """
+        trainer = self.trainer
+        run = trainer.current_run = read.derive()
+        trainer.open_runs.append(run)
+        begin_training(trainer, run, self._scenario.batch_size)
+        if are_sharded(trainer.model.parameters()):
+            run.special_step = accumulating_shards(trainer.model, run.window.steps) or run.special_step
+        elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
+            self._count_buckets()
+        self._choose_implementations()
+        run.loss_trackers = NoLosses()
+        attributes.set_optimizer_modes(trainer, training=True)
+        trainer.train_epoch_start()
+        size = self._scenario.batch_size
+        fake = batch._replace(
+            data=_fake_batch(batch.data, find_batch_size(batch.data, batch.num_samples), size, trainer.device),
+            num_samples=size,
+            total_samples=size,
+            is_last=False,
+        )
+        for _ in range(2):
+            self.live.forget_peak()
+            for _ in range(run.window.steps):
+                _step(trainer, run, fake)
+
+    def _count_buckets(self) -> None:
+        """Count the buckets of ``DistributedDataParallel``, which hold all gradients, beside these or instead."""
+        trained = [parameter for parameter in self.trainer.model.parameters() if parameter.requires_grad]
+        in_place = self._scenario.gradients_in_buckets
+        live = self.live
+        live.add("gradients" if in_place else "communication", sum(map(_bytes, trained)))
+        for parameter in trained if in_place else ():
+            hooked: Any = parameter
+            hooked.register_post_accumulate_grad_hook(lambda owner: live.discount(owner.grad))
+
+    def _choose_implementations(self) -> None:
+        """Let optimizers update many tensors at once where they do so by default: the type of fake ones hides it."""
+        live = self.live
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                is_default = group.get("foreach", False) is None and not group.get("fused")
+                if is_default:
+                    group["foreach"] = self._scenario.device_type != "cpu" and not self._scenario.updates_one_by_one
+            if isinstance(optimizer, Optimizer):
+                optimizer.register_step_pre_hook(lambda *_: setattr(live, "is_updating", True))
+                optimizer.register_step_post_hook(lambda *_: setattr(live, "is_updating", False))
+
+    def _optimizers(self) -> list[Any]:
+        own = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        return [*(parts_of(own).values() or [own]), *attributes.optimizers(self.trainer).values()]
+
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        """Yield the tensors that are known, with what they are for."""
+        for parameter in self._parameters:
+            yield "parameters", parameter
+            if parameter.grad is not None:
+                yield "gradients", parameter.grad
+        for module in self._modules:
+            yield from (("buffers", buffer) for buffer in module.buffers())
+            yield from (("gradients", gradient) for gradient in _whole_gradients(module))
+        for optimizer in self._optimizers() if is_made(self.trainer.optimizer) else ():
+            for state in optimizer.state.values():
+                yield from (("optimizer", part) for part in state.values() if isinstance(part, torch.Tensor))
+
+
+def recompute(model: nn.Module) -> None:
+    """Let the blocks of a model compute their activations again in the backward pass, instead of keeping them."""
+    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
+    if callable(enable):  # of transformers
+        enable({"use_reentrant": False, "preserve_rng_state": False})
+        return
+    for block in find_blocks(model):
+        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _whole_gradients(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the gradients that ``fully_shard`` keeps whole until the end of an accumulation window."""
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _bytes(tensor: Any) -> int:
+    part = local(tensor)
+    return part.numel() * part.element_size()
+
+
+def _fake_batch(data: Any, size: int, wanted: int, device: torch.device) -> Any:
+    """Return a fake batch with ``wanted`` samples. Raises an error if something in it cannot have as many."""
+    if isinstance(data, torch.Tensor):
+        shape = (wanted, *data.shape[1:]) if data.ndim and len(data) == size else data.shape
+        return torch.empty(shape, dtype=data.dtype, device=device)
+    if isinstance(data, Mapping):
+        return {key: _fake_batch(value, size, wanted, device) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        parts = [data[i % size] for i in range(wanted)] if is_list_of_samples(data, size) else data
+        return honor_type(data, [_fake_batch(part, size, wanted, device) for part in parts])
+    if is_dataclass(data):
+        return with_fields(data, lambda value: _fake_batch(value, size, wanted, device))
+    if isinstance(data, np.ndarray):
+        return np.broadcast_to(data[:1], (wanted, *data.shape[1:])) if data.ndim and len(data) == size else data
+    if wanted != size:
+        check_is_shared(data, size)
+    return data
+
+
+def _step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+    """Make a step.
+
+    :raises NotImplementedError: if something needs the values of tensors
+    """
+    try:
+        train_step(trainer, run, batch)
+    except _NEEDS_VALUES as error:
+        raise NotImplementedError(
+            "estimate_memory() makes steps with tensors that have shapes but no values, and "
+            f"{getattr(error, 'func', error)} needs values{_place(error)}. Let the step do without: leave the reading "
+            "of numbers (.item(), float(), if) to callbacks, and replace indexing with masks by torch.where."
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """Return the last line outside torch and this package that led to an error, as text."""
+    ours = [os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))]
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not any(frame.filename.startswith(place + os.sep) for place in ours)]
+    if not outside:
+        return ""
+    return f": {outside[-1].line!r} in {outside[-1].filename}, line {outside[-1].lineno}"
