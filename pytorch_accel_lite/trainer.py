@@ -63,7 +63,7 @@ from pytorch_accel_lite.engine.optimizer_factories import combine_or_defer
 from pytorch_accel_lite.engine.parallelism_checks import check_parallelism
 from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, get_model
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.run_attributes import Offered, of_the_run, offered, settable
+from pytorch_accel_lite.engine.run_attributes import Offered, offered, run_property, settable
 from pytorch_accel_lite.engine.schedule_checks import check_scheduler
 from pytorch_accel_lite.engine.trainer_repr import html_of_trainer, of_trainer
 from pytorch_accel_lite.optimizers import gradients
@@ -147,9 +147,9 @@ class Trainer:
 
     # ------------------------------------------------------------------------- the current or last run
 
-    progress: Progress = of_the_run("progress")
-    ranks: Ranks = of_the_run("control.ranks")
-    data_ranks: Ranks = of_the_run("data_ranks")
+    progress: Progress = run_property("progress")
+    ranks: Ranks = run_property("control.ranks")
+    data_ranks: Ranks = run_property("data_ranks")
     run_config: TrainerRunConfig | None = settable("config")
     step_metrics: dict[str, Any] = settable("step_metrics")
     train_dataset: Any = settable("train_dataset")
@@ -157,7 +157,7 @@ class Trainer:
     collate_fn: Callable[[Any], Any] | None = settable("collate_fn")
     train_dataloader: Any = settable("train_loader")
     eval_dataloader: Any = settable("eval_loader")
-    eval_dataloaders: list[Any] = of_the_run("all_eval_loaders")
+    eval_dataloaders: list[Any] = run_property("all_eval_loaders")
     _train_dataloader: Any = train_dataloader  # the names in pytorch-accelerated
     _eval_dataloader: Any = eval_dataloader
     _train_dl_kwargs: dict[str, Any] | None = settable("train_loader_kwargs")
@@ -196,7 +196,7 @@ class Trainer:
         cudnn_benchmark: bool | None = None,
         tf32: bool | None = None,
     ) -> None:
-        launch.heed_launcher()
+        launch.respect_launcher()
         arguments.check_constructor(model, loss_func, optimizer, run_history, accelerator, seed)
         arguments.check_model_options(compile_model, compile_step, channels_last)
         self.model = model

@@ -76,7 +76,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._evaluated_since = None
         self._view = _View(trainer, self.metrics) if self._look_for_table() else None
         if self._view is not None:
-            trainer.current_run.last_words.append(lambda: self._end(trainer))
+            trainer.current_run.ending_messages.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)

@@ -21,7 +21,7 @@ from pytorch_accel_lite.callbacks import slurm
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import StrPath, place
 from pytorch_accel_lite.checkpoint.frozen import model_fingerprints
-from pytorch_accel_lite.checkpoint.places import open_store
+from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
@@ -260,7 +260,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if trainer.current_run.interruption is not None:
             self._say_how_to_resume(trainer)
             if self.requeue and trainer.accelerator.is_main_process:
-                trainer.current_run.last_words.append(lambda: self._requeue(trainer))
+                trainer.current_run.ending_messages.append(lambda: self._requeue(trainer))
         self._complete = None
 
     def _requeue(self, trainer: TrainerLike) -> None:

@@ -17,7 +17,7 @@ import torch
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.checkpoint.comparison import compare
 from pytorch_accel_lite.checkpoint.files import FROZEN, place
-from pytorch_accel_lite.checkpoint.places import local_copy
+from pytorch_accel_lite.checkpoint.locations import local_copy
 from pytorch_accel_lite.checkpoint.training_state import (
     MODEL,
     TENSORS,

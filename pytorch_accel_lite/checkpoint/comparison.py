@@ -11,8 +11,8 @@ import torch
 from pytorch_accel_lite.checkpoint.training_state import (
     MANIFEST,
     open_state,
-    put_back_whole,
     read_weights,
+    restore_whole_tensors,
     verify_state,
 )
 
@@ -49,7 +49,7 @@ def differences(first: Path, second: Path) -> list[str]:
 def _content(directory: Path) -> dict[str, Any]:
     manifest = verify_state(directory)
     state = open_state(directory, manifest)
-    put_back_whole(state)
+    restore_whole_tensors(state)
     shared = state.shared
     stored = read_weights(state)
     weights = dict(sorted(stored.items(), key=lambda item: (_counts(item[1]), item[0])))

@@ -27,8 +27,8 @@ from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.checkpoint.store import STATE_NAME, refuse_damaged, state_name
 from pytorch_accel_lite.checkpoint.training_state import (
     MANIFEST,
+    CapturedState,
     DamagedStateError,
-    Snapshot,
     TrainingState,
     manifest_text,
     read_manifest,
@@ -165,7 +165,7 @@ def _opened(directory: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def upload_state(url: str, ranks: Ranks, snapshot: Snapshot) -> None:
+def upload_state(url: str, ranks: Ranks, snapshot: CapturedState) -> None:
     """Upload a training state. All ranks take part, and all raise an error if one fails.
 
     :raises OSError: if it cannot be written; an existing state is left unchanged

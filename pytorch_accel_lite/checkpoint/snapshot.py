@@ -24,12 +24,17 @@ from pytorch_accel_lite.checkpoint.beside_model import (
 )
 from pytorch_accel_lite.checkpoint.files import FROZEN, StrPath, place, storable, untie
 from pytorch_accel_lite.checkpoint.frozen import describe_other_weights, leave_out_frozen
+from pytorch_accel_lite.checkpoint.locations import read_state
 from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
 from pytorch_accel_lite.checkpoint.numbers import pack_numbers
-from pytorch_accel_lite.checkpoint.places import read_state
 from pytorch_accel_lite.checkpoint.shards import own_pieces
 from pytorch_accel_lite.checkpoint.tensor_files import take_out_large, take_out_sharded, take_out_weights
-from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState, put_back_like, read_weights
+from pytorch_accel_lite.checkpoint.training_state import (
+    CapturedState,
+    TrainingState,
+    read_weights,
+    restore_sharded_tensors,
+)
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
     full_state_dict,
@@ -56,7 +61,7 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
 
 def capture(
     trainer: TrainerLike, extra: dict[str, Any], created: Mapping[str, int] | None = None, sharded: bool = False
-) -> Snapshot:
+) -> CapturedState:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
     :param created: fingerprints of weights that are left out while they are frozen and have them
@@ -84,8 +89,8 @@ def capture(
     losses = {name: tracker.state_dict() for name, tracker in trainer.current_run.loss_trackers.items()}
     own = storable({"losses": losses, "generators": capture_generators(), **_position(trainer, is_own=True)}, "state")
     if not is_first:
-        return Snapshot({}, {}, {}, {}, own, {}, own_part)
-    return Snapshot(*untie(tensors), large, shared, own, _collect_metadata(trainer), own_part)
+        return CapturedState({}, {}, {}, {}, own, {}, own_part)
+    return CapturedState(*untie(tensors), large, shared, own, _collect_metadata(trainer), own_part)
 
 
 def _fits_safetensors(value: Any) -> bool:
@@ -259,7 +264,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
     if state.pieces:
-        put_back_like(state, trainer)
+        restore_sharded_tensors(state, trainer)
     shared = state.shared
     left_out = shared.get(FROZEN, {})
     own = without_compile(model.state_dict()) if state.pieces else None

@@ -92,7 +92,7 @@ def read_weights_like(pieces: Mapping[str, list[Piece]], own: Mapping[str, Any])
     return {short: _read(pieces, name, own.get(short)) for name, short in names.items()}
 
 
-def put_back(value: Any, pieces: Mapping[str, list[Piece]], find: Find, *path: Any) -> Any:
+def restore_tensors(value: Any, pieces: Mapping[str, list[Piece]], find: Find, *path: Any) -> Any:
     """Return nested dicts, lists and tuples with each mark replaced by its tensor.
 
     :param find: returns the tensor for a path like which its tensor is sharded, if there is one
@@ -100,10 +100,10 @@ def put_back(value: Any, pieces: Mapping[str, list[Piece]], find: Find, *path: A
     if isinstance(value, Mapping):
         if value.keys() == {_MARK}:
             return _read(pieces, value[_MARK], find(path))
-        read = {key: put_back(item, pieces, find, *path, key) for key, item in value.items()}
+        read = {key: restore_tensors(item, pieces, find, *path, key) for key, item in value.items()}
         return value if all(read[key] is value[key] for key in read) else _of_kind(value, read)
     if type(value) in (list, tuple):
-        return type(value)(put_back(item, pieces, find, *path, place) for place, item in enumerate(value))
+        return type(value)(restore_tensors(item, pieces, find, *path, place) for place, item in enumerate(value))
     return value
 
 

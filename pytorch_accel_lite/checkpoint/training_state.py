@@ -36,7 +36,7 @@ from pytorch_accel_lite.checkpoint.files import (
 from pytorch_accel_lite.checkpoint.hashing import FileHashes
 from pytorch_accel_lite.checkpoint.numbers import unpack_numbers
 from pytorch_accel_lite.checkpoint.shards import OwnPieces, Piece, find_pieces, write_pieces
-from pytorch_accel_lite.checkpoint.tensor_files import put_back, read_weights_like
+from pytorch_accel_lite.checkpoint.tensor_files import read_weights_like, restore_tensors
 from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.distributed import Ranks
 
@@ -85,7 +85,7 @@ class TrainingState:
 
 
 @dataclass
-class Snapshot:
+class CapturedState:
     """The contents that this rank writes to a training state; only ``own`` on ranks other than the first.
 
     :param weights: tensors of the model by name, tied ones once
@@ -102,12 +102,12 @@ class Snapshot:
     metadata: dict[str, Any]
     pieces: OwnPieces | None = None
 
-    def to_host(self, memory: HostMemory) -> Snapshot:
+    def to_host(self, memory: HostMemory) -> CapturedState:
         """Return a copy in host memory that later updates do not change, but the next copy to that memory does."""
-        return Snapshot(**memory.copy(vars(self)))
+        return CapturedState(**memory.copy(vars(self)))
 
 
-def write_state(directory: Path, ranks: Ranks, snapshot: Snapshot) -> None:
+def write_state(directory: Path, ranks: Ranks, snapshot: CapturedState) -> None:
     """Write a training state. All ranks take part, and all raise an error if one fails.
 
     An existing state of this name is replaced once the new one is complete.
@@ -130,7 +130,7 @@ def _make_empty(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def write_files(temporary: Path, rank: int, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+def write_files(temporary: Path, rank: int, snapshot: CapturedState) -> dict[str, dict[str, Any]]:
     """Write this rank's files and return their entries in the manifest. They are hashed while others are written."""
     writes: dict[str, Callable[[Path], None]] = {RANK.format(rank): partial(write_plain, snapshot.own, synced=False)}
     if snapshot.pieces is not None:
@@ -310,12 +310,12 @@ def read_weights(state: TrainingState, own: Mapping[str, Any] | None = None) -> 
     return {**weights, **sharded, **state.shared["model_extra"]}
 
 
-def put_back_whole(state: TrainingState) -> None:
+def restore_whole_tensors(state: TrainingState) -> None:
     """Read the tensors taken out of a state, other than the weights, each of them whole."""
-    state.shared = put_back(state.shared, state.pieces, lambda path: None)
+    state.shared = restore_tensors(state.shared, state.pieces, lambda path: None)
 
 
-def put_back_like(state: TrainingState, trainer: TrainerLike) -> None:
+def restore_sharded_tensors(state: TrainingState, trainer: TrainerLike) -> None:
     """Read the tensors taken out of a state, other than the weights: sharded ones as the trainer's parameters are."""
     own = dict(_names(trainer))
     groups = getattr(trainer.optimizer, "param_groups", ())
@@ -326,7 +326,7 @@ def put_back_like(state: TrainingState, trainer: TrainerLike) -> None:
             return optimized.get(path[2])
         return own.get(path[-1])  # averaged weights, for example
 
-    state.shared = put_back(state.shared, state.pieces, find)
+    state.shared = restore_tensors(state.shared, state.pieces, find)
 
 
 def _names(trainer: TrainerLike) -> Iterator[tuple[str, Any]]:

@@ -15,9 +15,9 @@ from pytorch_accel_lite.base.batch import Batch
 from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
-from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
-from pytorch_accel_lite.data.alike import checksum_of_batches
+from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.lockstep import Announced, agreed_steps
 from pytorch_accel_lite.data.plan import with_last
 from pytorch_accel_lite.data.skipping import cannot_split, last_samples, skip_batches, skip_samples
 from pytorch_accel_lite.data.stateful import PositionTracker, can_track
@@ -93,7 +93,7 @@ class ReadInTurn(ShardedLoader):
     def _steps_alone(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process; their sizes are known only to the steps that use them."""
         tracker = self._tracker
-        for batch, is_last in with_last(islice(self._read_alike(start), self._left)):
+        for batch, is_last in with_last(islice(self._read_identically(start), self._left)):
             if tracker is not None:
                 tracker.advance()
             yield Batch(batch, None, None, is_last)
@@ -111,10 +111,10 @@ class ReadInTurn(ShardedLoader):
             first = self._steps_done * self._batches_per_step
             return tracker.follow(tracker.reopen(position, lambda: self._open(first)))
 
-    def _read_alike(self, start: int) -> Iterator[Any]:
+    def _read_identically(self, start: int) -> Iterator[Any]:
         """Read the source like :meth:`_read_from`, with the same batches on processes that share them."""
         batches = self._read_from(start)
-        return self._ranks.read_alike(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
+        return self._ranks.read_identically(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
 
     def _skip_to(self, start: int) -> Iterator[Any]:
         """Read the source and discard what has already been seen.
@@ -229,7 +229,7 @@ class PreShardedLoader(ReadInTurn):
             return
         tracker = self._tracker
         # Opened when the first batch is asked for, so that a failure is announced like one of reading that.
-        source = chain.from_iterable(map(self._read_alike, [start]))
+        source = chain.from_iterable(map(self._read_identically, [start]))
         first = Announced(islice(source, limit), self._ranks, find_batch_size)
         batch = None
         for steps, place, is_last in agreed_steps(first):

@@ -26,9 +26,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from pytorch_accel_lite.base.batch import Batch
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import mix, seed_generators
-from pytorch_accel_lite.data.alike import check_order
+from pytorch_accel_lite.data.consistency import check_order
+from pytorch_accel_lite.data.device_resident import InMemory, are_on, read_rows
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.on_device import InMemory, are_on, read_rows
 from pytorch_accel_lite.data.order import draw_order, indices_at
 from pytorch_accel_lite.data.plan import (
     WrongLengthError,

@@ -9,10 +9,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.data.dividing import part_of
 from pytorch_accel_lite.data.mixtures import check_weights
 from pytorch_accel_lite.data.skipping import ended
 from pytorch_accel_lite.data.stateful import can_return, returning_once
+from pytorch_accel_lite.data.stream_shards import part_of
 
 _END = object()  # of a stream
 

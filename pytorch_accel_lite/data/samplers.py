@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.randomness import (
     restore_generators,
     seed_generators,
 )
-from pytorch_accel_lite.data.alike import check_same_order
+from pytorch_accel_lite.data.consistency import check_same_order
 from pytorch_accel_lite.data.plan import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 

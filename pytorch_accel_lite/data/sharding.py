@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.data.alike import check_same_data
+from pytorch_accel_lite.data.consistency import check_same_data
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
 from pytorch_accel_lite.data.streams import create_loader

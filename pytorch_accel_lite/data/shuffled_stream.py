@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.dividing import part_of
 from pytorch_accel_lite.data.skipping import ended
 from pytorch_accel_lite.data.stateful import can_return, returning_once
+from pytorch_accel_lite.data.stream_shards import part_of
 
 
 class ShuffledStream(IterableDataset[Any]):

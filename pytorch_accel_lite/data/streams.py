@@ -16,10 +16,14 @@ from pytorch_accel_lite.base.batch import Batch
 from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.data.agreeing import Announced, agreed_steps
-from pytorch_accel_lite.data.alike import check_own_batches, checksum_of_batches
-from pytorch_accel_lite.data.dealing import ENDED, FAILED, Deal, Dealt
-from pytorch_accel_lite.data.dividing import (
+from pytorch_accel_lite.data.consistency import check_own_batches, checksum_of_batches
+from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
+from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.lockstep import Announced, agreed_steps
+from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
+from pytorch_accel_lite.data.scatter import ENDED, FAILED, Deal, Dealt
+from pytorch_accel_lite.data.self_sharding import find_own_share
+from pytorch_accel_lite.data.stream_shards import (
     PARTS,
     can_be_divided,
     how_divided,
@@ -29,10 +33,6 @@ from pytorch_accel_lite.data.dividing import (
     own_part_of,
     part_of,
 )
-from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
-from pytorch_accel_lite.data.self_sharding import find_own_share
 from pytorch_accel_lite.distributed import Ranks
 
 _END = object()  # of a part

@@ -47,7 +47,7 @@ def check_launch(accelerator: Accelerator) -> None:
         )
 
 
-def heed_launcher() -> None:
+def respect_launcher() -> None:
     """Under torchrun, report the error that ends this process to the launcher, and exit when the launcher is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _report_uncaught_errors()

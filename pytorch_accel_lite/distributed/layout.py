@@ -64,7 +64,7 @@ class DataRanks(Ranks):
         """Return the same value on all processes that share a batch: that of their first."""
         return self._sharers.broadcast_object(lambda: value)
 
-    def read_alike(self, items: Iterator[T]) -> Iterator[T]:
+    def read_identically(self, items: Iterator[T]) -> Iterator[T]:
         """Yield the same items on all processes that share a batch: those of their first.
 
         All read their own, whose positions thus stay in step. If one fails, all raise an error.

@@ -112,7 +112,7 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
     """Let the settings of torch that a trainer has asked for hold in a block."""
     with (
         nullcontext() if trainer.backend_settings is None else trainer.backend_settings.in_force(),
-        nullcontext() if trainer.logical is None else trainer.logical.computing_alike(trainer),
+        nullcontext() if trainer.logical is None else trainer.logical.computing_identically(trainer),
     ):
         yield
 
@@ -182,7 +182,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
             set_optimizer_modes(trainer, training=False)
         getattr(trainer, f"{kind}_run_end")()
         _call_ending_event(trainer, run, f"on_{kind}_run_end")
-        for speak in run.last_words:
+        for speak in run.ending_messages:
             speak()
     except BaseException as error:
         close_failed(trainer, run, error, ended)

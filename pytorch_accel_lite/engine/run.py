@@ -63,7 +63,7 @@ class Run:
     :ivar resumed: the training state that is still being restored
     :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
-    :ivar last_words: called when the run has ended without an error, after all callbacks have handled its end
+    :ivar ending_messages: called when the run has ended without an error, after all callbacks have handled its end
     :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
     :ivar rates_left: the learning rates at the end of a run with a schedule
     :ivar recreates_schedule: whether the schedule of a resumed run is recreated rather than restored
@@ -117,7 +117,7 @@ class Run:
     is_sanity_evaluation: bool = False
     set_apart: dict[str, set[int]] = field(default_factory=dict)
     unrecorded: LossTrackers | None = None
-    last_words: list[Callable[[], None]] = field(default_factory=list)
+    ending_messages: list[Callable[[], None]] = field(default_factory=list)
     initial_options: Options = field(default_factory=list)
     rates_left: list[Any] = field(default_factory=list)
     schedule_shift: int = 0
@@ -145,7 +145,7 @@ class Run:
             recorded_losses={},
             made_loaders=WeakSet(),
             unrecorded=None,
-            last_words=[],
+            ending_messages=[],
             initial_options=[],
         )
 

@@ -31,7 +31,7 @@ def offered(name: str) -> Any:
     return Offered(attrgetter(f"current_run.{name}"), _doc(name))
 
 
-def of_the_run(name: str) -> Any:
+def run_property(name: str) -> Any:
     """Return a property for an attribute of the current or last run."""
     return property(attrgetter(f"current_run.{name}"), doc=_doc(name))
 

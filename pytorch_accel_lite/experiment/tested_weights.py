@@ -21,9 +21,9 @@ from pytorch_accel_lite.checkpoint.files import read_checkpoint, replacing, writ
 from pytorch_accel_lite.checkpoint.store import StateStore, saved_at
 from pytorch_accel_lite.checkpoint.training_state import (
     open_state,
-    put_back_whole,
     read_state,
     read_weights,
+    restore_whole_tensors,
     verify_state,
 )
 from pytorch_accel_lite.checkpoint.weights import fit_model_state
@@ -131,7 +131,7 @@ def _read_learned(path: Path, modules: Collection[str]) -> dict[tuple[str, ...],
     if path.is_dir():
         state = open_state(path, verify_state(path))
         parts = {_MODEL: read_weights(state)}
-        put_back_whole(state)
+        restore_whole_tensors(state)
         parts |= {_LOSS: state.shared.get("loss_func", {}), _ATTRIBUTES: state.shared.get("attributes", {})}
     else:
         parts = read_checkpoint(path)
@@ -166,7 +166,7 @@ def load_weights(trainer: Trainer, path: Path) -> None:
     if path.is_dir():
         state = read_state(path, trainer.ranks)
         model.load_state_dict(fit_model_state(model, read_weights(state), path))
-        put_back_whole(state)
+        restore_whole_tensors(state)
         load_loss_state(trainer, state.shared.get("loss_func", {}), path)
         load_attribute_states(trainer, state.shared.get("attributes", {}), path, is_final=False)
     elif path.suffix == ".safetensors":

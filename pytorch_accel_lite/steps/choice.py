@@ -9,7 +9,7 @@ from pytorch_accel_lite.optimizers.operations import needs_closure
 from pytorch_accel_lite.steps.closures import begin_replay
 from pytorch_accel_lite.steps.guarded import guarded_step
 from pytorch_accel_lite.steps.manual import begin_own_step
-from pytorch_accel_lite.steps.sharded import keep_in_step
+from pytorch_accel_lite.steps.sharded import keep_replicas_equal
 
 
 def choose_step(trainer: TrainerLike, run: Run) -> None:
@@ -19,7 +19,7 @@ def choose_step(trainer: TrainerLike, run: Run) -> None:
     """
     request = run.request
     if trainer.ranks.world_size > 1:
-        keep_in_step(trainer, run)
+        keep_replicas_equal(trainer, run)
     if request.auto_microbatch or request.skips_failed_batches:
         if trainer.is_sharded:
             raise ValueError(

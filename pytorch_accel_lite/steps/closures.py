@@ -45,7 +45,7 @@ class WindowReplay:
             raise _refusal("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=trainer.device)
-        with _leaving_no_trace(trainer, run), torch.enable_grad():
+        with _restoring_afterwards(trainer, run), torch.enable_grad():
             for number, (batch, generators) in enumerate(self._steps, 1):
                 restore_generators(generators)
                 run.batch = batch
@@ -69,7 +69,7 @@ class WindowReplay:
 
 
 @contextmanager
-def _leaving_no_trace(trainer: TrainerLike, run: Run) -> Iterator[None]:
+def _restoring_afterwards(trainer: TrainerLike, run: Run) -> Iterator[None]:
     """Restore what going forward and backward changes besides gradients: each batch has been counted already."""
     before = Buffers([trainer.get_model(), *attributes.modules(trainer).values()])
     counts = {

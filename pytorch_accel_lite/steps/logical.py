@@ -185,7 +185,7 @@ class LogicalProcesses:
                     self._logged[number, name] = step, value
 
     @contextmanager
-    def computing_alike(self, trainer: TrainerLike) -> Iterator[None]:
+    def computing_identically(self, trainer: TrainerLike) -> Iterator[None]:
         """Compute the same bits everywhere in a block: with one thread on the CPU, and deterministic kernels on a GPU.
 
         Sums of several threads have other last bits, and what launchers set depends on the number of processes.

@@ -64,7 +64,7 @@ def accumulating_shards(model: nn.Module, steps: int) -> Step | None:
     return step
 
 
-def keep_in_step(trainer: TrainerLike, run: Run) -> None:
+def keep_replicas_equal(trainer: TrainerLike, run: Run) -> None:
     """Start with the same values on all processes, and note whose gradients and buffers each update must equalise."""
     run.synced_buffers = buffers_beside_model(trainer)
     if not trainer.is_sharded:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.checkpoint import training_state
 from pytorch_accel_lite.checkpoint.remote import RemoteStore, fetch_state, fetched, upload_state
 from pytorch_accel_lite.checkpoint.store import StateStore
-from pytorch_accel_lite.checkpoint.training_state import Snapshot, TrainingState
+from pytorch_accel_lite.checkpoint.training_state import CapturedState, TrainingState
 from pytorch_accel_lite.distributed import Ranks
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def open_store(save_dir: Path | str) -> StateStore | RemoteStore:
     return RemoteStore(save_dir)
 
 
-def write_state(place: Path | str, ranks: Ranks, snapshot: Snapshot) -> None:
+def write_state(place: Path | str, ranks: Ranks, snapshot: CapturedState) -> None:
     """Write a training state. All ranks take part, and all raise an error if one fails.
 
     An existing state there is replaced once the new one is complete.
