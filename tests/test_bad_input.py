@@ -742,4 +742,5 @@ def test_a_model_may_change_its_mode_in_its_own_way():
         def train(self, mode=True):
             return super().train(False)
 
-    train(make_trainer(model=Freezes(4, 1)), eval_dataset=True)
+    trainer = train(make_trainer(model=Freezes(4, 1)), eval_dataset=True)
+    assert not trainer.get_model().training

@@ -165,4 +165,5 @@ class UsesThird(Trainer):
 def test_a_third_element_that_is_something_else_is_none(third, trainer):
     made = trainer()
     second = classes().tensors[1] if isinstance(made.loss_func, nn.CrossEntropyLoss) else Y
-    train(made, train_dataset=TensorDataset(X, second, third))
+    train(made, train_dataset=TensorDataset(X, second, third))  # a warning would be an error
+    assert made.progress.epochs_completed

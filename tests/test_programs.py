@@ -321,7 +321,7 @@ def vae_by_hand() -> Weights:
 
 
 class Triplets(Dataset[Any]):
-    """An image, one of the same class and one of another, drawn anew each time."""
+    """An image, one of the same class and one of another, drawn at random each time."""
 
     images = numbers(18, 5)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from pytorch_accel_lite.checkpoint.shards import READABLE, Piece, read_like, read_whole, shape_of
-
-if TYPE_CHECKING:
-    pass
 
 _MARK = "in the shards, as"  # the only key of a dict that stands for a tensor
 _MODEL = "model"
