@@ -62,14 +62,14 @@ from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.engine.optimizer_factories import combine_or_defer
 from pytorch_accel_lite.engine.parallelism_checks import check_parallelism
 from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, get_model
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, Step
 from pytorch_accel_lite.engine.run_attributes import Offered, offered, run_property, settable
 from pytorch_accel_lite.engine.schedule_checks import check_scheduler
 from pytorch_accel_lite.engine.trainer_repr import html_of_trainer, of_trainer
 from pytorch_accel_lite.optimizers import gradients
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.steps import closures, compiled, manual
-from pytorch_accel_lite.steps.choice import choose_step
+from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.logical import LogicalProcesses
 from pytorch_accel_lite.steps.model_methods import create_adapters
 from pytorch_accel_lite.tuning import diagnosis, finders, memory
@@ -167,7 +167,7 @@ class Trainer:
     loss_trackers: LossTrackers = offered("loss_trackers")
     stop_reason: str | None = offered("stop_reason")
     gradient_norm = Offered(gradients.total_norm)
-    num_microbatches: int = offered("num_microbatches")
+    num_microbatches: int = offered("step.num_microbatches")
     is_finished: bool = offered("is_finished")
     evaluation_is_due: bool = offered("evaluation_is_due")
     train_dataset_name: str | None = offered("train_dataset_name")
@@ -224,7 +224,7 @@ class Trainer:
         self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
         self.__adapters = create_adapters(model, loss_func, model_methods)  # a name only we can have
         self._latest_eval_dataset: Any = None
-        compiled.compile_step(self, compile_step, self.__adapters)
+        self.compiled_forward = compiled.compile_forward(self, compile_step, self.__adapters)
         shutdown.register(self)
         self.callback_handler.call_event("on_init_end", self)
 
@@ -336,8 +336,8 @@ class Trainer:
         super().__init_subclass__(**kwargs)
         check_subclass(cls, Trainer)
 
-    def _choose_step(self) -> None:
-        choose_step(self, self.current_run)
+    def _create_step(self, run: Run) -> Step:
+        return create_step(self, run)
 
     def _run_training(self) -> None:
         training.train(self, self.current_run)
@@ -471,7 +471,7 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        optimizers.take_step(self.optimizer, *self.current_run.closure)
+        optimizers.take_step(self.optimizer, *self.current_run.step.closure)
 
     def scheduler_step(self) -> None:
         """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""

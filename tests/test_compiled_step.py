@@ -252,7 +252,10 @@ def fails(graph: Any, inputs: Any) -> Any:
 
 
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
-    "train_step": ({"trainer_class": Own}, r"not compiled, because Own\.train_step is overridden.*compile_model=True"),
+    "train_step": (
+        {"trainer_class": Own},
+        r"not compiled, because with an overridden train_step, .*compile_model=True",
+    ),
     "logical processes": ({"given": {"logical_processes": 2}}, "not compiled, because with logical_processes"),
     "a number that is read": (
         {"trainer_class": Reads},

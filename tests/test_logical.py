@@ -22,7 +22,7 @@ from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.steps.pairwise_sum import Node, TreeSum, blocks_of
 from tests.cases import logical
-from tests.launching import CAN_SHARD, SOAK
+from tests.launching import SOAK
 from tests.scripts.resumable import run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
@@ -30,7 +30,6 @@ from tests.tasks import (
     largest_difference,
     listener,
     make_data,
-    make_model,
     make_trainer,
     quiet_trainer,
     regression_data,
@@ -364,54 +363,12 @@ def test_a_machine_that_computes_other_bits_is_said(uninterrupted, capsys):
 # ------------------------------------------------------------------------------------------ what does not work
 
 
-class OwnStep(Trainer):
-    def train_step(self, batch):
-        raise AssertionError("it is refused before")
-
-
-class Recomputes(Trainer):
-    def optimizer_step(self):
-        self.recompute_gradients()
-
-
-class NormsItsErrors(nn.MSELoss):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.SyncBatchNorm(1, affine=False)
-
-
-REFUSED = {
-    "SyncBatchNorm: it mixes": {"loss_func": NormsItsErrors()},
-    r"an overridden train_step: .* Override calculate_train_batch_loss": {"trainer_class": OwnStep},
-    r"recompute_gradients\(\): .* do not override optimizer_step": {"trainer_class": Recomputes},
-    r"sparse gradients \(nn.Embedding\(sparse=True\)\): .* Use sparse=False": {
-        "model": nn.Embedding(4, 1, sparse=True)
-    },
-    "SyncBatchNorm: .* Use BatchNorm": {"model": nn.Sequential(nn.Linear(4, 1), nn.SyncBatchNorm(1))},
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_work_is_refused_before_training(what):
-    trainer = make_trainer(seed=1, logical_processes=3, **REFUSED[what])
-    with pytest.raises(ValueError, match=rf"logical_processes=3 does not work with .*{what}"):
-        train(trainer)
-    assert trainer.progress.step == 0
-
-
 def test_arguments_that_do_not_work_are_refused():
     for count in (0, -1, 2.5, True, "8"):
         with pytest.raises((TypeError, ValueError), match=f"logical_processes={count!r} must be"):
             make_trainer(seed=1, logical_processes=count)
     with pytest.raises(ValueError, match="logical_processes=8 needs a seed"):
         make_trainer(logical_processes=8)
-
-
-def test_optimizers_with_closures_are_refused():
-    model = make_model()
-    trainer = make_trainer(model=model, optimizer=torch.optim.LBFGS(model.parameters()), seed=1, logical_processes=2)
-    with pytest.raises(ValueError, match="does not work with an optimizer that needs a closure"):
-        train(trainer)
 
 
 def test_a_step_that_gathers_is_refused():
@@ -430,12 +387,6 @@ def test_tools_that_look_at_one_batch_are_refused():
             tool(make_data())
 
 
-def test_fp16_is_refused(scaled_accelerator):
-    trainer = make_trainer(seed=1, logical_processes=2, accelerator=scaled_accelerator)
-    with pytest.raises(ValueError, match=r"does not work with mixed_precision='fp16'.* Use bf16\."):
-        train(trainer)
-
-
 @pytest.mark.parametrize("source", [Stream(), OwnShard([(torch.ones(1, 4), torch.ones(1, 1))])])
 def test_data_that_are_read_in_turn_are_refused(source):
     class Given(Trainer):
@@ -445,12 +396,6 @@ def test_data_that_are_read_in_turn_are_refused(source):
     trainer = make_trainer(trainer_class=Given, seed=1, logical_processes=2)
     with pytest.raises(ValueError, match=r"logical_processes=2 needs data that can be indexed.*is read in turn"):
         trainer.train(source, max_num_train_steps=2)
-
-
-@CAN_SHARD
-def test_sharded_models_are_refused(two_ranks):
-    for message in two_ranks(logical.with_shards):
-        assert message.startswith("logical_processes=8 does not work with a sharded model: each process needs all")
 
 
 def test_fewer_than_the_real_processes_are_refused(two_ranks):

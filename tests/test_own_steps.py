@@ -22,7 +22,6 @@ from pytorch_accel_lite.callbacks import (
     LossScaleCallback,
     ModelEmaCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
 )
 from tests import cases
 from tests.cases.own_steps import FULL, GAN, by_hand, train_gan
@@ -281,7 +280,7 @@ def test_each_optimizer_has_its_gradient_norms(clip):
     class Norms(GAN):
         def clip_gradients(self):
             gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-            norms[self.current_run.own_step.updating].append(float(nn.utils.get_total_norm(gradients)))
+            norms[self.current_run.step.updating].append(float(nn.utils.get_total_norm(gradients)))
             super().clip_gradients()
 
     trainer = Norms(callbacks=[GradientNormCallback])
@@ -388,7 +387,7 @@ def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
 
 def test_callbacks_skip_updates_of_scaled_gradients(scaled_accelerator):
     def skip(trainer: Trainer) -> None:
-        if trainer.current_run.own_step.updating == "critic":
+        if trainer.current_run.step.updating == "critic":
             trainer.skip_update()
 
     trainer = GAN(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)
@@ -406,7 +405,7 @@ def test_an_overflow_lowers_the_scale_though_another_update_of_the_window_is_ski
             super().update(loss * 1e200 * 1e200 if optimizer == "critic" else loss, optimizer)
 
     def skip(trainer: Trainer) -> None:
-        if trainer.current_run.own_step.updating == "generator":  # which comes after the critic
+        if trainer.current_run.step.updating == "generator":  # which comes after the critic
             trainer.skip_update()
 
     trainer = Overflowing(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)
@@ -452,18 +451,6 @@ def both(model: nn.Module) -> dict[str, Any]:
 def test_a_wrong_step_is_told(step, optimizer, error, message):
     with pytest.raises(error, match=message):
         step_of(step, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"auto_microbatch": True}, "train_step is overridden, which is not supported with auto_microbatch=True"),
-        ({"callbacks": [SkipFailedBatchesCallback()]}, "is not supported with SkipFailedBatchesCallback"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        step_of(lambda t, b: None, **kwargs)
 
 
 def test_update_is_refused_in_the_trainers_own_step():

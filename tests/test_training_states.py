@@ -827,7 +827,7 @@ def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks
     for said in two_ranks(sharded.refusals):
         assert "cannot change which parameters are trained: the model is sharded (FSDP)" in said["unfreeze"]
         assert "cannot change in the middle of this run: the model is sharded (FSDP)" in said["rewrap"]
-        assert "do not work with weights that are sharded by FSDP" in said["skip"]
+        assert "SkipFailedBatchesCallback does not work with sharded weights" in said["skip"]
     for message in two_ranks.run(sharded.state_of_fsdp1, tmp_path):
         assert message.startswith("Training states are not supported with FSDP: ")
         assert "Use FSDP with fsdp_version=2" in message

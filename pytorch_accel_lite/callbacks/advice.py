@@ -75,7 +75,7 @@ class AdviceCallback(TrainerCallback):
             return
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
-        self._skipped = -trainer.current_run.skipped_updates
+        self._skipped = -trainer.current_run.step.skipped_updates
         self._clipped: Any = 0
         self._norms: Any = 0.0
         self._clippings = 0  # several in an update, where train_step updates several optimizers
@@ -117,7 +117,7 @@ class AdviceCallback(TrainerCallback):
             self._update_times.start()
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        self._skipped += trainer.update_was_skipped and not trainer.current_run.skips_update
+        self._skipped += trainer.update_was_skipped and not trainer.current_run.step.skips_update
         if self._update_times is not None and self._update_times.stop():
             self._listen_to_updates(trainer, times=False)
 
@@ -125,7 +125,7 @@ class AdviceCallback(TrainerCallback):
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
-            self._skipped += trainer.current_run.skipped_updates
+            self._skipped += trainer.current_run.step.skipped_updates
             trainer.current_run.request.measures_waiting = False
             trainer.callback_handler.set_listening(self, False, *_STEP_EVENTS, *_TIMED_EVENTS)
             self._advice = list(self._advise(trainer))
@@ -165,8 +165,8 @@ class AdviceCallback(TrainerCallback):
             )
         if self._skipped > 0.05 * self._updates:
             yield f"{self._skipped} of {self._updates} updates were skipped{_why_skipped(trainer)}"
-        own = trainer.current_run.own_step
-        for name in [] if own is None else [name for name in own.optimizers if name not in own.updated]:
+        step = trainer.current_run.step
+        for name in [name for name in step.optimizers if name not in step.updated]:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         if self._trained and trainer.scheduler is not None and self._updates > 1:

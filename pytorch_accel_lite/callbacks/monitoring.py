@@ -101,8 +101,7 @@ class GradientNormCallback(TrainerCallback):
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         norm = total_norm(trainer).detach()
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        own_step = trainer.current_run.own_step
-        name = "" if own_step is None or not parts_of(trainer.optimizer) else own_step.updating
+        name = trainer.current_run.step.updating if parts_of(trainer.optimizer) else ""
         value = to_float(norm) if norm.is_cpu else norm
         trainer.step_metrics[_norm_name(name)] = value
         self._norms.setdefault(name, _Norms()).add(value, limit)

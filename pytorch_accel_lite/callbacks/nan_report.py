@@ -94,12 +94,12 @@ class NaNReportCallback(TrainerCallback):
         if not self._window:
             self._buffers = {name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()}
         self._done = len(self._window)
-        self._parts = trainer.current_run.num_microbatches
+        self._parts = trainer.current_run.step.num_microbatches
         self._window.append(RecordedStep(capture_generators()))
 
     def on_backward_start(self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: Any) -> None:
-        if trainer.current_run.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
-            self._parts = trainer.current_run.num_microbatches
+        if trainer.current_run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
+            self._parts = trainer.current_run.step.num_microbatches
             del self._window[self._done + 1 :]
         step = self._window[-1]
         step.batch = batch
@@ -112,7 +112,7 @@ class NaNReportCallback(TrainerCallback):
 
     def on_backward_end(self, trainer: TrainerLike, *args: Any, **kwargs: Any) -> None:
         # Another part of the batch may follow, or the share of another logical process.
-        if trainer.current_run.num_microbatches > 1 or trainer.logical is not None:
+        if trainer.current_run.step.num_microbatches > 1 or trainer.logical is not None:
             self._window.append(RecordedStep(capture_generators()))
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:

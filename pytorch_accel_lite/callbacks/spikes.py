@@ -60,9 +60,9 @@ class GradientSpikeCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        own = trainer.current_run.own_step
-        self._name = "" if own is None else own.updating
-        updated = trainer.optimizer if own is None else own.optimizers[own.updating]
+        step = trainer.current_run.step
+        self._name = step.updating
+        updated = step.optimizers.get(step.updating, trainer.optimizer)
         gradients = [p.grad for p in optimized_parameters(updated) if p.grad is not None]
         norm = total_norm(trainer).detach()
         if self.action == "clip":

@@ -13,9 +13,9 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 # What a run is doing while a function of this package is on the stack, the first match of each frame from outside in.
 _ACTIVITIES = (
-    ("engine/training.py", "forward", "forward pass"),
-    ("engine/training.py", "backward", "backward pass"),
-    ("engine/training.py", "update", "update"),
+    ("engine/step.py", "forward", "forward pass"),
+    ("engine/step.py", "backward", "backward pass"),
+    ("engine/step.py", "update", "update"),
     ("engine/evaluation.py", "", "evaluation"),
     ("distributed/stop_coordinator.py", "", "agreeing on requests to stop"),
     ("engine/replicas.py", "", "comparing replicas"),

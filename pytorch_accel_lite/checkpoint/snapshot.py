@@ -46,7 +46,7 @@ from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.operations import class_names, group_names
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.optimizers.gradients import GradientWindow
+    pass
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:
@@ -116,11 +116,10 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
         "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
-        "microbatches": trainer.current_run.num_microbatches,
+        **trainer.current_run.step.state_dict(),
         "schedule_shift": trainer.current_run.schedule_shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
         "set_apart": {name: sorted(numbers) for name, numbers in trainer.current_run.set_apart.items()},
-        "own_items_per_batch": {name: window.items_per_batch for name, window in _own_windows(trainer).items()},
         **_position(trainer, is_own=False),
     }
 
@@ -157,12 +156,6 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                     f"{f'that of group {group!r}' if group else 'it'} was {before[0]} and is {now[0]} now. Create it "
                     "as it was when the state was saved, or start a new run from the weights of the state."
                 )
-
-
-def _own_windows(trainer: TrainerLike) -> dict[str, GradientWindow]:
-    """Return the accumulation windows of an overridden ``train_step``, by the name of their optimizer."""
-    own = trainer.current_run.own_step
-    return {} if own is None else own.windows
 
 
 def _named(callbacks: Iterable[Any], method: str) -> dict[str, Any]:
@@ -293,11 +286,9 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     trainer.current_run.epoch_phase = state.metadata.get("epoch_phase", 0)
     _restore_history(trainer, shared)
     _restore_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
-    trainer.current_run.num_microbatches = shared.get("microbatches", 1)
+    trainer.current_run.step.load_state_dict(shared)
     trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
-    for name, window in _own_windows(trainer).items():
-        window.items_per_batch = shared.get("own_items_per_batch", {}).get(name)  # older states have none
 
 
 def _restore_history(trainer: TrainerLike, shared: Mapping[str, Any]) -> None:

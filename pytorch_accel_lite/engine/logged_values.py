@@ -25,6 +25,12 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any =
     :raises TypeError: if the value is not a real number
     :raises ValueError: if a loss of the step has this name
     """
+    if self.compiled_forward is not None and torch.compiler.is_compiling():
+        # What happens to the value is not the step's computation.
+        self.compiled_forward.logged.append(
+            (name, value.detach() if isinstance(value, torch.Tensor) else value, weight)
+        )
+        return
     run = self.current_run
     trackers = run.loss_trackers
     if not self.is_running or run.batch is None or trackers.is_recorded:
@@ -34,11 +40,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any =
         )
     if name == "loss" or name in trackers.parts:
         raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
-    if isinstance(value, torch.Tensor):
-        is_number = not value.is_complex()
-    else:
-        is_number = hasattr(value, "__float__") and not np.iscomplexobj(value)
-    if not is_number:
+    if not _is_real(value):
         raise TypeError(f"log({name!r}, {value!r}): the value must be a real number, or a tensor of them.")
     if run.batch.num_samples == 0:  # a filler batch
         return
@@ -52,3 +54,9 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any =
         run.step_metrics[name] = value
         if self.logical is not None:
             self.logical.note(name, value)
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_complex()
+    return hasattr(value, "__float__") and not np.iscomplexobj(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -32,6 +32,60 @@ if TYPE_CHECKING:
 TRAINED, EVALUATED, ENDED = 1, 2, 3
 
 
+class Step:
+    """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
+
+    :ivar num_microbatches: number of parts that each batch is split into
+    :ivar optimizers: by name, the optimizers that the step updates one by one; empty if it updates all together
+    :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
+    :ivar updated: names of the optimizers that have been updated in the run, if they are updated one by one
+    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
+    :ivar averaged: parameters whose gradients ``DistributedDataParallel`` does not average
+    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
+    :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
+    :ivar skips_update: whether the current update is skipped
+    :ivar skipped_updates: number of updates skipped in the run
+    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
+    :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
+    :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
+    """
+
+    closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
+    updating = ""
+
+    def __init__(self) -> None:
+        self.num_microbatches = 1
+        self.optimizers: dict[str, Any] = {}
+        self.updated: set[str] = set()
+        self.averaged: list[nn.Parameter] = []
+        self.synced_buffers: list[tuple[nn.Module, str]] = []
+        self.gradient_norm: torch.Tensor | None = None
+        self.skips_update = False
+        self.skipped_updates = 0
+        self.must_examine_batch = False
+        self.must_warm_up_ddp = False
+        self.must_compare_replicas = False
+
+    def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+        """Accumulate the gradients of a batch and track its losses.
+
+        :return: the output of the step, or ``None`` if the batch is skipped
+        """
+        raise NotImplementedError
+
+    def update(self, trainer: TrainerLike, run: Run) -> None:
+        """Update the weights with the gradients of an accumulation window."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a training state keeps of the step, the same on every process."""
+        return {"microbatches": self.num_microbatches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; states of earlier versions may lack a key."""
+        self.num_microbatches = state.get("microbatches", 1)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
@@ -52,14 +106,8 @@ class Run:
     :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
     :ivar loss_trackers: the running losses of the epoch or evaluation
     :ivar recorded_losses: the mean losses of the last epoch or evaluation
-    :ivar special_step: runs a step that may fail, or the user's own; ``None`` for the usual step
-    :ivar own_step: runs a step if the trainer's ``train_step`` is overridden
-    :ivar replay: recomputes the gradients of an update, where that may be needed
-    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
+    :ivar step: how the run trains on a batch
     :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
-    :ivar averaged_here: parameters whose gradients ``DistributedDataParallel`` does not average
-    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
     :ivar resumed: the training state that is still being restored
     :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
     :ivar unrecorded: the running losses of the training epoch, until they are recorded
@@ -94,16 +142,7 @@ class Run:
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     progress: Progress = field(default_factory=Progress)
     epoch_phase: int = 0
-    own_step: Any = None
-    replay: Any = None
-    closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
-    special_step: Callable[[TrainerLike, Run, Batch], BatchOutput | None] | None = None
-    num_microbatches: int = 1
-    must_examine_batch: bool = False
-    must_warm_up_ddp: bool = False
-    must_compare_replicas: bool = False
-    averaged_here: list[nn.Parameter] = field(default_factory=list)
-    synced_buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
+    step: Step = field(default_factory=Step)
     trained_model: nn.Module | None = None
     resumed: TrainingState | None = None
     batch: Batch | None = None
@@ -111,9 +150,6 @@ class Run:
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, Any] = field(default_factory=dict)
-    gradient_norm: torch.Tensor | None = None
-    skips_update: bool = False
-    skipped_updates: int = 0
     is_sanity_evaluation: bool = False
     set_apart: dict[str, set[int]] = field(default_factory=dict)
     unrecorded: LossTrackers | None = None

@@ -130,7 +130,7 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     )
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
-    trainer._choose_step()
+    run.step = trainer._create_step(run)
 
 
 def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
@@ -151,9 +151,9 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         check_length(trainer, run)
     if state is not None and run.recreates_schedule:
         resuming.resume_schedule(trainer, run, state)
-    run.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
+    run.step.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2
-    run.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
+    run.step.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
 def resolve_run_config(

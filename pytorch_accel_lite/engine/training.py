@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pytorch_accel_lite.base.batches import BatchOutput, complete_output, total_loss
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.events import StopTrainingError
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.distributed.averaging import average_gradients, sync_ddp_buffers
+from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.batch_norm_shares import smallest_share
 from pytorch_accel_lite.engine.evaluation import evaluate_all
-from pytorch_accel_lite.engine.first_batch import examine_first_batch, warn_of_sum
+from pytorch_accel_lite.engine.first_batch import warn_of_sum
 from pytorch_accel_lite.engine.lifecycle import add_note, create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
-from pytorch_accel_lite.engine.restoring import StepSnapshot
 from pytorch_accel_lite.engine.resuming import has_nothing_left
 from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, Run
 from pytorch_accel_lite.engine.sanity import sanity_evaluation
 from pytorch_accel_lite.engine.scheduling import step_after_epoch
+from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
 from pytorch_accel_lite.optimizers.gradients import gradient_sync
@@ -34,8 +31,8 @@ from pytorch_accel_lite.optimizers.gradients import gradient_sync
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.control.start_clock()
-    run.must_examine_batch = trainer.ranks.rank == 0
-    if run.must_examine_batch:
+    run.step.must_examine_batch = trainer.ranks.rank == 0
+    if run.step.must_examine_batch:
         warn_of_sum(trainer)
     with ending(trainer, run, "training"):
         try:
@@ -95,11 +92,11 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     set_optimizer_modes(trainer, training=True)
     batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, _smallest_share(trainer, run))
     while progress.update < limit and (batch := next(batches, None)) is not None:
-        if run.must_warm_up_ddp:
-            _warm_up_ddp(trainer, run, batch)
+        if run.step.must_warm_up_ddp:
+            warm_up_ddp(trainer, run, batch)
         train_step(trainer, run, batch)
-        if run.must_compare_replicas and progress.update:
-            run.must_compare_replicas = False
+        if run.step.must_compare_replicas and progress.update:
+            run.step.must_compare_replicas = False
             trainer.compare_replicas()
     run.batch = None
     if not progress.step:
@@ -126,15 +123,14 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
         trainer.call_event("on_train_step_start")
     run.window.is_in_step = True
     try:
-        compute = run.special_step or forward_and_backward
         if run.window.steps == 1:
-            output = compute(trainer, run, batch)
+            output = run.step.forward_backward(trainer, run, batch)
         else:
             with gradient_sync(trainer.accelerator, trainer.model, ends_window):
-                output = compute(trainer, run, batch)
+                output = run.step.forward_backward(trainer, run, batch)
         updates = ends_window and run.window.sizes is not None  # None: all its batches were skipped
         if updates:
-            (update if run.own_step is None else run.own_step.finish)(trainer, run)
+            run.step.update(trainer, run)
     except Exception as error:
         add_note(error, trainer, run, "training")
         raise
@@ -150,81 +146,6 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
             trainer.call_event("on_train_step_checkpoint", step=step)
         if run.control.must_sync:
             run.control.sync(can_save=True)
-
-
-def forward_and_backward(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
-    """Run the forward and backward pass on a batch and track its losses."""
-    output = forward(trainer, batch)
-    backward(trainer, run, batch, output, *run.track_step(output, batch))
-    return output
-
-
-def forward(trainer: TrainerLike, batch: Batch) -> BatchOutput:
-    """Return the output of a training batch, including its loss."""
-    if trainer.accelerator.native_amp:
-        with mixed_precision(trainer.accelerator):
-            output = trainer.calculate_train_batch_loss(batch.data)
-    else:  # entering a context that does nothing costs time, too
-        output = trainer.calculate_train_batch_loss(batch.data)
-    complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
-    run = trainer.current_run
-    trackers = run.loss_trackers
-    trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
-    if trackers.unweighed:
-        trackers.weigh()
-    if run.must_examine_batch and batch.num_samples != 0:
-        run.must_examine_batch = False
-        examine_first_batch(trainer, batch, output)
-    return output
-
-
-def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
-    """Return only the loss of a batch, computed as in a training step."""
-    trainer.current_run.batch = batch
-    with mixed_precision(trainer.accelerator):
-        return total_loss(trainer.calculate_train_batch_loss(batch.data)["loss"])
-
-
-def backward(trainer: TrainerLike, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int) -> None:
-    """Accumulate the gradients of a loss, weighted by its share of the accumulation window.
-
-    :param samples: number of samples in this process's batch
-    :param total: number of samples in the batches of all processes
-    """
-    loss = output["loss"]
-    hears = trainer.callback_handler.listeners
-    weighed = run.window.scale(loss, samples, total, output.get("num_items_in_batch"))
-    if hears["on_backward_start"]:
-        trainer.call_event("on_backward_start", batch=batch.data, batch_output=output, step=run.progress.step)
-    trainer.backward_step(weighed)
-    if hears["on_backward_end"]:
-        trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
-
-
-def update(trainer: TrainerLike, run: Run) -> None:
-    """Update the weights with the gradients of an accumulation window."""
-    if run.averaged_here and run.data_ranks.world_size > 1:
-        average_gradients(run.averaged_here, run.data_ranks)
-    if run.synced_buffers:
-        trainer.ranks.copy_from_first(getattr(part, name) for part, name in run.synced_buffers)
-    hears = trainer.callback_handler.listeners
-    run.window.finish(trainer.optimizer)
-    run.gradient_norm = None
-    run.skips_update = False
-    trainer.clip_gradients()
-    if hears["on_optimizer_step_start"]:
-        trainer.call_event("on_optimizer_step_start")
-    if run.skips_update:
-        run.skipped_updates += 1
-    else:
-        trainer.optimizer_step()
-    run.progress.update += 1
-    each_update = trainer.scheduler is not None and run.request.scheduler_interval == "update"
-    if each_update and not trainer.update_was_skipped:
-        trainer.scheduler_step()
-    trainer.optimizer_zero_grad()
-    if hears["on_optimizer_step_end"]:
-        trainer.call_event("on_optimizer_step_end")
 
 
 def _describe_states(trainer: TrainerLike, run: Run) -> None:
@@ -253,15 +174,3 @@ def _smallest_share(trainer: TrainerLike, run: Run) -> int:
     if not any(isinstance(module, _BatchNorm) for module in trainer.model.modules()):
         return 1
     return smallest_share(trainer, run)
-
-
-def _warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Run one forward and backward pass whose only trace is in ``DistributedDataParallel``.
-
-    The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
-    sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
-    """
-    run.must_warm_up_ddp = False
-    before = StepSnapshot(trainer)
-    trainer.backward_step(loss_of(trainer, batch))
-    before.restore()

@@ -82,7 +82,7 @@ def trial(
         create_train_loader(trainer, run, batch_size, loader_kwargs)
         with prepared_for_trial(trainer):
             begin_training(trainer, run, batch_size)
-            if run.closure and name != "find_lr":  # whose updates are those of train()
+            if run.step.closure and name != "find_lr":  # whose updates are those of train()
                 raise TypeError(
                     f"{name}() makes updates without the closure that the optimizer needs. Try another one."
                 )

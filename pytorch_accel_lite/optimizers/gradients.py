@@ -133,7 +133,7 @@ def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     optimized = list(optimized_parameters(trainer.optimizer))
     known = set(map(id, optimized))
     has_model = any(id(parameter) in known for parameter in trainer.model.parameters())
-    if has_model or trainer.current_run.own_step is not None:  # it may be for another module
+    if has_model or trainer.current_run.step.optimizers:  # it may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
 
@@ -151,13 +151,13 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
             run.window.clipped_ids, run.window.clipped = ids, _in_model_order(clipped, trainer.model)
         clipped = run.window.clipped
     if are_sharded(clipped):
-        run.gradient_norm = clip_shards(accelerator, clipped, value, norm)
+        run.step.gradient_norm = clip_shards(accelerator, clipped, value, norm)
         return
     if value is not None:
         accelerator.clip_grad_value_(clipped, value)
     if norm is not None:
         is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
-        run.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+        run.step.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -188,16 +188,17 @@ def skip_update(self: TrainerLike) -> None:
     Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
     """
     run = self.current_run
-    run.skips_update = True
+    run.step.skips_update = True
     scaler = self.accelerator.scaler
-    if scaler is not None and run.own_step is None:  # otherwise it would complain about gradients being unscaled twice
+    updates_all = not run.step.optimizers
+    if scaler is not None and updates_all:  # otherwise it would complain about gradients being unscaled twice
         scaler.update(scaler.get_scale())
 
 
 def update_was_skipped(self: TrainerLike) -> bool:
     """Whether the last update was skipped, by :meth:`skip_update` or by a gradient scaler due to infinities."""
     is_plain = self.prepared_model is None or self.prepared_model.is_plain
-    return self.current_run.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
+    return self.current_run.step.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 
 
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
@@ -207,18 +208,18 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
     overridden ``train_step``, it is that of the optimizer being updated.
     """
     run = trainer.current_run
-    if run.gradient_norm is None:
-        own = run.own_step  # updates one optimizer at a time, and has unscaled its gradients
-        if own is None and trainer.accelerator.scaler is not None and run.required_config.gradient_clip_value is None:
+    if run.step.gradient_norm is None:
+        updates_all = not run.step.optimizers  # otherwise those of the one being updated are unscaled already
+        has_scaler = trainer.accelerator.scaler is not None
+        if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
-        updated = trainer.optimizer if own is None else own.optimizers[own.updating]
-        optimized = list(optimized_parameters(updated))
+        optimized = list(optimized_parameters(run.step.optimizers.get(run.step.updating, trainer.optimizer)))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
         if are_sharded(optimized):
-            run.gradient_norm = total_norm_of_shards(gradients)
+            run.step.gradient_norm = total_norm_of_shards(gradients)
         else:
-            run.gradient_norm = torch.nn.utils.get_total_norm(gradients)
-    norm: torch.Tensor = run.gradient_norm
+            run.step.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+    norm: torch.Tensor = run.step.gradient_norm
     return norm
 
 

@@ -1,36 +1,49 @@
-"""Choosing what takes the place of the plain training step."""
+"""Choosing the training step of a run."""
 
 from __future__ import annotations
 
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.optimizers.operations import needs_closure
-from pytorch_accel_lite.steps.closures import begin_replay
-from pytorch_accel_lite.steps.guarded import guarded_step
-from pytorch_accel_lite.steps.manual import begin_own_step
-from pytorch_accel_lite.steps.sharded import keep_replicas_equal
+from pytorch_accel_lite.engine.run import Run, Step
+from pytorch_accel_lite.engine.step import PlainStep
+from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
+from pytorch_accel_lite.steps import combinations
+from pytorch_accel_lite.steps.closures import ReplayingStep
+from pytorch_accel_lite.steps.guarded import GuardedStep
+from pytorch_accel_lite.steps.logical_step import LogicalStep
+from pytorch_accel_lite.steps.manual import ManualStep
+from pytorch_accel_lite.steps.sharded import ShardedStep
 
 
-def choose_step(trainer: TrainerLike, run: Run) -> None:
-    """Let what a run needs take the place of the plain step: shards, guards, the user's own step, logical processes.
+def create_step(trainer: TrainerLike, run: Run) -> Step:
+    """Create the training step of a run.
 
-    :raises ValueError: if two of them cannot be combined
+    :raises ValueError: if the run uses features that do not work together, see :mod:`.combinations`
     """
-    request = run.request
-    if trainer.ranks.world_size > 1:
-        keep_replicas_equal(trainer, run)
-    if request.auto_microbatch or request.skips_failed_batches:
-        if trainer.is_sharded:
-            raise ValueError(
-                "auto_microbatch=True and SkipFailedBatchesCallback do not work with weights that are sharded by "
-                f"{trainer.accelerator.distributed_type.value}: a step that fails on one process cannot be undone."
-            )
-        run.window.is_guarded = trainer.ranks.world_size > 1
-        run.special_step = guarded_step
-    if is_overridden(trainer, "train_step"):
-        begin_own_step(trainer, run)
-    if is_overridden(trainer, "optimizer_step") or needs_closure(trainer.optimizer):
-        begin_replay(trainer, run)
+    combinations.check_combinations(trainer, run)
+    is_whole_step_overridden = is_overridden(trainer, "optimizer_step")
+    with_closure = needs_closure(trainer.optimizer)
+    if with_closure and parts_of(trainer.optimizer) and not is_whole_step_overridden:
+        raise ValueError(
+            f"{with_closure[0]} computes the gradients of an update several times, so it cannot step together with "
+            "others. Give it alone, or override optimizer_step and step each of trainer.optimizer's parts there."
+        )
+    if trainer.compiled_forward is not None:
+        trainer.compiled_forward.begin_run(combinations.find_conflict(combinations.COMPILED, trainer, run))
+    kind: type[Step] = PlainStep
     if trainer.logical is not None:
-        trainer.logical.begin_training(trainer, run)
+        kind = LogicalStep
+    elif is_overridden(trainer, "train_step"):
+        kind = ManualStep
+    elif run.request.auto_microbatch or run.request.skips_failed_batches:
+        kind = GuardedStep
+    elif with_closure or (
+        combinations.RECOMPUTED.is_used(trainer, run)
+        and combinations.find_conflict(combinations.RECOMPUTED, trainer, run) is None
+    ):
+        kind = ReplayingStep
+    elif are_sharded(trainer.model.parameters()) and trainer.ranks.world_size > 1:
+        kind = ShardedStep
+    step: Step = kind(trainer, run)  # type: ignore[call-arg]
+    return step

@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.loss_checks import shapes_are_known, watch_every_call
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.steps.combinations import Conflict
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.engine.run import Run
@@ -28,35 +29,20 @@ _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: thos
 _ARGUMENTS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 
-def compile_step(trainer: TrainerLike, options: bool | dict[str, Any], adapters: dict[str, Any]) -> None:
-    """Let a trainer compute its training batches with compiled code if asked to, unless its steps cannot be compiled.
+def compile_forward(
+    trainer: TrainerLike, options: bool | dict[str, Any], adapters: dict[str, Any]
+) -> CompiledForward | None:
+    """Return what computes training batches with compiled code, or ``None`` unless that is requested.
 
     :param options: ``True``, or arguments for ``torch.compile``; ``False`` to compile nothing
     :param adapters: what feeds batches to the trainer's model, by phase; that for training is replaced
     :raises ValueError: if one of the arguments is invalid
     """
     if options is False:
-        return
+        return None
     options = {} if isinstance(options, bool) else dict(options)
     _check(options)
-    if is_overridden(trainer, "train_step"):
-        _say(
-            f"{type(trainer).__name__}.train_step is overridden and may update several times",
-            "Compile the networks that it calls with torch.compile, or the model with compile_model=True.",
-        )
-    elif trainer.logical is not None:
-        _say(
-            "with logical_processes, a run gives the same bits on any number of processes, and torch does not promise "
-            "that for compiled code"
-        )
-    else:
-        vars(trainer)["calculate_train_batch_loss"] = CompiledStep(trainer, options, adapters)
-
-
-def compute_as_usual(copy: TrainerLike) -> None:
-    """Let a copy of a trainer compute its training batches without compiled code, which belongs to the original."""
-    if isinstance(vars(copy).get("calculate_train_batch_loss"), CompiledStep):
-        del vars(copy)["calculate_train_batch_loss"], vars(copy)["log"]
+    return CompiledForward(trainer, options, adapters)
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -87,15 +73,16 @@ def _dynamo() -> Any:
     )
 
 
-class CompiledStep:
-    """Takes the place of a trainer's ``calculate_train_batch_loss``, and calls it in compiled form.
+class CompiledForward:
+    """Calls a trainer's ``calculate_train_batch_loss`` in compiled form, for any kind of step.
 
     A batch that cannot be compiled is computed as usual, so that mistakes are reported as usual, too. The last batch of
     an epoch is never compiled if it has a different size, which would slow down all the others: code for one size is
     faster than code for any.
 
-    :param options: see :func:`compile_step`, as ``adapters``
+    :param options: see :func:`compile_forward`, as ``adapters``
     :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
+    :ivar logged: names, values and weights that the compiled code has logged
     """
 
     def __init__(self, trainer: TrainerLike, options: dict[str, Any], adapters: dict[str, Any]) -> None:
@@ -109,12 +96,10 @@ class CompiledStep:
         self._has_warned = False
         self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
         self._is_unchecked = False  # whether shapes of outputs and targets are yet to be checked
-        self._logged: list[tuple[str, Any, Any]] = []
+        self.logged: list[tuple[str, Any, Any]] = []
         self._adapter = adapters["train"]
         adapters["train"] = _Adapter(self._adapter, self)
         self.num_samples: int | None = None
-        self._log = trainer.log
-        vars(trainer)["log"] = self._note
         asked = options.get("options") or {}
         replays = options.get("mode") in _REPLAYING_MODES or asked.get("triton.cudagraphs", False)
         self._replays = replays and trainer.device.type == "cuda"
@@ -127,8 +112,8 @@ class CompiledStep:
         self.num_samples = read.num_samples if read is not None and batch is read.data else None
         if not (self._runs_compiled and torch.is_grad_enabled()) or _is_odd(run, batch):
             return self._usual(batch)
-        if run is not self._run and not self._begin(run, batch):
-            return self._usual(batch)
+        if run is not self._run:
+            self._begin(run)
         if self._replays:
             self._begin_replay(run)
         try:
@@ -145,31 +130,26 @@ class CompiledStep:
 
     def _call(self, batch: Any) -> BatchOutput:
         assert self._compiled is not None
-        self._logged.clear()
+        self.logged.clear()
         if self._parts is None:
             output = self._compiled(batch)
         else:
             with self._parts:
                 output = self._compiled(batch)
-        for name, value, weight in self._logged:
-            self._log(name, _copied(value) if self._replays else value, weight)
+        for name, value, weight in self.logged:
+            self._trainer.log(name, _copied(value) if self._replays else value, weight)
         return output
 
-    def _note(self, name: str, value: torch.Tensor | float, weight: Any = None) -> None:
-        """Log a value. Compiled code only notes it: what happens to it next is not the step's computation."""
-        if torch.compiler.is_compiling():
-            self._logged.append((name, value.detach() if isinstance(value, torch.Tensor) else value, weight))
-        else:
-            self._log(name, value, weight)
+    def begin_run(self, conflict: Conflict | None) -> None:
+        """Begin a run, whose batches are computed without compilation if there is a conflict."""
+        if conflict is not None and self._runs_compiled:
+            self._give_up(f"with {conflict.other.name}, {conflict.reason}")
 
-    def _begin(self, run: Run, batch: Any) -> bool:
-        """Prepare for the steps of a run; return whether they can be compiled."""
+    def _begin(self, run: Run) -> None:
+        """Prepare for the steps of a run."""
         trainer = self._trainer
         self._run = run
         self._copied_in = -1
-        if trainer.is_sharded:
-            self._give_up("the weights are sharded", "Compile the blocks of the model in parallelize_model().")
-            return False
         watch_every_call(trainer.loss_func)
         if isinstance(self._adapter, BatchAdapter) and self._adapter.is_new:
             self._adapter.is_new = False  # or the check would be compiled, too
@@ -177,7 +157,6 @@ class CompiledStep:
         is_wrapped = isinstance(trainer.model, DistributedDataParallel)
         if self._compiled is None:
             self._compile(fullgraph=not is_wrapped)  # what DistributedDataParallel does between is not in the graph
-        return True
 
     def _compile(self, fullgraph: bool) -> None:
         usual = self._usual
@@ -221,7 +200,7 @@ class CompiledStep:
         self._give_up(_gist(error), _remedy(error))
         return output
 
-    def _give_up(self, reason: str, remedy: str) -> None:
+    def _give_up(self, reason: str, remedy: str = "") -> None:
         self._runs_compiled = False
         self._compiled = None
         _say(reason, remedy)
@@ -281,7 +260,7 @@ class _Adapter:
     :param adapter: a :class:`~pytorch_accel_lite.base.batches.BatchAdapter`, or one for methods of the model
     """
 
-    def __init__(self, adapter: Any, step: CompiledStep) -> None:
+    def __init__(self, adapter: Any, step: CompiledForward) -> None:
         self._adapter = adapter
         self._step = step
 

@@ -21,7 +21,7 @@ from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.evaluation import unwrapped_model
 from pytorch_accel_lite.engine.restoring import StepSnapshot
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.training import backward, forward
+from pytorch_accel_lite.engine.step import PlainStep
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
 
@@ -39,61 +39,65 @@ class BatchFailure(NamedTuple):
     error: str
 
 
-def guarded_step(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
-    """Run the forward and backward pass on a batch such that a failure leaves no trace and reaches all processes.
+class GuardedStep(PlainStep):
+    """A step whose failure leaves no trace and reaches all processes: it is skipped, or repeated in smaller parts.
 
     With several processes, nothing is communicated until each has reported its outcome: the module inside
     ``DistributedDataParallel`` is used, and gradients are averaged at the end of the window.
-
-    :return: the output of the step, or ``None`` if the batch is skipped
     """
-    while True:
-        before = StepSnapshot(trainer)
-        counted = run.window.sizes, run.window.items_per_batch
-        run.averaged_here = list(before.gradients)
+
+    def __init__(self, trainer: TrainerLike, run: Run) -> None:
+        super().__init__(trainer, run)
+        run.window.is_guarded = trainer.ranks.world_size > 1
+
+    def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+        """Run the forward and backward pass on a batch, or undo it."""
+        while True:
+            before = StepSnapshot(trainer)
+            counted = run.window.sizes, run.window.items_per_batch
+            self.averaged = list(before.gradients)
+            outputs: list[BatchOutput] = []
+            error = None
+            try:
+                sync_ddp_buffers(trainer.model, trainer.ranks)
+                with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
+                    outputs = self._attempt(trainer, run, batch)
+            except (StopTrainingError, NonFiniteLossError):
+                raise
+            except Exception as failure:
+                error = failure
+            outcome, largest = agree(trainer, run, batch, error)
+            if outcome == DONE:
+                before.add_gradients()
+                output = merge_outputs(outputs)
+                run.loss_trackers.measure(batch, output["batch_size"])
+                run.track_step(output, batch)
+                return output
+            before.restore()
+            run.window.sizes, run.window.items_per_batch = counted
+            if outcome == FAILED:
+                _skip(trainer, run, batch, error)
+                return None
+            if error is not None:
+                traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
+            split_further(trainer, run, largest)
+
+    def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch) -> list[BatchOutput]:
+        """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next."""
+        if isinstance(batch.data, FailedRead):
+            raise batch.data.error
         outputs: list[BatchOutput] = []
-        error = None
+        run.window.is_split = self.num_microbatches > 1
+        parts = split_into_parts(batch, self.num_microbatches)
         try:
-            sync_ddp_buffers(trainer.model, trainer.ranks)
-            with unwrapped_model(trainer) if trainer.ranks.world_size > 1 else nullcontext():
-                outputs = _attempt(trainer, run, batch)
-        except (StopTrainingError, NonFiniteLossError):
-            raise
-        except Exception as failure:
-            error = failure
-        outcome, largest = agree(trainer, run, batch, error)
-        if outcome == DONE:
-            before.add_gradients()
-            output = merge_outputs(outputs)
-            run.loss_trackers.measure(batch, output["batch_size"])
-            run.track_step(output, batch)
-            return output
-        before.restore()
-        run.window.sizes, run.window.items_per_batch = counted
-        if outcome == FAILED:
-            _skip(trainer, run, batch, error)
-            return None
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors of the attempt
-        split_further(trainer, run, largest)
-
-
-def _attempt(trainer: TrainerLike, run: Run, batch: Batch) -> list[BatchOutput]:
-    """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next."""
-    if isinstance(batch.data, FailedRead):
-        raise batch.data.error
-    outputs: list[BatchOutput] = []
-    run.window.is_split = run.num_microbatches > 1
-    parts = split_into_parts(batch, run.num_microbatches)
-    try:
-        for part in parts:
-            run.batch = part
-            output = forward(trainer, part)
-            backward(trainer, run, part, output, *part.samples(output))
-            outputs.append(output if len(parts) == 1 else recursively_apply(torch.Tensor.detach, output))
-    finally:
-        run.batch = batch
-    return outputs
+            for part in parts:
+                run.batch = part
+                output = self.forward(trainer, run, part)
+                self.backward(trainer, run, part, output, *part.samples(output))
+                outputs.append(output if len(parts) == 1 else recursively_apply(torch.Tensor.detach, output))
+        finally:
+            run.batch = batch
+        return outputs
 
 
 def agree(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
@@ -112,7 +116,7 @@ def agree(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None)
         else:
             raise error
     worst, largest = map(int, trainer.ranks.max([outcome, size]))
-    if worst == OUT_OF_MEMORY and run.num_microbatches >= largest:
+    if worst == OUT_OF_MEMORY and run.step.num_microbatches >= largest:
         if not skips:
             raise error or RuntimeError("Another process ran out of memory with a single sample.")
         worst = FAILED
@@ -122,10 +126,10 @@ def agree(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None)
 def split_further(trainer: TrainerLike, run: Run, largest: int) -> None:
     """Split batches into twice as many parts from now on, and free the memory of the last attempt."""
     clear_device_cache(garbage_collection=True)
-    samples = -(-largest // run.num_microbatches)
-    run.num_microbatches = min(2 * run.num_microbatches, largest)
+    samples = -(-largest // run.step.num_microbatches)
+    run.step.num_microbatches = min(2 * run.step.num_microbatches, largest)
     trainer.print(
-        f"Out of memory with {samples} samples: from now on each batch is split into {run.num_microbatches} "
+        f"Out of memory with {samples} samples: from now on each batch is split into {run.step.num_microbatches} "
         "micro-batches. The gradients are still those of the whole batch."
     )
 

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from pytorch_accel_lite.base.backends import BackendSettings
 from pytorch_accel_lite.base.batch import Batch
@@ -26,13 +25,10 @@ from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.engine.losses import LossTrackers
-from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.steps.logical_losses import SharedLossTrackers
-from pytorch_accel_lite.steps.logical_step import LogicalStep
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.checkpoint.training_state import TrainingState
-    from pytorch_accel_lite.engine.run import Run
 
 
 class LogicalProcesses:
@@ -92,6 +88,10 @@ class LogicalProcesses:
         """Note a value that a logical process logs in a training step, for rows of step metrics."""
         self._logged[self.current, name] = self.num_steps, value
 
+    def forget_logged(self) -> None:
+        """Forget what an earlier run has logged."""
+        self._logged.clear()
+
     def each_output(self) -> Iterator[BatchOutput]:
         """Yield the outputs of the latest training step; what is logged for one is logged by its logical process."""
         for number, (share, output) in self.outputs.items():
@@ -142,15 +142,6 @@ class LogicalProcesses:
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""
         return SharedLossTrackers(self.shares.own, lambda: self.current)
-
-    def begin_training(self, trainer: TrainerLike, run: Run) -> None:
-        """Let a training run make the steps of logical processes.
-
-        :raises ValueError: if anything in the run does not work with them
-        """
-        _check(trainer, run, self.count)
-        self._logged.clear()
-        LogicalStep(trainer, run)
 
     def capture(self, trainer: TrainerLike) -> dict[str, Any]:
         """Return what a training state keeps of them. Call it on every process."""
@@ -210,40 +201,3 @@ def _deterministic() -> Iterator[None]:
             yield
     finally:
         settings.fill_uninitialized_memory = fills
-
-
-def _check(trainer: TrainerLike, run: Run, count: int) -> None:
-    """Raise an error for what does not work with logical processes."""
-    wholes = [trainer.model, *attributes.modules(trainer).values()]
-    modules = [module for whole in wholes for module in whole.modules()]
-    sparse = (nn.Embedding, nn.EmbeddingBag)
-    refused = {
-        "a sharded model": (
-            trainer.is_sharded,
-            "each process needs all weights. Replicate the model, or train without logical processes",
-        ),
-        "an overridden train_step": (
-            run.own_step is not None,
-            "its updates would come before the gradients of other logical processes. Override "
-            "calculate_train_batch_loss, which several optimizers can share",
-        ),
-        "an optimizer that needs a closure, nor with recompute_gradients()": (
-            run.replay is not None,
-            "gradients are computed once per update. Use another optimizer, or do not override optimizer_step",
-        ),
-        "mixed_precision='fp16'": (
-            trainer.accelerator.scaler is not None,
-            "its scaling depends on overflows of a process. Use bf16",
-        ),
-        "SyncBatchNorm": (
-            any(isinstance(module, nn.SyncBatchNorm) for module in modules),
-            "it mixes the batches of real processes. Use BatchNorm, or GroupNorm",
-        ),
-        "sparse gradients (nn.Embedding(sparse=True))": (
-            any(isinstance(module, sparse) and module.sparse for module in modules),
-            "they have no fixed size to exchange. Use sparse=False",
-        ),
-    }
-    for what, (applies, why) in refused.items():
-        if applies:
-            raise ValueError(f"logical_processes={count} does not work with {what}: {why}.")

@@ -21,7 +21,7 @@ from pytorch_accel_lite.base.splitting import concatenate_if_possible
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.plan import split
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.engine.training import backward, forward
+from pytorch_accel_lite.engine.step import PlainStep
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import Count, GradientWindow, as_weight
 from pytorch_accel_lite.steps.guarded import (
@@ -130,26 +130,27 @@ class _Attempt:
         trainer.call_event("on_train_batch_skipped", failures=failures, error=self._error, step=step)
 
 
-class LogicalStep:
-    """Makes the training steps of a run: those of all logical processes of this process, one after another."""
+class LogicalStep(PlainStep):
+    """The training steps of all logical processes of this process, one after another."""
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
-        assert trainer.logical is not None
+        super().__init__(trainer, run)
         self._logical = trainer.logical
+        self._logical.forget_logged()
         self._ranks = trainer.ranks
         batch_size = run.required_config.train_per_device_batch_size
         self._window = LogicalWindow(trainer, run.window.steps, batch_size, self._logical.count)
         self._wholes = [trainer.model, *attributes.modules(trainer).values()]
         self._with_buffers: list[nn.Module] = []
         run.window = self._window
-        run.averaged_here = []
-        run.synced_buffers = []
-        run.special_step = self.forward_and_backward
         self._find_buffers()
         shared = [*trainer.model.parameters(), *attributes.all_optimized_parameters(trainer), *self._buffers()]
         trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
 
-    def forward_and_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
+        """Do nothing: the gradients and buffers of logical processes are the same on all."""
+
+    def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
         :return: the outputs of the shares of this process, put together, or ``None`` if the step is skipped
@@ -216,11 +217,11 @@ class LogicalStep:
         outputs: list[BatchOutput] = []
         self._logical.is_computing = True
         try:
-            for part in split_into_parts(share, run.num_microbatches if run.request.auto_microbatch else 1):
+            for part in split_into_parts(share, self.num_microbatches if run.request.auto_microbatch else 1):
                 run.batch = part
-                output = forward(trainer, part)
+                output = self.forward(trainer, run, part)
                 if share.num_samples:
-                    backward(trainer, run, part, output, *part.samples(output))
+                    self.backward(trainer, run, part, output, *part.samples(output))
                 else:
                     window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
                 outputs.append(recursively_apply(torch.Tensor.detach, output))

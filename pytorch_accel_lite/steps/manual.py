@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import torch
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
 from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.distributed.averaging import average_gradients
 from pytorch_accel_lite.engine.restoring import replaced
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, Step
 from pytorch_accel_lite.optimizers.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import optimized_parameters, parts_of, schedulers_in
@@ -22,22 +23,18 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.data import Batch
 
 
-class OwnStep:
-    """The state of user-defined steps in a run: an accumulation window for each optimizer, and what was updated.
+class ManualStep(Step):
+    """The user's ``train_step``, with an accumulation window for each optimizer.
 
     :ivar losses: losses of the current step, by optimizer name
     :ivar items: the numbers of items that they are means over, if these are not samples
-    :ivar updating: name of the optimizer that is being updated, or was last
-    :ivar updated: names of the optimizers that have been updated in the run
     """
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
-        _check(trainer, run)
-        self._run = run
+        super().__init__()
         alone = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
-        self.optimizers: dict[str, Any] = parts_of(trainer.optimizer) or {"loss": alone}
+        self.optimizers = parts_of(trainer.optimizer) or {"loss": alone}
         self.updating = next(iter(self.optimizers))
-        self.updated: set[str] = set()
         window = run.window
         batch_size = run.required_config.train_per_device_batch_size
         self.windows = {
@@ -53,10 +50,9 @@ class OwnStep:
         if trainer.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
             trainer.ranks.copy_from_first(list(dict.fromkeys(shared)))
-            run.synced_buffers += buffers_in([trainer.model])
-        run.averaged_here = []
+            self.synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
 
-    def forward_and_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
+    def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the user's step on a batch and track its losses."""
         self.losses = {}
         self.items = {}
@@ -85,9 +81,9 @@ class OwnStep:
             completed.setdefault("num_items_in_batch", counts[0])
         return completed
 
-    def update(self, trainer: TrainerLike, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
+    def update_one(self, trainer: TrainerLike, name: str, loss: torch.Tensor, items: Any, retain_graph: bool) -> None:
         """Accumulate the gradients of an optimizer's parameters; at the end of a window, update them."""
-        run = self._run
+        run = trainer.current_run
         batch = run.batch
         assert batch is not None
         if name in self.losses and run.window.steps > 1:
@@ -100,16 +96,16 @@ class OwnStep:
             _refuse_gradients(name, self.optimizers[name])
         samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
         total = samples if batch.total_samples is None else batch.total_samples
-        weighed = self.windows[name].scale(loss, samples, total, items)
+        weighted = self.windows[name].scale(loss, samples, total, items)
         self.losses[name] = loss.detach()
         if items is not None:
             self.items[name] = items
-        self._backward(trainer, name, weighed, retain_graph)
+        self._backward(trainer, name, weighted, retain_graph)
         if self.ends_window:
             self._step(trainer, name)
 
     def _backward(self, trainer: TrainerLike, name: str, loss: torch.Tensor, retain_graph: bool) -> None:
-        run = self._run
+        run = trainer.current_run
         parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
         if not parameters:
             raise ValueError(f"update(optimizer={name!r}): all parameters of that optimizer are frozen.")
@@ -128,15 +124,15 @@ class OwnStep:
             self.updated.add(name)
 
     def _step(self, trainer: TrainerLike, name: str) -> None:
-        run = self._run
+        run = trainer.current_run
         self.updating = name
         optimizer = self.optimizers[name]
         if trainer.ranks.world_size > 1:
             update = run.progress.update, len(self._made), [*self.optimizers].index(name)
             average_gradients(optimized_parameters(optimizer), trainer.ranks, update, self._num_parameters)
         self.windows[name].finish(optimizer)
-        run.gradient_norm = None
-        run.skips_update = False
+        self.gradient_norm = None
+        self.skips_update = False
         stepped = optimizer
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
@@ -145,16 +141,16 @@ class OwnStep:
             trainer.clip_gradients()
         trainer.call_event("on_optimizer_step_start")
         with _alone(trainer, stepped):
-            if not run.skips_update:
+            if not self.skips_update:
                 trainer.optimizer_step()
             trainer.optimizer_zero_grad()
         # Not before the end of a window: the other optimizers accumulate gradients with the same scale.
         self._must_update_scaler = self._scaler is not None
         if self.windows[name].steps == 1:
             self._update_scaler()
-        is_made = not run.skips_update and not getattr(stepped, "was_skipped", False)
+        is_made = not self.skips_update and not getattr(stepped, "was_skipped", False)
         self._made.append(is_made)
-        run.skipped_updates += not is_made
+        self.skipped_updates += not is_made
         scheduler = schedulers_in(trainer.scheduler).get(name)
         if is_made and scheduler is not None and run.request.scheduler_interval == "update":
             with _alone(trainer, stepped):
@@ -165,7 +161,7 @@ class OwnStep:
             self._scaler.update()
         self._must_update_scaler = False
 
-    def finish(self, trainer: TrainerLike, run: Run) -> None:
+    def update(self, trainer: TrainerLike, run: Run) -> None:
         """Count the update of a step, and step a scheduler shared by all optimizers."""
         run.window.sizes = None
         for name, window in self.windows.items():
@@ -175,9 +171,9 @@ class OwnStep:
                     "would have used the gradients. Call it in every step of a window, or train without accumulation."
                 )
         self._update_scaler()
-        run.skips_update = not all(self._made)
-        if run.synced_buffers:
-            trainer.ranks.copy_from_first(getattr(part, name) for part, name in run.synced_buffers)
+        self.skips_update = not all(self._made)
+        if self.synced_buffers:
+            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             vars(trainer.optimizer)["_opt_called"] = True  # or torch would warn of a schedule that is stepped too early
@@ -185,6 +181,17 @@ class OwnStep:
             if run.request.scheduler_interval == "update" and not is_skipped:
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the nominal sizes of the windows, too."""
+        items = {name: window.items_per_batch for name, window in self.windows.items()}
+        return {**super().state_dict(), "own_items_per_batch": items}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the nominal sizes of the windows, too."""
+        super().load_state_dict(state)
+        for name, window in self.windows.items():
+            window.items_per_batch = state.get("own_items_per_batch", {}).get(name)
 
 
 def _refuse_gradients(name: str, optimizer: Any) -> None:
@@ -258,14 +265,14 @@ def update(
     :param retain_graph: keep the graph for another loss over the same outputs
     :raises ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
     """
-    own = self.current_run.own_step
-    if own is None:
+    step = self.current_run.step
+    if not isinstance(step, ManualStep):
         raise RuntimeError("update() is only for an overridden train_step: the default step updates by itself.")
-    if optimizer is None and len(own.optimizers) > 1:
-        raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, own.optimizers))}.")
-    name = next(iter(own.optimizers)) if optimizer is None else optimizer
-    if name not in own.optimizers:
-        known = ", ".join(map(repr, own.optimizers)) if parts_of(self.optimizer) else "one without a name"
+    if optimizer is None and len(step.optimizers) > 1:
+        raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, step.optimizers))}.")
+    name = next(iter(step.optimizers)) if optimizer is None else optimizer
+    if name not in step.optimizers:
+        known = ", ".join(map(repr, step.optimizers)) if parts_of(self.optimizer) else "one without a name"
         raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {known}.")
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.requires_grad:
         raise ValueError(
@@ -275,23 +282,4 @@ def update(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
-    own.update(self, name, loss.reshape(()), num_items, retain_graph)
-
-
-def begin_own_step(trainer: TrainerLike, run: Run) -> None:
-    """Set up a run for a trainer that overrides ``train_step``."""
-    run.own_step = OwnStep(trainer, run)
-    run.special_step = run.own_step.forward_and_backward
-
-
-def _check(trainer: TrainerLike, run: Run) -> None:
-    """Raise an error for options that are incompatible with an overridden step."""
-    request = run.request
-    reasons = {
-        "auto_microbatch=True": request.auto_microbatch,
-        "SkipFailedBatchesCallback": request.skips_failed_batches,
-        "a sharded model": trainer.is_sharded,
-    }
-    for what, applies in reasons.items():
-        if applies:
-            raise ValueError(f"{type(trainer).__name__}.train_step is overridden, which is not supported with {what}.")
+    step.update_one(self, name, loss.reshape(()), num_items, retain_graph)

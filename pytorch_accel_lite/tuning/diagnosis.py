@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.advice import faster_data, not_fused
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.training import loss_of
+from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.trial import report, trial
 from pytorch_accel_lite.tuning.callback_times import CallbackTimes
 from pytorch_accel_lite.tuning.fusion import fusible_share
@@ -243,7 +243,7 @@ def _update(trainer: TrainerLike, batch: Batch) -> None:
 def _is_compiled(trainer: TrainerLike) -> bool:
     model = trainer.get_model()
     is_whole = hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
-    return is_whole or "calculate_train_batch_loss" in vars(trainer)
+    return is_whole or trainer.compiled_forward is not None
 
 
 def _advise(trainer: TrainerLike, found: Diagnosis) -> Iterable[str]:

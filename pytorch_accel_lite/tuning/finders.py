@@ -22,7 +22,8 @@ from pytorch_accel_lite.engine.evaluation import unwrapped_model
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.setup import create_train_loader
-from pytorch_accel_lite.engine.training import loss_of, train_step
+from pytorch_accel_lite.engine.step import loss_of
+from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import report, trial
 from pytorch_accel_lite.optimizers.operations import parts_of
 from pytorch_accel_lite.plotting import plot_range_test
@@ -127,7 +128,7 @@ def _groups_to_test(trainer: TrainerLike, run: Run, name: str | None) -> list[di
     """Return the parameter groups of an optimizer, or of all."""
     parts = parts_of(trainer.optimizer)
     known = ", ".join(map(repr, parts))
-    if name is None and run.own_step is not None and len(parts) > 1:
+    if name is None and run.step.optimizers and len(parts) > 1:
         raise ValueError(
             f"find_lr() needs optimizer=, one of {known}: {type(trainer).__name__} updates each on its own."
         )
@@ -142,7 +143,7 @@ def _range_test(
 ) -> LearningRates:
     """Train with a learning rate that increases with every update, until the loss diverges."""
     groups = _groups_to_test(trainer, run, name)
-    watched = "loss" if run.own_step is None or name is None else name
+    watched = "loss" if not run.step.optimizers or name is None else name
     largest = max(float(group["lr"]) for group in groups)
     shares = [float(group["lr"]) / largest if largest else 1.0 for group in groups]
     lrs = list[float]()

@@ -38,8 +38,7 @@ from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.optimizers.operations import is_made, parts_of
-from pytorch_accel_lite.steps.compiled import compute_as_usual
-from pytorch_accel_lite.steps.sharded import accumulating_shards
+from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tuning.live_bytes import LiveBytes
 from pytorch_accel_lite.tuning.pretended_gpu import PretendedGpu
 
@@ -247,9 +246,8 @@ class Pretended:
             prepared_model=None,
             open_runs=[],
             compile_model=False,
+            compiled_forward=None,
         )
-        if "calculate_train_batch_loss" in vars(trainer):
-            compute_as_usual(self.trainer)
         self._copies.note(trainer, self.trainer)
 
     @contextmanager
@@ -317,7 +315,7 @@ class Pretended:
         trainer.open_runs.append(run)
         begin_training(trainer, run, self._scenario.batch_size)
         if are_sharded(trainer.model.parameters()):
-            run.special_step = accumulating_shards(trainer.model, run.window.steps) or run.special_step
+            run.step = ShardedStep(trainer, run)
         elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
             self._count_buckets()
         self._choose_implementations()

@@ -1,0 +1,118 @@
+"""The plain training step: a forward and backward pass on each batch, an update at the end of each window."""
+
+from __future__ import annotations
+
+import torch
+
+from pytorch_accel_lite.base.batches import BatchOutput, complete_output, total_loss
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.distributed.averaging import average_gradients
+from pytorch_accel_lite.engine.first_batch import examine_first_batch
+from pytorch_accel_lite.engine.restoring import StepSnapshot
+from pytorch_accel_lite.engine.run import Run, Step
+from pytorch_accel_lite.optimizers.gradients import parameters_not_in_model
+
+
+class PlainStep(Step):
+    """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it."""
+
+    def __init__(self, trainer: TrainerLike, run: Run) -> None:
+        super().__init__()
+        if trainer.ranks.world_size > 1:
+            self.begin_replicas(trainer, run)
+
+    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
+        """Start with the same values on all processes, and note whose gradients and buffers each update equalises."""
+        self.synced_buffers = buffers_beside_model(trainer)
+        if not trainer.is_sharded:
+            self.averaged = parameters_not_in_model(trainer.model, trainer.optimizer)
+            trainer.ranks.copy_from_first(self.averaged)
+
+    def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
+        """Run the forward and backward pass on a batch and track its losses."""
+        output = self.forward(trainer, run, batch)
+        self.backward(trainer, run, batch, output, *run.track_step(output, batch))
+        return output
+
+    def forward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
+        """Return the output of a training batch, including its loss."""
+        compute = trainer.compiled_forward or trainer.calculate_train_batch_loss
+        if trainer.accelerator.native_amp:
+            with mixed_precision(trainer.accelerator):
+                output = compute(batch.data)
+        else:  # entering a context that does nothing costs time, too
+            output = compute(batch.data)
+        complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
+        trackers = run.loss_trackers
+        trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
+        if trackers.unweighed:
+            trackers.weigh()
+        if self.must_examine_batch and batch.num_samples != 0:
+            self.must_examine_batch = False
+            examine_first_batch(trainer, batch, output)
+        return output
+
+    def backward(
+        self, trainer: TrainerLike, run: Run, batch: Batch, output: BatchOutput, samples: int, total: int
+    ) -> None:
+        """Accumulate the gradients of a loss, weighted by its share of the accumulation window.
+
+        :param samples: number of samples in this process's batch
+        :param total: number of samples in the batches of all processes
+        """
+        loss = output["loss"]
+        listeners = trainer.callback_handler.listeners
+        weighted = run.window.scale(loss, samples, total, output.get("num_items_in_batch"))
+        if listeners["on_backward_start"]:
+            trainer.call_event("on_backward_start", batch=batch.data, batch_output=output, step=run.progress.step)
+        trainer.backward_step(weighted)
+        if listeners["on_backward_end"]:
+            trainer.call_event("on_backward_end", batch=batch.data, batch_output=output, step=run.progress.step)
+
+    def update(self, trainer: TrainerLike, run: Run) -> None:
+        """Correct and clip the gradients of an accumulation window, and update the weights."""
+        if self.averaged and run.data_ranks.world_size > 1:
+            average_gradients(self.averaged, run.data_ranks)
+        if self.synced_buffers:
+            trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
+        listeners = trainer.callback_handler.listeners
+        run.window.finish(trainer.optimizer)
+        self.gradient_norm = None
+        self.skips_update = False
+        trainer.clip_gradients()
+        if listeners["on_optimizer_step_start"]:
+            trainer.call_event("on_optimizer_step_start")
+        if self.skips_update:
+            self.skipped_updates += 1
+        else:
+            trainer.optimizer_step()
+        run.progress.update += 1
+        each_update = trainer.scheduler is not None and run.request.scheduler_interval == "update"
+        if each_update and not trainer.update_was_skipped:
+            trainer.scheduler_step()
+        trainer.optimizer_zero_grad()
+        if listeners["on_optimizer_step_end"]:
+            trainer.call_event("on_optimizer_step_end")
+
+
+def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
+    """Return only the loss of a batch, computed as in a training step."""
+    trainer.current_run.batch = batch
+    compute = trainer.compiled_forward or trainer.calculate_train_batch_loss
+    with mixed_precision(trainer.accelerator):
+        return total_loss(compute(batch.data)["loss"])
+
+
+def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+    """Run one forward and backward pass whose only trace is in ``DistributedDataParallel``.
+
+    The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
+    sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
+    """
+    run.step.must_warm_up_ddp = False
+    before = StepSnapshot(trainer)
+    trainer.backward_step(loss_of(trainer, batch))
+    before.restore()

@@ -1,0 +1,99 @@
+"""Features that do not work together: an error before training, or a warning, and a page of the documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite.steps.combinations import as_markdown
+from tests.cases import closures, logical
+from tests.launching import CAN_SHARD
+from tests.tasks import make_model, make_trainer, train
+
+PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
+
+
+class OwnStep(Trainer):
+    def train_step(self, batch):
+        raise AssertionError("it is refused before")
+
+
+class Recomputes(Trainer):
+    def optimizer_step(self):
+        self.recompute_gradients()
+
+
+class NormsItsErrors(nn.MSELoss):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(1, affine=False)
+
+
+SPLITS: dict[str, Any] = {"auto_microbatch": True}
+SKIPS = {"callbacks": [SkipFailedBatchesCallback()]}
+LOGICAL = {"seed": 1, "logical_processes": 3}
+
+
+def with_closure(**kwargs: Any) -> dict[str, Any]:
+    model = make_model()
+    return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters()), **kwargs}
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({"trainer_class": OwnStep}, SPLITS, "an overridden train_step does not work with auto_microbatch=True"),
+        ({"trainer_class": OwnStep, **SKIPS}, {}, "an overridden train_step .* SkipFailedBatchesCallback"),
+        (with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True"),
+        (with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback"),
+        (with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step"),
+        (with_closure(**LOGICAL), {}, "a closure .* logical_processes"),
+        ({**LOGICAL, "trainer_class": OwnStep}, {}, "logical_processes .* Override calculate_train_batch_loss"),
+        ({**LOGICAL, "loss_func": NormsItsErrors()}, {}, "logical_processes .* SyncBatchNorm: .* Use BatchNorm"),
+        ({**LOGICAL, "model": nn.Embedding(4, 1, sparse=True)}, {}, r"sparse gradients \(nn.Embedding.* sparse=False"),
+    ],
+)
+def test_features_that_do_not_work_together_are_refused_before_training(settings, arguments, message):
+    trainer = make_trainer(**settings)
+    with pytest.raises(ValueError, match=message):
+        train(trainer, **arguments)
+    assert trainer.progress.step == 0
+
+
+@pytest.mark.parametrize("settings", [with_closure(), LOGICAL])
+def test_what_a_gradient_scaler_does_not_work_with_is_refused(settings, scaled_accelerator):
+    with pytest.raises(ValueError, match=r"does not work with mixed_precision='fp16': .* Use bf16\."):
+        train(make_trainer(accelerator=scaled_accelerator, **settings))
+
+
+@CAN_SHARD
+@pytest.mark.processes
+def test_what_does_not_work_with_sharded_weights_is_refused(two_ranks):
+    for message in two_ranks(closures.sharded):
+        assert message.startswith("an optimizer that needs a closure (LBFGS) does not work with sharded weights: ")
+    for message in two_ranks(logical.with_shards):
+        assert message.startswith("logical_processes does not work with sharded weights: each process needs all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "other"),
+    [
+        ({}, SPLITS, "auto_microbatch=True"),
+        (SKIPS, {}, "SkipFailedBatchesCallback"),
+        (LOGICAL, {}, "logical_processes"),
+    ],
+)
+def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments, other):
+    trainer = make_trainer(trainer_class=Recomputes, **settings)
+    with pytest.raises(RuntimeError, match=rf"optimizer_step, .*: it does not work with {other}"):
+        train(trainer, **arguments)
+
+
+def test_the_documentation_has_the_table_of_all_combinations():
+    assert as_markdown() in PAGE.read_text(encoding="utf-8")
