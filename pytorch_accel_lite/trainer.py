@@ -149,29 +149,29 @@ class Trainer:
 
     progress: Progress = run_property("progress")
     ranks: Ranks = run_property("control.ranks")
-    data_ranks: Ranks = run_property("data_ranks")
+    data_ranks: Ranks = run_property("data.ranks")
     run_config: TrainerRunConfig | None = settable("config")
     step_metrics: dict[str, Any] = settable("step_metrics")
-    train_dataset: Any = settable("train_dataset")
-    eval_dataset: Any = settable("eval_dataset")
-    collate_fn: Callable[[Any], Any] | None = settable("collate_fn")
-    train_dataloader: Any = settable("train_loader")
-    eval_dataloader: Any = settable("eval_loader")
-    eval_dataloaders: list[Any] = run_property("all_eval_loaders")
+    train_dataset: Any = settable("data.train_dataset")
+    eval_dataset: Any = settable("data.eval_dataset")
+    collate_fn: Callable[[Any], Any] | None = settable("data.collate_fn")
+    train_dataloader: Any = settable("data.train_loader")
+    eval_dataloader: Any = settable("data.eval_loader")
+    eval_dataloaders: list[Any] = run_property("data.all_eval_loaders")
     _train_dataloader: Any = train_dataloader  # the names in pytorch-accelerated
     _eval_dataloader: Any = eval_dataloader
-    _train_dl_kwargs: dict[str, Any] | None = settable("train_loader_kwargs")
-    _eval_dl_kwargs: dict[str, Any] | None = settable("eval_loader_kwargs")
+    _train_dl_kwargs: dict[str, Any] | None = settable("data.train_loader_kwargs")
+    _eval_dl_kwargs: dict[str, Any] | None = settable("data.eval_loader_kwargs")
     # A subclass may use these names for its own attributes, as nothing in the package reads them.
     recorded_losses: dict[str, float] = offered("recorded_losses")
     loss_trackers: LossTrackers = offered("loss_trackers")
-    stop_reason: str | None = offered("stop_reason")
+    stop_reason: str | None = offered("end.reason")
     gradient_norm = Offered(gradients.total_norm)
     num_microbatches: int = offered("step.num_microbatches")
     is_finished: bool = offered("is_finished")
     evaluation_is_due: bool = offered("evaluation_is_due")
     train_dataset_name: str | None = offered("train_dataset_name")
-    eval_dataset_name: str | None = offered("eval_dataset_name")
+    eval_dataset_name: str | None = offered("data.eval_dataset_name")
     is_sanity_evaluation: bool = offered("is_sanity_evaluation")
     batch_indices: list[Any] | None = offered("batch_indices")
     clock: float = offered("clock")
@@ -220,7 +220,7 @@ class Trainer:
         self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
         self.current_run = Run.create(Ranks(self.accelerator), RunRequest())
-        self.current_run.data_seed = self.seed
+        self.current_run.data.seed = self.seed
         self.logical = None if logical_processes is None else LogicalProcesses(self, logical_processes)
         self.__adapters = create_adapters(model, loss_func, model_methods)  # a name only we can have
         self._latest_eval_dataset: Any = None
@@ -311,7 +311,7 @@ class Trainer:
             setup.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request, request.ends_at_signals):
                 self._run_training()
-        exit_for(run.interruption)
+        exit_for(run.end.pause)
 
     evaluate = inference.evaluate
     run_evaluation = inference.run_evaluation
@@ -364,9 +364,10 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
         request = replace(run.request, **asked)
-        data = run.data_ranks, run.train_loader, run.train_loader_kwargs, run.eval_loader_kwargs, per_device_batch_size
+        data = run.data
+        sizes = data.ranks, data.train_loader, data.train_loader_kwargs, data.eval_loader_kwargs, per_device_batch_size
         logical = None if self.logical is None else self.logical.count
-        return setup.resolve_run_config(request, self.accelerator, *data, self.seed, logical, self.backend_settings)
+        return setup.resolve_run_config(request, self.accelerator, *sizes, self.seed, logical, self.backend_settings)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches. Override it to create your own.
@@ -603,7 +604,7 @@ class Trainer:
         """
         if shutdown.unregister(self):
             run = self.current_run
-            run.train_loader, run.eval_loader, run.eval_loaders, run.batch = None, None, {}, None
+            run.data.train_loader, run.data.eval_loader, run.data.eval_loaders, run.batch = None, None, {}, None
             self.accelerator.free_memory()
 
     def __enter__(self) -> Self:
@@ -631,7 +632,7 @@ class TrainerWithTimmScheduler(Trainer):
     @Offered
     def num_updates(self) -> int:
         """The number of updates so far, scaled if the run was resumed with a different number of updates per epoch."""
-        return self.progress.update + self.current_run.schedule_shift
+        return self.progress.update + self.current_run.schedule.shift
 
     def scheduler_step(self) -> None:
         """Step the scheduler after an update."""

@@ -121,7 +121,7 @@ def test_what_an_evaluation_within_a_run_records_is_no_value_of_the_metric_watch
     data, test_data = TensorDataset(x, 3 + y), TensorDataset(x, -(3 + y))
 
     def test(trainer, **kwargs):
-        if trainer.current_run.eval_dataset is not test_data:
+        if trainer.current_run.data.eval_dataset is not test_data:
             trainer.evaluate(test_data)
 
     def watched(folder, *extra, resume_from=None):

@@ -39,7 +39,7 @@ class PrintProgressCallback(TrainerCallback):
         trainer.print(f"Starting epoch {epoch_of(trainer)}")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if not self._failed and trainer.current_run.interruption is None:
+        if not self._failed and trainer.current_run.end.pause is None:
             trainer.print("Finishing training run")
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:

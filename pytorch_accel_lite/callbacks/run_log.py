@@ -129,7 +129,7 @@ class RunLogCallback(TrainerCallback):
         self._end(trainer, outcome[:200], "".join(traceback.format_exception(error)))
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        reason = trainer.current_run.stop_reason
+        reason = trainer.current_run.end.reason
         self._end(trainer, "finished" if reason is None else f"stopped: {reason}")
 
     def _end(self, trainer: TrainerLike, outcome: str, trace: str | None = None) -> None:

@@ -297,7 +297,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 def _is_stopped(run: Run) -> bool:
-    return run.stop_reason is not None and run.interruption is None
+    return run.end.reason is not None and run.end.pause is None
 
 
 class TimeLimitCallback(TrainerCallback):

@@ -76,7 +76,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._evaluated_since = None
         self._view = _View(trainer, self.metrics) if self._look_for_table() else None
         if self._view is not None:
-            trainer.current_run.ending_messages.append(lambda: self._end(trainer))
+            trainer.current_run.end.messages.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
         super().on_train_epoch_start(trainer)
@@ -285,9 +285,9 @@ class _View:
 
 def _how_it_ended(trainer: TrainerLike) -> str:
     run = trainer.current_run
-    if run.interruption is not None:
-        return "Interrupted" if isinstance(run.interruption, RunInterruptedError) else "Paused"
-    return "Trained" if run.stop_reason is None else "Stopped"
+    if run.end.pause is not None:
+        return "Interrupted" if isinstance(run.end.pause, RunInterruptedError) else "Paused"
+    return "Trained" if run.end.reason is None else "Stopped"
 
 
 def _changed(path: str) -> int | None:

@@ -234,7 +234,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         is_measured = self._measured_at == trainer.progress.samples
         is_best = is_measured and self._look_at_metric(trainer, mid_epoch=True)
-        if not (is_best or self.save_at_end or trainer.current_run.interruption is not None):
+        if not (is_best or self.save_at_end or trainer.current_run.end.pause is not None):
             return
         if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
@@ -257,14 +257,14 @@ class SaveTrainingStateCallback(TrainerCallback):
         finally:
             self._writer = None
             self._store.unlock()
-        if trainer.current_run.interruption is not None:
+        if trainer.current_run.end.pause is not None:
             self._say_how_to_resume(trainer)
             if self.requeue and trainer.accelerator.is_main_process:
-                trainer.current_run.ending_messages.append(lambda: self._requeue(trainer))
+                trainer.current_run.end.messages.append(lambda: self._requeue(trainer))
         self._complete = None
 
     def _requeue(self, trainer: TrainerLike) -> None:
-        if said := slurm.requeue_after(trainer.current_run.interruption):
+        if said := slurm.requeue_after(trainer.current_run.end.pause):
             trainer.print(said)
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
@@ -287,7 +287,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.print(wrapped(said))
 
     def _save(self, trainer: TrainerLike, is_best: bool = False) -> None:
-        moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.stop_reason}
+        moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
         if moment == self._saved:  # already saved
             return
         trainer.check_weights()

@@ -86,7 +86,7 @@ class WSDCheckpointCallback(TrainerCallback):
             self._save_last(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        if trainer.current_run.interruption is None:  # a paused run will be resumed
+        if trainer.current_run.end.pause is None:  # a paused run will be resumed
             self._save_last(trainer)
 
     def _save_last(self, trainer: TrainerLike) -> None:

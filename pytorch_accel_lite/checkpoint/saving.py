@@ -151,7 +151,7 @@ def load_checkpoint(
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
             load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
-            self.current_run.rates_left = []  # the rates were loaded, not set by hand
+            self.current_run.schedule.rates_left = []  # the rates were loaded, not set by hand
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
             self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), checkpoint_path)
@@ -280,7 +280,7 @@ def save_training_state(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
             "on_epoch_checkpoint."
         )
-    if self.progress.is_mid_epoch and self.current_run.data_seed is None:
+    if self.progress.is_mid_epoch and self.current_run.data.seed is None:
         raise RuntimeError(
             "The order of this epoch does not follow from a seed, so a run could not resume in the middle of it. Give "
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
@@ -315,7 +315,7 @@ def load_training_state(self: TrainerLike, input_dir: StrPath) -> dict[str, Any]
     resumed = self.current_run.resumed
     if resumed is not None and resumed.directory == place(input_dir):  # read, and finished later, by the run
         state = resumed
-        restore(self, state, with_scheduler=not self.current_run.recreates_schedule)
+        restore(self, state, with_scheduler=not self.current_run.schedule.is_recreated)
     else:
         state = read_state(place(input_dir), self.ranks)
         restore(self, state)

@@ -117,7 +117,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
         "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
         "losses": trainer.current_run.loss_trackers.summed(trainer.data_ranks),
         **trainer.current_run.step.state_dict(),
-        "schedule_shift": trainer.current_run.schedule_shift,
+        "schedule_shift": trainer.current_run.schedule.shift,
         "items_per_batch": trainer.current_run.window.items_per_batch,
         "set_apart": {name: sorted(numbers) for name, numbers in trainer.current_run.set_apart.items()},
         **_position(trainer, is_own=False),
@@ -126,7 +126,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> dict
 
 def _position(trainer: TrainerLike, is_own: bool) -> dict[str, Any]:
     """Return what the loader needs to resume in the middle of an epoch; its position may differ between processes."""
-    loader = trainer.current_run.train_loader
+    loader = trainer.current_run.data.train_loader
     if not trainer.progress.is_mid_epoch or getattr(loader, "has_own_position", None) != is_own:
         return {}
     size = getattr(loader, "batch_size", None)
@@ -212,14 +212,14 @@ def _collect_metadata(trainer: TrainerLike) -> dict[str, Any]:
     return {
         "saved_at": _time_of_saving(trainer),
         "progress": trainer.progress.state_dict(),
-        "stop_reason": trainer.current_run.stop_reason,
-        "stopped_by": trainer.current_run.stopped_by,
-        "epoch_phase": 0 if trainer.current_run.stop_reason is None else trainer.current_run.epoch_phase,
-        "interrupted": trainer.current_run.interruption is not None,
+        "stop_reason": trainer.current_run.end.reason,
+        "stopped_by": trainer.current_run.end.stopped_by,
+        "epoch_phase": 0 if trainer.current_run.end.reason is None else trainer.current_run.epoch_phase,
+        "interrupted": trainer.current_run.end.pause is not None,
         "world_size": trainer.accelerator.num_processes,
         "seed": trainer.seed,
-        "data_seed": trainer.current_run.data_seed,
-        "first_epoch": trainer.current_run.first_epoch,
+        "data_seed": trainer.current_run.data.seed,
+        "first_epoch": trainer.current_run.data.first_epoch,
         "logical_processes": None if trainer.logical is None else trainer.logical.count,
         "machine": fingerprint(trainer),
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
@@ -287,7 +287,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     _restore_history(trainer, shared)
     _restore_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
     trainer.current_run.step.load_state_dict(shared)
-    trainer.current_run.schedule_shift = shared.get("schedule_shift", 0)
+    trainer.current_run.schedule.shift = shared.get("schedule_shift", 0)
     trainer.current_run.window.items_per_batch = shared["items_per_batch"]
 
 
@@ -323,7 +323,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
             for name, (total, count) in sums.items()
         }
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
-    loader = trainer.current_run.train_loader
+    loader = trainer.current_run.data.train_loader
     has_epoch_left = trainer.progress.is_mid_epoch and not trainer.current_run.epoch_phase
     if has_epoch_left and hasattr(loader, "has_own_position"):
         holds = state.own or {} if loader.has_own_position else state.shared

@@ -81,9 +81,9 @@ def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object
     without samples in the last step of this one then takes part, too.
     """
     run, batch = trainer.current_run, trainer.current_run.batch
-    if batch is not None and not run.has_fillers:
+    if batch is not None and not run.data.has_fillers:
         _check_all_have_batches(trainer, batch)
-        run.has_fillers = True
+        run.data.has_fillers = True
     is_filler = batch is not None and batch.num_samples == 0
     leaves, structure = torch.utils._pytree.tree_flatten(input_data)
     if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):

@@ -24,7 +24,7 @@ def smallest_share(trainer: TrainerLike, run: Run) -> int:
     """
     ranks = trainer.ranks
     norm = _find_norm(trainer.model, ranks.world_size)
-    if norm and ranks.rank == 0 and run.train_loader.ends_in_one_sample(_steps_of_epoch(run)):
+    if norm and ranks.rank == 0 and run.data.train_loader.ends_in_one_sample(_steps_of_epoch(run)):
         warnings.warn(
             f"The last batch of an epoch has a single sample, and the model has batch norm in training mode ({norm}): "
             "torch raises an error where that leaves it a single value for each channel, and elsewhere the statistics "

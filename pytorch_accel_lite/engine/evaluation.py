@@ -26,23 +26,23 @@ from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
 
 def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
     """Create the loaders of the evaluation dataset, or of several by name."""
-    run.eval_loader = None
-    run.eval_loaders = {}
-    dataset = run.eval_dataset
+    run.data.eval_loader = None
+    run.data.eval_loaders = {}
+    dataset = run.data.eval_dataset
     is_dict = isinstance(dataset, dict)
     for name, part in dataset.items() if is_dict else [("", dataset)]:
         if is_dict and not (name and isinstance(name, str)):
             raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
-        run.eval_dataset = part  # read by overrides of create_eval_dataloader
+        run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
-        run.eval_loader = create_loader(trainer, run, source, training=False)
-        if find_length(run.eval_loader) == 0:
+        run.data.eval_loader = create_loader(trainer, run, source, training=False)
+        if find_length(run.data.eval_loader) == 0:
             raise ValueError(
                 "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
             )
         if name:
-            run.eval_loaders[name] = run.eval_loader
-    run.eval_dataset = dataset
+            run.data.eval_loaders[name] = run.data.eval_loader
+    run.data.eval_dataset = dataset
 
 
 @contextmanager
@@ -61,20 +61,20 @@ def evaluate_all(
     trainer: TrainerLike, run: Run, is_training: bool = True, is_intermediate: bool = False
 ) -> dict[str, float]:
     """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
-    if not run.eval_loaders and run.eval_loader is not None:
+    if not run.data.eval_loaders and run.data.eval_loader is not None:
         with _loss_in_evaluation_mode(trainer):
-            trainer._run_eval_epoch(run.eval_loader, is_training, is_intermediate)
+            trainer._run_eval_epoch(run.data.eval_loader, is_training, is_intermediate)
         return run.recorded_losses
     losses: dict[str, float] = {}
     try:
-        for name, loader in run.eval_loaders.items():
-            run.eval_loader = loader
-            run.eval_dataset_name = name
+        for name, loader in run.data.eval_loaders.items():
+            run.data.eval_loader = loader
+            run.data.eval_dataset_name = name
             with prefixed(trainer, f"{name}_"), _loss_in_evaluation_mode(trainer):
                 trainer._run_eval_epoch(loader, is_training, is_intermediate)
             losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
     finally:
-        run.eval_dataset_name = None
+        run.data.eval_dataset_name = None
     return losses
 
 
@@ -95,7 +95,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     trainer.call_event("on_eval_epoch_start", is_intermediate=is_intermediate)
     loader = create_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, trainer.ranks)
-    run.has_fillers = loader.options.fill
+    run.data.has_fillers = loader.options.fill
     batch = None
     with (
         evaluating_optimizers(trainer),
@@ -105,13 +105,13 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
     ):
         for batch in loader.steps(run.progress.epoch):
             _evaluate_batch(trainer, run, batch)
-        if run.has_fillers and batch is not None and not batch.is_last:  # the others have one batch more
+        if run.data.has_fillers and batch is not None and not batch.is_last:  # the others have one batch more
             _evaluate_batch(trainer, run, batch._replace(num_samples=0))
-    run.batch, run.has_fillers = None, True
+    run.batch, run.data.has_fillers = None, True
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
-    run.record_losses(trainer.run_history, run.data_ranks, name)
-    if is_training and not is_intermediate and source is run.all_eval_loaders[-1]:
+    run.record_losses(trainer.run_history, run.data.ranks, name)
+    if is_training and not is_intermediate and source is run.data.all_eval_loaders[-1]:
         run.epoch_phase = EVALUATED
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)

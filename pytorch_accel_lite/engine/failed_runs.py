@@ -28,7 +28,7 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
     if together and not ended:
         try:
-            run.record_interrupted_epoch(trainer.run_history, run.data_ranks)
+            run.record_interrupted_epoch(trainer.run_history, run.data.ranks)
             trainer.training_run_end()
         except Exception as failure:
             problems.append(failure)

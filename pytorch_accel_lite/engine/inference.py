@@ -114,11 +114,11 @@ def inference_run(
     """
     batch_size = int(batch_size)
     run = trainer.current_run.derive()
-    run.eval_dataset = dataset
-    run.collate_fn = collate_fn
+    run.data.eval_dataset = dataset
+    run.data.collate_fn = collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
         if run.outer is None:
-            run.train_loader = run.train_loader_kwargs = run.stop_reason = None
+            run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
             run.control = StopCoordinator(trainer.ranks)
         trainer.callback_handler.configure_run(trainer, request)
         own = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
@@ -136,7 +136,7 @@ def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextMana
     """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
     if run.outer is not None or trainer.logical is not None:
         return preserving_generators()
-    return nullcontext() if run.data_seed is None else preserving_generators("python", "numpy")
+    return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")
 
 
 @contextmanager

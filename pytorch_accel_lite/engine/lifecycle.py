@@ -32,21 +32,21 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
     accelerate = trainer.accelerator.dataloader_config
     loader = shard(
         source,
-        run.data_ranks,
+        run.data.ranks,
         trainer.device,
-        run.data_seed,
+        run.data.seed,
         training or trainer.is_sharded,
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=None if trainer.logical is None else trainer.logical.shares,
         yields_failures=run.request.skips_failed_batches if training else run.request.on_failed_batch is not None,
         divides=training,
-        first_epoch=run.first_epoch,
+        first_epoch=run.data.first_epoch,
         split_batches=accelerate.split_batches,
         dispatch_batches=accelerate.dispatch_batches,
     )
     if loader is not source:
-        run.made_loaders.add(loader)
+        run.data.made_loaders.add(loader)
         data = "training" if training else "evaluation"
         if loader.shared_by:
             trainer.print(f"Each process reads its own part of the {data} data, as sharded by {loader.shared_by}.")
@@ -81,7 +81,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         with computing(trainer), gathering_uneven_batches(trainer):
-            datasets = {"train_dataset": run.train_dataset, "eval_dataset": run.eval_dataset}
+            datasets = {"train_dataset": run.data.train_dataset, "eval_dataset": run.data.eval_dataset}
             check_same_call(trainer.ranks, call, datasets, trainer.callback_handler.callback_list, trainer.seed)
             begin_sharded(trainer, run)
             yield
@@ -94,16 +94,16 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
             trainer.current_run = run.before
         run.before = None
         run.resumed = None
-        if run.initial_options:
-            note_initial_options(trainer.optimizer, run.initial_options)
-            run.rates_left = learning_rates(trainer.optimizer)
+        if run.schedule.initial_options:
+            note_initial_options(trainer.optimizer, run.schedule.initial_options)
+            run.schedule.rates_left = learning_rates(trainer.optimizer)
         # This also ends predictions that were started within it and not iterated to their end.
         trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
         run.outer = None
         if not trainer.open_runs:
             set_optimizer_modes(trainer, training=False)
             release_model(trainer)
-        for loader in run.made_loaders:
+        for loader in run.data.made_loaders:
             loader.stop_workers()
 
 
@@ -168,21 +168,21 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         except StopTrainingError as stop:
             stopped = stop
             if run.outer is None:
-                run.stop_reason = str(stop) or type(stop).__name__
-                run.stopped_by = stop.raised_by
-                run.interruption = stop if isinstance(stop, RunPausedError) else None
-                if run.interruption is not None:
-                    trainer.print(run.stop_reason)
+                run.end.reason = str(stop) or type(stop).__name__
+                run.end.stopped_by = stop.raised_by
+                run.end.pause = stop if isinstance(stop, RunPausedError) else None
+                if run.end.pause is not None:
+                    trainer.print(run.end.reason)
                 _call_ending_event(trainer, run, "on_stop_training_error")
-                if run.interruption is None:
-                    trainer.print(run.stop_reason)
-                run.record_interrupted_epoch(trainer.run_history, run.data_ranks)  # once a state has been saved
+                if run.end.pause is None:
+                    trainer.print(run.end.reason)
+                run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
         getattr(trainer, f"{kind}_run_end")()
         _call_ending_event(trainer, run, f"on_{kind}_run_end")
-        for speak in run.ending_messages:
+        for speak in run.end.messages:
             speak()
     except BaseException as error:
         close_failed(trainer, run, error, ended)
@@ -198,7 +198,7 @@ def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
         if trainer.ranks.world_size > 1:
             run.control.sync(now=True)
     except StopTrainingError as stop:
-        run.stop_reason = run.stop_reason or str(stop)
+        run.end.reason = run.end.reason or str(stop)
 
 
 def add_note(error: Exception, trainer: TrainerLike, run: Run, phase: str) -> None:

@@ -195,7 +195,7 @@ def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
     hears = trainer.callback_handler.listeners
     compute = _forward_pass(trainer)
     shares: list[Any] = []
-    for batch in run.eval_loader.steps(run.progress.epoch, run.request.first_sample):
+    for batch in run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample):
         run.batch = batch
         if logical is not None:
             logical.begin_share(batch)

@@ -23,7 +23,7 @@ def has_nothing_left(trainer: TrainerLike, run: Run, state: TrainingState) -> bo
     """Whether a resumed run has nothing left to do; prints the reason."""
     about = state.metadata
     if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
-        run.stop_reason, run.stopped_by = about["stop_reason"], about.get("stopped_by")
+        run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
     if run.is_finished and not ends_its_epoch:
@@ -118,11 +118,11 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
             first = max(0, position - reach)
             around = [create_at(first)]
             for update in range(first + 1, min(position + reach, total) + 1):
-                run.schedule_shift = update - run.progress.update
+                run.schedule.shift = update - run.progress.update
                 trainer.scheduler_step()
                 around.append(learning_rates(trainer.optimizer))
             _check_continuity(trainer, had, list(zip(*around, strict=True)), about)
-        run.schedule_shift = position - run.progress.update
+        run.schedule.shift = position - run.progress.update
         create_at(position)
     trainer.print(f"{about}.")
 
@@ -143,7 +143,7 @@ def _updates_made(run: Run, per_epoch: int) -> int:
     made: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
         return made
-    left: int | None = run.train_loader.steps_left(progress.samples_in_epoch)
+    left: int | None = run.data.train_loader.steps_left(progress.samples_in_epoch)
     if left is None:
         nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
         return made + min(nominal, per_epoch)

@@ -86,52 +86,25 @@ class Step:
         self.num_microbatches = state.get("microbatches", 1)
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Run:
-    """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
+@dataclass(slots=True, eq=False)
+class RunData:
+    """The data of a run, and their loaders.
 
-    :ivar data_ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
-    :ivar before: the run that is restored when this one ends
-    :ivar outer: the run within which this one was started, if any
-    :ivar request: the settings requested for the run
-    :ivar config: the settings resolved from the request and the data
-    :ivar stopped_by: the callback that stopped the run, as the call that created it
-    :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
+    :ivar ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
+    :ivar seed: determines the order of the data, unless it is ``None``
     :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
         from states of version 0.2 and earlier
     :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
     :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
     :ivar made_loaders: loaders created for this run, whose workers end with it
-    :ivar batch: the batch being processed; ``None`` outside a step
     :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
-    :ivar loss_trackers: the running losses of the epoch or evaluation
-    :ivar recorded_losses: the mean losses of the last epoch or evaluation
-    :ivar step: how the run trains on a batch
-    :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar resumed: the training state that is still being restored
-    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
-    :ivar unrecorded: the running losses of the training epoch, until they are recorded
-    :ivar ending_messages: called when the run has ended without an error, after all callbacks have handled its end
-    :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
-    :ivar rates_left: the learning rates at the end of a run with a schedule
-    :ivar recreates_schedule: whether the schedule of a resumed run is recreated rather than restored
-    :ivar schedule_shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
     """
 
-    control: StopCoordinator
-    data_ranks: Ranks
-    window: GradientWindow
-    request: RunRequest
+    ranks: Ranks
     train_dataset: Any
     eval_dataset: Any
     collate_fn: Any
-    before: Run | None = None
-    outer: Run | None = None
-    config: TrainerRunConfig | None = None
-    stop_reason: str | None = None
-    stopped_by: str | None = None
-    interruption: RunPausedError | None = None
-    data_seed: int | None = None
+    seed: int | None = None
     first_epoch: int = 0
     train_loader: Any = None
     train_loader_kwargs: dict[str, Any] | None = None
@@ -140,24 +113,86 @@ class Run:
     eval_loaders: dict[str, Any] = field(default_factory=dict)
     eval_loader_kwargs: dict[str, Any] | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
-    progress: Progress = field(default_factory=Progress)
-    epoch_phase: int = 0
-    step: Step = field(default_factory=Step)
-    trained_model: nn.Module | None = None
-    resumed: TrainingState | None = None
-    batch: Batch | None = None
     has_fillers: bool = True
-    loss_trackers: LossTrackers = field(default_factory=LossTrackers)
-    recorded_losses: dict[str, float] = field(default_factory=dict)
-    step_metrics: dict[str, Any] = field(default_factory=dict)
-    is_sanity_evaluation: bool = False
-    set_apart: dict[str, set[int]] = field(default_factory=dict)
-    unrecorded: LossTrackers | None = None
-    ending_messages: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def all_eval_loaders(self) -> list[Any]:
+        """The loaders of this process's evaluation batches, for all datasets."""
+        return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
+
+
+@dataclass(slots=True, eq=False)
+class RunSchedule:
+    """What a run knows of its learning rate schedule.
+
+    :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
+    :ivar rates_left: the learning rates at the end of a run with a schedule
+    :ivar shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
+    :ivar is_recreated: whether the schedule of a resumed run is recreated rather than restored
+    """
+
     initial_options: Options = field(default_factory=list)
     rates_left: list[Any] = field(default_factory=list)
-    schedule_shift: int = 0
-    recreates_schedule: bool = False
+    shift: int = 0
+    is_recreated: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RunEnd:
+    """How a run ends.
+
+    :ivar reason: why it was stopped early
+    :ivar stopped_by: the callback that stopped it, as the call that created it
+    :ivar pause: the request to pause that stopped it
+    :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
+    """
+
+    reason: str | None = None
+    stopped_by: str | None = None
+    pause: RunPausedError | None = None
+    messages: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Run:
+    """The state of a run. A trainer always has one: the active run, the last one, or an idle one.
+
+    :ivar request: the settings requested for the run
+    :ivar config: the settings resolved from the request and the data
+    :ivar step: how the run trains on a batch
+    :ivar before: the run that is restored when this one ends
+    :ivar outer: the run within which this one was started, if any
+    :ivar resumed: the training state that is still being restored
+    :ivar trained_model: the trainer's model, while another one is evaluated in its place
+    :ivar epoch_phase: ``TRAINED``, ``EVALUATED`` or ``ENDED`` once that much of the epoch is over; 0 during its steps
+    :ivar batch: the batch being processed; ``None`` outside a step
+    :ivar loss_trackers: the running losses of the epoch or evaluation
+    :ivar unrecorded: the running losses of the training epoch, until they are recorded
+    :ivar recorded_losses: the mean losses of the last epoch or evaluation
+    :ivar set_apart: which values of each metric ``evaluate`` has recorded within the run, as indices
+    """
+
+    control: StopCoordinator
+    window: GradientWindow
+    request: RunRequest
+    data: RunData
+    config: TrainerRunConfig | None = None
+    step: Step = field(default_factory=Step)
+    schedule: RunSchedule = field(default_factory=RunSchedule)
+    end: RunEnd = field(default_factory=RunEnd)
+    before: Run | None = None
+    outer: Run | None = None
+    resumed: TrainingState | None = None
+    trained_model: nn.Module | None = None
+    progress: Progress = field(default_factory=Progress)
+    epoch_phase: int = 0
+    batch: Batch | None = None
+    loss_trackers: LossTrackers = field(default_factory=LossTrackers)
+    unrecorded: LossTrackers | None = None
+    recorded_losses: dict[str, float] = field(default_factory=dict)
+    step_metrics: dict[str, Any] = field(default_factory=dict)
+    set_apart: dict[str, set[int]] = field(default_factory=dict)
+    is_sanity_evaluation: bool = False
 
     @classmethod
     def create(
@@ -167,7 +202,7 @@ class Run:
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
         window = GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1)
-        return cls(StopCoordinator(ranks), ranks, window, request, train_data, eval_data, collate_fn)
+        return cls(StopCoordinator(ranks), window, request, RunData(ranks, train_data, eval_data, collate_fn))
 
     def __repr__(self) -> str:
         return f"Run({self.request.kind}, {self.progress})"
@@ -176,13 +211,13 @@ class Run:
         """Create an evaluation or prediction run within or after this one, with its own batches and losses."""
         return replace(
             self,
+            data=replace(self.data, made_loaders=WeakSet()),
+            schedule=replace(self.schedule, initial_options=[]),
+            end=replace(self.end, messages=[]),
             batch=None,
             loss_trackers=LossTrackers(),
-            recorded_losses={},
-            made_loaders=WeakSet(),
             unrecorded=None,
-            ending_messages=[],
-            initial_options=[],
+            recorded_losses={},
         )
 
     @property
@@ -194,11 +229,6 @@ class Run:
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
         return self.config
-
-    @property
-    def all_eval_loaders(self) -> list[Any]:
-        """The loaders of this process's evaluation batches, for all datasets."""
-        return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]
 
     @property
     def clock(self) -> float:
@@ -218,7 +248,7 @@ class Run:
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation."""
         epoch, every = self.progress.epoch, self.request.eval_every_n_epochs
-        if every is None or not self.all_eval_loaders:
+        if every is None or not self.data.all_eval_loaders:
             return False
         no_limit = self.request.max_num_train_steps is None
         is_last = self.is_finished or (no_limit and epoch == self.required_config.num_epochs)

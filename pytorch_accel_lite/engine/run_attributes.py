@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, overload
 
-from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.run import Run, RunData
 
 T = TypeVar("T")
 
@@ -41,13 +41,16 @@ def settable(name: str) -> Any:
 
     def write(trainer: Any, value: Any) -> None:
         _check_assignment(trainer, name)
-        setattr(trainer.current_run, name, value)
+        part, _, attribute = f"current_run.{name}".rpartition(".")
+        setattr(attrgetter(part)(trainer), attribute, value)
 
     return property(attrgetter(f"current_run.{name}"), write, doc=_doc(name))
 
 
 def _doc(name: str) -> str:
-    return getattr(getattr(Run, name, None), "__doc__", None) or ""
+    part, _, attribute = name.rpartition(".")
+    owner = RunData if part == "data" else Run
+    return getattr(getattr(owner, attribute, None), "__doc__", None) or ""
 
 
 def _check_assignment(trainer: Any, name: str) -> None:
@@ -59,7 +62,7 @@ def _check_assignment(trainer: Any, name: str) -> None:
     if "current_run" not in vars(trainer):
         raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
     if name.endswith("_loader") and not trainer.open_runs:
-        phase = name.removesuffix("_loader")
+        phase = name.removeprefix("data.").removesuffix("_loader")
         raise AttributeError(
             f"{type(trainer).__name__}.{phase}_dataloader is the loader of the current run, but nothing is running. "
             f"Store your own loader under another name, and return it from create_{phase}_dataloader()."

@@ -27,7 +27,7 @@ def sanity_evaluation(trainer: TrainerLike, run: Run) -> None:
     """
     expected = run.request.metrics
     is_asked_for = run.request.sanity_eval_batches > 0
-    if not is_asked_for and not all(isinstance(loader, MapLoader) for loader in run.all_eval_loaders):
+    if not is_asked_for and not all(isinstance(loader, MapLoader) for loader in run.data.all_eval_loaders):
         return
     history = _copied(trainer.run_history)
     handler = CallbackHandler()
@@ -37,7 +37,7 @@ def sanity_evaluation(trainer: TrainerLike, run: Run) -> None:
     with ExitStack() as stack:
         stack.enter_context(preserving_attributes(trainer, *handler.callbacks))
         stack.enter_context(replaced(run, is_sanity_evaluation=True, set_apart={}))
-        for loader in run.all_eval_loaders:
+        for loader in run.data.all_eval_loaders:
             if isinstance(loader, ShardedLoader):
                 most = run.request.sanity_eval_batches or 1
                 limit = most if loader.limit is None else min(loader.limit, most)

@@ -102,7 +102,7 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
     advice = (
         "Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS (NUM_EPOCHS with scheduler_interval='epoch')."
     )
-    if run.resumed is not None and not run.recreates_schedule:
+    if run.resumed is not None and not run.schedule.is_recreated:
         advice = (
             "It is the schedule of the run that is resumed, which is as long as that run. Train the longer run from "
             "the beginning; or load the weights of the state with trainer.load_checkpoint('<state>/model.safetensors') "

@@ -25,9 +25,9 @@ def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest],
     :param check: validates the run; if it raises an error, the optimizer keeps its rates
     """
     optimizer = trainer.optimizer
-    run.rates_left = [] if run.before is None else run.before.rates_left
+    run.schedule.rates_left = [] if run.before is None else run.before.schedule.rates_left
     now = scheduled_options(optimizer)
-    initial = initial_options(optimizer, run.rates_left)
+    initial = initial_options(optimizer, run.schedule.rates_left)
     trainer.scheduler = None
     try:
         begins = _create(trainer, now, initial)
@@ -36,7 +36,7 @@ def begin_schedule(trainer: TrainerLike, run: Run, check: Callable[[RunRequest],
         set_options(optimizer, now)
         raise
     if begins and trainer.scheduler is not None:
-        run.initial_options = initial
+        run.schedule.initial_options = initial
     if begins and run.resumed is None:
         _say_where_it_begins(trainer, *([values.get("lr") for values in options] for options in (now, initial)))
 
@@ -73,7 +73,7 @@ def step_after_epoch(trainer: TrainerLike, run: Run) -> None:
     """
     request = run.request
     each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
-    has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.all_eval_loaders
+    has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
     has_metric = has_metric or request.eval_every_n_epochs is None
     if each_epoch and has_metric:
         trainer.scheduler_step()

@@ -76,18 +76,18 @@ def find_data(
     state = None
     if resume_from is not None:
         run.resumed = state = find_state(trainer, request.state_sources, resume_from)
-    run.data_seed = trainer.seed
+    run.data.seed = trainer.seed
     if trainer.seed is not None:
         seed_run(trainer.seed, alike=trainer.logical is not None)
     if state is not None:
-        run.data_seed = state.metadata["data_seed"]
-        run.first_epoch = state.metadata.get("first_epoch", 1)
-    elif trainer.seed is None and (request.saves_training_states or run.data_ranks.replicas > 1):
-        run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
-    if run.data_ranks.replicas > 1:  # processes that compute a batch together drop out the same units
-        restore_generators(run.data_ranks.alike(capture_generators()))  # type: ignore[attr-defined]
+        run.data.seed = state.metadata["data_seed"]
+        run.data.first_epoch = state.metadata.get("first_epoch", 1)
+    elif trainer.seed is None and (request.saves_training_states or run.data.ranks.replicas > 1):
+        run.data.seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
+        restore_generators(run.data.ranks.alike(capture_generators()))  # type: ignore[attr-defined]
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
-    if run.eval_dataset is not None:
+    if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
@@ -102,7 +102,7 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
     request.metrics.settle(trainer)
     if isinstance(trainer.run_history, InMemoryRunHistory):
         trainer.run_history.directions = request.metrics.directions
-    if request.sanity_eval_batches and run.eval_dataset is None:
+    if request.sanity_eval_batches and run.data.eval_dataset is None:
         raise ValueError(
             f"sanity_eval_batches={request.sanity_eval_batches} needs an eval_dataset. Pass one to train()."
         )
@@ -111,7 +111,7 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: dict[str, Any] | None) -> None:
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
-    run.train_loader = create_loader(trainer, run, source, training=True)
+    run.data.train_loader = create_loader(trainer, run, source, training=True)
 
 
 def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
@@ -126,7 +126,7 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     run.config = create_config(trainer, run, batch_size)
     check_same_on_all_ranks(run.config.to_dict(), ranks)
     run.window = GradientWindow(
-        run.data_ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
+        run.data.ranks, trainer.device, request.gradient_accumulation_steps, run.config.train_per_device_batch_size
     )
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
@@ -144,12 +144,12 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     state = run.resumed
     if state is not None:
         resuming.warn_of_other_schedule(trainer, state)
-        run.recreates_schedule = resuming.schedule_was_for_others(trainer, run, state)
+        run.schedule.is_recreated = resuming.schedule_was_for_others(trainer, run, state)
         trainer.load_training_state(state.directory)
         resuming.align_windows(run, state)
     if trainer.scheduler is not None:
         check_length(trainer, run)
-    if state is not None and run.recreates_schedule:
+    if state is not None and run.schedule.is_recreated:
         resuming.resume_schedule(trainer, run, state)
     run.step.must_compare_replicas = trainer.check_replicas and trainer.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and trainer.ranks.world_size > 2

@@ -37,16 +37,16 @@ def begin(trainer: TrainerLike, run: Run, has_own_way: bool) -> None:
             "overridden parallelize_model(mesh) of the trainer, which then gives them values; or call "
             "model.to_empty(device=...) and initialise them before you create the trainer."
         )
-    run.data_ranks = find_data_ranks(model, trainer.ranks)
+    run.data.ranks = find_data_ranks(model, trainer.ranks)
     wanted = tensor_parallel_size(trainer.accelerator)
-    if wanted not in (1, run.data_ranks.replicas):
+    if wanted not in (1, run.data.ranks.replicas):
         raise ValueError(
-            f"The accelerator's parallelism_config has tp_size={wanted}, but {run.data_ranks.replicas} process(es) "
+            f"The accelerator's parallelism_config has tp_size={wanted}, but {run.data.ranks.replicas} process(es) "
             f"share the weights of {type(model).__name__} by tensor parallelism. Load the model with tp_plan='auto' "
             "and the accelerator's device mesh, or call parallelize_module on it, before you create the trainer."
         )
-    if run.data_ranks.replicas > 1 and run.data_seed is None:  # what is read at random must be the same
-        run.data_seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    if run.data.ranks.replicas > 1 and run.data.seed is None:  # what is read at random must be the same
+        run.data.seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
 
 
 def begin_sharded(trainer: TrainerLike, run: Run) -> None:

@@ -74,8 +74,8 @@ class PlainStep(Step):
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Correct and clip the gradients of an accumulation window, and update the weights."""
-        if self.averaged and run.data_ranks.world_size > 1:
-            average_gradients(self.averaged, run.data_ranks)
+        if self.averaged and run.data.ranks.world_size > 1:
+            average_gradients(self.averaged, run.data.ranks)
         if self.synced_buffers:
             trainer.ranks.copy_from_first(getattr(part, name) for part, name in self.synced_buffers)
         listeners = trainer.callback_handler.listeners

@@ -63,7 +63,7 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
     if run.epoch_phase < TRAINED:
-        trainer._run_train_epoch(run.train_loader)
+        trainer._run_train_epoch(run.data.train_loader)
     if run.epoch_phase < EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < ENDED:
@@ -87,10 +87,11 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     _finish_resuming(trainer, run)
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
-    run.train_loader = create_loader(trainer, run, run.train_loader, training=True)  # a callback may have replaced it
+    loader = create_loader(trainer, run, run.data.train_loader, training=True)  # a callback may have replaced it
+    run.data.train_loader = loader
     done = progress.samples_in_epoch, progress.step
     set_optimizer_modes(trainer, training=True)
-    batches = run.train_loader.steps(progress.epoch, *done, run.request.measures_waiting, _smallest_share(trainer, run))
+    batches = loader.steps(progress.epoch, *done, run.request.measures_waiting, _smallest_share(trainer, run))
     while progress.update < limit and (batch := next(batches, None)) is not None:
         if run.step.must_warm_up_ddp:
             warm_up_ddp(trainer, run, batch)
@@ -107,7 +108,7 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
     sync_ddp_buffers(trainer.model, trainer.ranks)
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
-    run.record_losses(trainer.run_history, run.data_ranks, "train_{}_epoch")
+    run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
     run.unrecorded = None
     run.epoch_phase = TRAINED
     trainer.call_event("on_train_epoch_end")

@@ -77,7 +77,7 @@ def trial(
     check_training(trainer.optimizer, trainer.accelerator, request, None)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)
     run = Run.create(trainer.ranks, request, train_dataset, collate_fn=collate_fn)
-    run.data_seed = trainer.seed or 0
+    run.data.seed = trainer.seed or 0
     with entering(trainer, run, f"{name}()"):
         create_train_loader(trainer, run, batch_size, loader_kwargs)
         with prepared_for_trial(trainer):

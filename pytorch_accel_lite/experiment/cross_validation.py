@@ -390,7 +390,7 @@ class _Validation:
                 resume_from="latest" if self.resume and saves_states else None,
                 **self.train_arguments,
             )
-            if (pause := trainer.current_run.interruption) is not None:
+            if (pause := trainer.current_run.end.pause) is not None:
                 raise RunPausedError(f"{pause} {name} is not finished: call cross_validate again with resume=True.")
             given = self.train_arguments
             reading = {name: given[key] for key, name in _FOR_EVALUATION.items() if key in given}

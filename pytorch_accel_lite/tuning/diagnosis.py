@@ -133,7 +133,7 @@ def diagnose(
 
 def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: CallbackTimes) -> Diagnosis:
     """Measure the trainer's steps."""
-    loader = run.train_loader
+    loader = run.data.train_loader
     held = list(itertools.islice(loader.steps(1), 8))
     if not held:
         raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")

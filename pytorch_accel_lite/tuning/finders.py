@@ -197,7 +197,7 @@ def _batches(trainer: TrainerLike, run: Run) -> Iterator[Batch]:
     """Yield batches indefinitely, one epoch after another."""
     for epoch in itertools.count(1):
         empty = True
-        for batch in run.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
+        for batch in run.data.train_loader.steps(epoch, min_share=smallest_share(trainer, run)):
             empty = False
             yield batch
         if empty:
@@ -213,7 +213,7 @@ def _update(trainer: TrainerLike, run: Run, batches: Iterator[Batch], name: str)
     run.loss_trackers = create_trackers(trainer)
     while run.progress.update == done:
         train_step(trainer, run, next(batches))
-    means = run.loss_trackers.means(run.data_ranks, "{}")
+    means = run.loss_trackers.means(run.data.ranks, "{}")
     return means.get(name, means["loss"])
 
 
@@ -246,10 +246,10 @@ def find_batch_size(
         def load(size: int) -> Batch:
             create_train_loader(self, run, size, train_dataloader_kwargs)
             try:
-                batch: Batch = next(iter(run.train_loader.steps(1)))
+                batch: Batch = next(iter(run.data.train_loader.steps(1)))
                 return batch
             finally:
-                run.train_loader.stop_workers()
+                run.data.train_loader.stop_workers()
 
         self.train_epoch_start()
         found = _largest_batch(self, load, start, most, num_steps)

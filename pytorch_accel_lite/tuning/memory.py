@@ -279,12 +279,12 @@ def _read_batch(trainer: TrainerLike, run: Run, size: int, loader_kwargs: dict[s
     """Return the first batch of the training data, as the trainer reads it."""
     reader = copy.copy(trainer)
     vars(reader).update(current_run=run, open_runs=[run])
-    run.data_seed = trainer.seed or 0
+    run.data.seed = trainer.seed or 0
     create_train_loader(reader, run, size, loader_kwargs)
     try:
-        batch: Batch | None = next(iter(run.train_loader.steps(1)), None)
+        batch: Batch | None = next(iter(run.data.train_loader.steps(1)), None)
     finally:
-        run.train_loader.stop_workers()
+        run.data.train_loader.stop_workers()
     if batch is None:
         raise ValueError(
             f"train_dataset gave no batch: it is empty, or exhausted, or has fewer than {size} samples, all of which "
