@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.environment import LIMIT_BATCHES_VARIABLE
 from pytorch_accel_lite.base.events import CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.base.inspection import accepts, is_overridden
 from pytorch_accel_lite.base.modules import is_sharded, without_gradients
+from pytorch_accel_lite.base.other_libraries import METHODS, answering, check_subclass, explain_names
 from pytorch_accel_lite.base.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
@@ -28,8 +29,6 @@ from pytorch_accel_lite.base.placeholders import (
 from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.base.signals import ending_in_order, exit_for
-from pytorch_accel_lite.base.subclass_checks import check_subclass
-from pytorch_accel_lite.base.unknown_arguments import METHODS, answering, explain_names
 from pytorch_accel_lite.base.watched_metric import latest_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -47,8 +46,7 @@ from pytorch_accel_lite.distributed import Ranks, collectives, launch, rewrappin
 from pytorch_accel_lite.engine import (
     arguments,
     evaluation,
-    inference,
-    logged_values,
+    losses,
     prediction,
     replicas,
     resuming,
@@ -56,15 +54,15 @@ from pytorch_accel_lite.engine import (
     setup,
     training,
 )
+from pytorch_accel_lite.engine.arguments import check_parallelism
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.engine.lifecycle import entering
 from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.engine.optimizer_factories import combine_or_defer
-from pytorch_accel_lite.engine.parallelism_checks import check_parallelism
 from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, get_model
 from pytorch_accel_lite.engine.run import Run, Step
 from pytorch_accel_lite.engine.run_attributes import Offered, offered, run_property, settable
-from pytorch_accel_lite.engine.schedule_checks import check_scheduler
+from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.engine.trainer_repr import html_of_trainer, of_trainer
 from pytorch_accel_lite.optimizers import gradients
 from pytorch_accel_lite.optimizers import operations as optimizers
@@ -313,8 +311,8 @@ class Trainer:
                 self._run_training()
         exit_for(run.end.pause)
 
-    evaluate = inference.evaluate
-    run_evaluation = inference.run_evaluation
+    evaluate = evaluation.evaluate
+    run_evaluation = evaluation.run_evaluation
     predict = prediction.predict
     predict_iter = prediction.predict_iter
     find_lr = finders.find_lr
@@ -530,7 +528,7 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
-    log = logged_values.log
+    log = losses.log
     update = manual.update
     recompute_gradients = closures.recompute_gradients
     gather = collectives.gather

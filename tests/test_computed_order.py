@@ -10,8 +10,7 @@ from torch.utils.data import RandomSampler
 
 from benchmarks.order import by_trainer, measured
 from pytorch_accel_lite.data import order
-from pytorch_accel_lite.data.computed_order import ComputedOrder
-from pytorch_accel_lite.data.order import indices_at
+from pytorch_accel_lite.data.order import ComputedOrder, indices_at
 from tests import cases
 from tests.cases.computed_order import SIZE, orders_of_epochs
 from tests.tasks import Rows, listener, quiet_trainer, regression_data, small_model

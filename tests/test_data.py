@@ -1296,7 +1296,7 @@ class CollectsGarbageRows(Rows):
 WORKERS_THAT_DO_NOT_BEGIN = """
 import os, pathlib, sys, time
 from torch import nn
-from pytorch_accel_lite.data import forking
+from pytorch_accel_lite.data import workers
 from tests.launching import run_code
 from tests.tasks import Rows, Stream, make_data, make_trainer, train
 
@@ -1309,7 +1309,7 @@ def hang_at_first():
         time.sleep(1000)
 
 os.register_at_fork(after_in_child=hang_at_first)
-forking.SECONDS_TO_BEGIN = 0.5
+workers.SECONDS_TO_BEGIN = 0.5
 trainer = train(make_trainer(), train_dataset=Stream() if sys.argv[2] == "stream" else Rows(make_data()),
                 train_dataloader_kwargs={"num_workers": 2, "batch_size": 2})
 print(trainer.progress.samples, len(list(tried.iterdir())))

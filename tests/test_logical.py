@@ -20,7 +20,7 @@ from pytorch_accel_lite.callbacks import GradientNormCallback, NaNReportCallback
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.data.plan import split
-from pytorch_accel_lite.steps.pairwise_sum import Node, TreeSum, blocks_of
+from pytorch_accel_lite.steps.logical_gradients import Node, TreeSum, blocks_of
 from tests.cases import logical
 from tests.launching import SOAK
 from tests.scripts.resumable import run_to_the_end

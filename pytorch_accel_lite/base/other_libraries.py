@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.text import did_you_mean
 
-_METHODS = ("__init__", "train")
+_RENAMED_METHODS = ("__init__", "train")
 
 # Our names of arguments, whichever method takes them, and of events, with the names that other libraries use.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -136,7 +139,7 @@ def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
     for ours in candidates:
         if ours in known:
             return f"it is called {ours}."
-    for other in _METHODS:
+    for other in _RENAMED_METHODS:
         for ours in candidates if hasattr(cls, "train") and method.__name__ != other else ():
             if ours in inspect.signature(getattr(cls, other)).parameters:
                 return f"pass {ours} to {_called(cls, other)}."
@@ -147,3 +150,162 @@ def _answer(cls: type, method: Callable[..., Any], word: str) -> str:
 
 def _called(cls: type, name: str) -> str:
     return f"{cls.__name__}()" if name == "__init__" else f"{name}()"
+
+
+C = TypeVar("C", bound=type)
+
+#: Attributes that a trainer sets and relies on, with the names of their classes; no property, so that reading is fast.
+_OWN_ATTRIBUTES = {
+    "current_run": ("Run",),
+    "open_runs": ("list",),
+    "prepared_model": ("PreparedModel", "NoneType"),
+    "logical": ("LogicalProcesses", "NoneType"),
+    "registered_objects": ("dict",),
+}
+_METHODS = (
+    "__init__",
+    "train",
+    "evaluate",
+    "run_evaluation",
+    "predict",
+    "predict_iter",
+    "find_lr",
+    "find_batch_size",
+    "diagnose",
+    "estimate_memory",
+)
+
+
+def answering(cls: C) -> C:
+    """Make the methods of a class answer an unknown argument with ours, in the ``TypeError``."""
+    for name in _METHODS:
+        if name in vars(cls):
+            setattr(cls, name, answering_method(vars(cls)[name], cls))
+    return cls
+
+
+def answering_method(method: Callable[..., Any], cls: type | None = None) -> Callable[..., Any]:
+    """Make a single method answer.
+
+    :param cls: the class it belongs to; by default that of the instance
+    """
+    known = inspect.signature(method).parameters.keys()
+    own = _OWN_ATTRIBUTES if hasattr(cls, "train") else {}  # none in callbacks
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # IPython and pytest hide this frame
+        if not kwargs.keys() <= known:
+            raise TypeError(" ".join(answers(cls or type(self), method, kwargs.keys() - known)))
+        for name, kinds in own.items():
+            if name in vars(self) and type(vars(self)[name]).__name__ not in kinds:
+                raise AttributeError(Refusal(name, "").message(type(self)))
+        if method.__name__ != "__init__" and "current_run" not in vars(self):
+            needed = "super().__init__(model, loss_func, optimizer)"
+            raise RuntimeError(f"{type(self).__name__}.__init__ does not call {needed}.")
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+class KnownElsewhere:
+    """A method name that the class does not have, but users of other libraries expect.
+
+    :param answer: advice on what to call instead
+    """
+
+    def __init__(self, name: str, answer: str) -> None:
+        self._name = name
+        self._answer = answer
+
+    def __get__(self, instance: object, owner: type) -> KnownElsewhere:
+        if instance is None:
+            return self
+        raise AttributeError(f"{owner.__name__} has no {self._name}(). {self._answer}")
+
+
+METHODS = [
+    KnownElsewhere("fit", "Call train(train_dataset, num_epochs, eval_dataset)."),
+    KnownElsewhere("test", "Call evaluate(dataset)."),
+    KnownElsewhere("validate", "Call evaluate(dataset)."),
+    KnownElsewhere("add_callback", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
+]
+
+
+class Refusal:
+    """The setter of a read-only property: raises an error that explains the name and suggests another."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        meaning = " ".join(doc.split(".")[0].split())
+        self._text = f"{name} is reserved: it is an attribute of the trainer itself"
+        self._text += f" ({meaning}). " if meaning else ". "
+        self._text += f"Choose another name, for example my_{name.strip('_')}."
+
+    def message(self, cls: type) -> str:
+        """Return the refusal of a name that a class has taken."""
+        return f"{cls.__name__}.{self._text}"
+
+    def __call__(self, trainer: Any, value: Any) -> None:
+        """Refuse an assignment."""
+        raise AttributeError(self.message(type(trainer)))
+
+
+def explain_names(cls: C) -> C:
+    """Make every read-only property of a class explain itself when it is assigned to."""
+    for name, held in list(vars(cls).items()):
+        if isinstance(held, property) and held.fset is None:
+            setattr(cls, name, held.setter(Refusal(name, held.__doc__ or "")))
+    return cls
+
+
+#: Methods of pytorch-accelerated that are not called here, with the methods that replace them and advice.
+REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
+    "_clip_gradients": (("clip_gradients",), "Override clip_gradients(), which is called once per update."),
+    "_prepare_model_optimizer_and_dataloaders": (
+        (),
+        "Configure Accelerate with Trainer(accelerator=Accelerator(...)), build loaders in create_train_dataloader() "
+        "and create_eval_dataloader(), and prepare anything else in training_run_start().",
+    ),
+    "_perform_forward_and_backward_passes": (
+        ("calculate_train_batch_loss", "backward_step"),
+        "Override calculate_train_batch_loss(batch) or backward_step(loss).",
+    ),
+    "_run_evaluation": (
+        ("evaluation_run_start", "evaluation_run_end", "evaluate"),
+        "Override evaluation_run_start() and evaluation_run_end(), or evaluate().",
+    ),
+    "_update_loss_tracker": (
+        ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
+        "Override calculate_train_batch_loss() and calculate_eval_batch_loss(), whose 'loss' and 'batch_size' are "
+        "tracked.",
+    ),
+    "_add_epoch_loss_to_run_history": (
+        ("train_epoch_end", "eval_epoch_end"),
+        "Record your own metrics with run_history.update_metric() in train_epoch_end() and eval_epoch_end().",
+    ),
+    "_check_eval_batch_size": ((), "Remove it: every sample is evaluated exactly once, whatever the batch size."),
+}
+#: Internal methods that no subclass should override.
+_INTERNAL = ("_check_data", "_check_scheduler")
+
+
+def check_subclass(cls: type, trainer_class: type) -> None:
+    """Warn of overrides that are never called when a subclass of the trainer is defined.
+
+    :raises TypeError: if it redefines a name on which the trainer relies
+    """
+    own = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
+    defined = {name: held for c in reversed(own) for name, held in vars(c).items()}
+    for name in defined.keys() & REPLACED.keys():
+        methods, advice = REPLACED[name]
+        if not defined.keys() & set(methods):
+            text = f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}"
+            warnings.warn(text, stacklevel=3)
+    if is_ours(cls):
+        return
+    for name, held in defined.items():
+        refusal = getattr(vars(trainer_class).get(name), "fset", None)
+        if name in _INTERNAL:
+            refusal = Refusal(name, "")
+        if isinstance(refusal, Refusal) and not isinstance(held, property):
+            raise TypeError(refusal.message(cls))

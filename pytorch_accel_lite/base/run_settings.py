@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pytorch_accel_lite.base import reprs
 from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
-from pytorch_accel_lite.base.html import table
+from pytorch_accel_lite.base.reprs import table
 
 
 @dataclass

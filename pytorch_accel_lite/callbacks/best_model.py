@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.other_libraries import answering
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.unknown_arguments import answering
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback

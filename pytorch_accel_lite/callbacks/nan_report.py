@@ -14,9 +14,8 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from pytorch_accel_lite.base.batches import total_loss
-from pytorch_accel_lite.base.devices import to_float
+from pytorch_accel_lite.base.devices import mixed_precision, to_float
 from pytorch_accel_lite.base.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint

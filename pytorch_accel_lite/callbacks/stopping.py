@@ -14,9 +14,9 @@ import torch
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.other_libraries import answering
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.base.unknown_arguments import answering
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.engine.run import Run

@@ -16,8 +16,8 @@ from torch import nn
 
 from pytorch_accel_lite.base.batches import is_number
 from pytorch_accel_lite.base.events import TrainerCallback
-from pytorch_accel_lite.base.html import table
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.splitting import is_list_of_samples, slice_batch
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metrics import default_transform

@@ -24,6 +24,7 @@ import torch
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.files import (
+    FileHashes,
     StrPath,
     checksum,
     load_plain,
@@ -33,7 +34,6 @@ from pytorch_accel_lite.checkpoint.files import (
     write_plain,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.hashing import FileHashes
 from pytorch_accel_lite.checkpoint.numbers import unpack_numbers
 from pytorch_accel_lite.checkpoint.shards import OwnPieces, Piece, find_pieces, write_pieces
 from pytorch_accel_lite.checkpoint.tensor_files import read_weights_like, restore_tensors

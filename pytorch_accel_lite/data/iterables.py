@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.batch import Batch
-from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.base.batches import Batch, find_batch_size, tensors_in
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
 from pytorch_accel_lite.data.consistency import checksum_of_batches

@@ -13,13 +13,13 @@ from weakref import WeakSet
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.base.batch import Batch
-from pytorch_accel_lite.data.shares import whole_steps
+from pytorch_accel_lite.base.batches import Batch
+from pytorch_accel_lite.data.plan import whole_steps
 from pytorch_accel_lite.data.workers import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.data.shares import Shares
+    from pytorch_accel_lite.data.plan import Shares
 
 
 LoadedBatch = Batch

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.base.batch import Batch
+from pytorch_accel_lite.base.batches import Batch
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import mix, seed_generators
 from pytorch_accel_lite.data.consistency import check_order

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.html import table
-from pytorch_accel_lite.base.reprs import short, wrapped
+from pytorch_accel_lite.base.reprs import short, table, wrapped
 from pytorch_accel_lite.base.text import did_you_mean, format_metric, warn_of_metric_name
 from pytorch_accel_lite.plotting import plot_curves
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,12 +20,14 @@ from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.collectives import gathering_uneven_batches
 from pytorch_accel_lite.engine.arguments import check_same_call
 from pytorch_accel_lite.engine.explanations import explain
-from pytorch_accel_lite.engine.failed_runs import close_failed
 from pytorch_accel_lite.engine.prepared_model import PreparedModel
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.attributes import set_optimizer_modes
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.engine.run import Run
 
 
 def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -> ShardedLoader:
@@ -208,3 +211,31 @@ def add_note(error: Exception, trainer: TrainerLike, run: Run, phase: str) -> No
     """
     if not isinstance(error, (StopTrainingError, NonFiniteLossError)):
         explain(error, trainer, run, phase)
+
+
+def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bool) -> None:
+    """Notify the callbacks that an error ends the run; the caller raises the error itself.
+
+    Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
+    events, as they may communicate with ranks that have not failed.
+
+    :param ended: whether the ending events have already begun; one of their listeners may have failed
+    """
+    if run.outer is not None:
+        return
+    run.control.forget()
+    together = trainer.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
+    problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
+    if together and not ended:
+        try:
+            run.record_interrupted_epoch(trainer.run_history, run.data.ranks)
+            trainer.training_run_end()
+        except Exception as failure:
+            problems.append(failure)
+        problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
+    elif together:
+        problems += trainer.callback_handler.notify_rest("on_training_run_end", trainer)
+    for problem in problems:
+        text = "".join(traceback.format_exception(problem))
+        with suppress(OSError):  # a closed output must not hide the error itself
+            trainer.print(f"While the run was being ended by {error!r}, another error occurred:\n{text}")

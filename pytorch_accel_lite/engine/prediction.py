@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.base.batches import find_batch_size
+from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
@@ -21,10 +21,9 @@ from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
-from pytorch_accel_lite.distributed.gathering import gather_outputs
-from pytorch_accel_lite.engine.evaluation import is_skipped, unwrapped_model
-from pytorch_accel_lite.engine.failed_runs import close_failed
-from pytorch_accel_lite.engine.inference import inference_run, preserving_randomness
+from pytorch_accel_lite.distributed.collectives import gather_outputs
+from pytorch_accel_lite.engine.evaluation import inference_run, is_skipped, preserving_randomness, unwrapped_model
+from pytorch_accel_lite.engine.lifecycle import close_failed
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.optimizers.attributes import evaluating_optimizers
 

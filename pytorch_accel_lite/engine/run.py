@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.progress import Progress
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.named import NamedDatasets
+from pytorch_accel_lite.data.mixtures import NamedDatasets
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.history import RunHistory

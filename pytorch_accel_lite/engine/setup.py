@@ -30,7 +30,7 @@ from pytorch_accel_lite.engine.evaluation import create_eval_loaders
 from pytorch_accel_lite.engine.history import InMemoryRunHistory
 from pytorch_accel_lite.engine.lifecycle import apply_model_options, create_config, create_loader, prepare_model
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.schedule_checks import check_length
+from pytorch_accel_lite.engine.scheduling import check_length
 from pytorch_accel_lite.optimizers import attributes
 from pytorch_accel_lite.optimizers.gradients import GradientWindow
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_made, optimized_parameters

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
+from pytorch_accel_lite.checkpoint.shards import find_pieces, read_like
+from pytorch_accel_lite.checkpoint.weights import listed, sharded_like
 from pytorch_accel_lite.distributed.layout import find_data_ranks
-from pytorch_accel_lite.engine.meta_models import place_model
-from pytorch_accel_lite.engine.parallelism_checks import check_accelerate_can_shard, tensor_parallel_size
-
-if TYPE_CHECKING:
-    from pytorch_accel_lite.engine.run import Run
+from pytorch_accel_lite.engine.arguments import check_accelerate_can_shard, tensor_parallel_size
+from pytorch_accel_lite.optimizers.operations import is_made
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.engine.run import Run
@@ -55,3 +62,153 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
     is_parallel = trainer.is_sharded or getattr(trainer.accelerator, "parallelism_config", None) is not None
     if has_own_way or (is_parallel and trainer.ranks.world_size > 1):
         begin(trainer, run, has_own_way)
+
+
+_placed: WeakSet[nn.Module] = WeakSet()
+
+
+def place_model(trainer: TrainerLike) -> None:
+    """Shard the model as the trainer's class does, once, and give values to what it has left on the meta device.
+
+    :raises ValueError: if there are no values for a parameter or a buffer
+    """
+    model = trainer.get_model(keep_torch_compile=False)
+    if model in _placed:
+        return
+    source = shard_model(trainer, _create_mesh(trainer))
+    seed = trainer.seed
+    if seed is None:
+        seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    fill(model, trainer.device, source, seed)
+    _placed.add(model)
+
+
+def shard_model(trainer: TrainerLike, mesh: Any) -> str | os.PathLike[str] | None:
+    """Shard the model as the trainer's class does, and return where to find its weights, if it says so.
+
+    :raises TypeError: if the optimizer exists already, with the parameters that sharding replaces
+    :raises ValueError: if the accelerator would shard the model again
+    """
+    if trainer.accelerator.is_fsdp2:
+        raise ValueError(
+            f"{type(trainer).__name__}.parallelize_model shards the model, and the accelerator's FSDP plugin would do "
+            "so again. Pass an Accelerator without an FSDP plugin."
+        )
+    if trainer.optimizer is not None and is_made(trainer.optimizer):
+        raise TypeError(
+            f"{type(trainer).__name__}.parallelize_model replaces the parameters that the optimizer holds. Pass a "
+            "function that creates the optimizer afterwards, such as functools.partial(AdamW, lr=1e-3)."
+        )
+    return trainer.parallelize_model(mesh)
+
+
+def _create_mesh(trainer: TrainerLike) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = getattr(trainer.accelerator, "torch_device_mesh", None)
+    if mesh is not None:
+        return mesh
+    if not dist.is_initialized():  # a single process
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(store=store, rank=0, world_size=1)
+    return init_device_mesh(trainer.device.type, (trainer.ranks.world_size,), mesh_dim_names=("dp",))
+
+
+def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] | None, seed: int) -> None:
+    """Give values to all parameters and buffers of a model that are on the meta device, each process its own shards.
+
+    :param source: a safetensors file, or a directory of them; ``None`` to initialise the parameters as a model that is
+        not sharded would be after ``torch.manual_seed(seed)``, layer by layer
+    :raises ValueError: if there are no values for some of them
+    """
+    missing = {name for name, tensor in _tensors(model) if tensor.is_meta}
+    if not missing and source is None:
+        return
+    kept = {name: tensor.detach().clone() for name, tensor in _tensors(model) if not tensor.is_meta}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in _tensors(model):
+            if name in kept:
+                tensor.copy_(kept[name])
+        if source is not None:
+            missing -= _load(model, Path(source))
+        if missing:
+            with preserving_generators():
+                seed_generators(seed << 1)  # which halves it for torch
+                missing -= _initialise(model, missing, device)
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} was created on the meta device, and nothing gives values to {listed(missing)}"
+            f"{'' if source is None else f', which {os.fspath(source)!r} does not contain'}. Give the modules that "
+            "hold them a reset_parameters() method, return weights that contain them from parallelize_model, or create "
+            "them on a real device: accelerate.init_empty_weights() leaves buffers there."
+        )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _load(model: nn.Module, source: Path) -> set[str]:
+    """Read the weights of a model, each process only its own shards; return the names of those that were found."""
+    pieces = find_pieces([source] if source.is_file() else sorted(source.glob("*.safetensors")))
+    if not pieces:
+        raise ValueError(f"{os.fspath(source)!r}, which parallelize_model returned, has no weights as safetensors.")
+    found: set[str] = set()
+    shared: set[int] = set()
+    for name, tensor in _tensors(model):
+        if name in pieces:
+            tensor.copy_(read_like(pieces[name], tensor, name))
+            found.add(name)
+            shared.add(id(tensor))
+    return found | {name for name, tensor in _tensors(model) if id(tensor) in shared}  # tied ones have one name there
+
+
+def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> set[str]:
+    """Initialise layer after layer, whole on each process, and keep its own shards; return the names of those done."""
+    done: set[str] = set()
+    values: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+        names = {f"{prefix}.{name}".lstrip("."): name for name in own}
+        wanted = {full: name for full, name in names.items() if full in missing and id(own[name]) not in values}
+        reset = _initialiser(model, module)
+        if wanted and reset is not None:
+            whole = _whole_copy(module, device)
+            reset(whole)
+            for name in wanted.values():
+                value = getattr(whole, name).detach()
+                if not value.is_floating_point() or not value.isnan().any():
+                    local(own[name]).copy_(local(sharded_like(own[name], value)))
+                    values[id(own[name])] = own[name]
+        done |= {full for full, name in names.items() if id(own[name]) in values}
+    return done
+
+
+def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """Return what initialises a module: transformers' models have a method for that, modules of torch their own."""
+    of_model = getattr(model, "_init_weights", None)
+    if of_model is not None:
+        return of_model  # type: ignore[no-any-return]
+    for name in ("reset_parameters", "_reset_parameters"):
+        if hasattr(module, name):
+            return lambda whole: getattr(whole, name)()
+    return None
+
+
+def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module whose own parameters and buffers are whole, and NaN."""
+    whole: nn.Module = object.__new__(type(module))  # copy.copy() fails for modules that fully_shard has sharded
+    vars(whole).update(vars(module))
+
+    def empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        fresh.fill_(torch.nan if fresh.is_floating_point() else 0)
+        return nn.Parameter(fresh, fresh.is_floating_point()) if isinstance(tensor, nn.Parameter) else fresh
+
+    for kind in ("_parameters", "_buffers"):
+        vars(whole)[kind] = {name: empty(tensor) for name, tensor in vars(module)[kind].items()}
+    return whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, total_loss
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.data import Batch

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.html import table
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.reprs import short, wrapped
+from pytorch_accel_lite.base.reprs import short, table, wrapped
 from pytorch_accel_lite.optimizers.operations import is_made
 
 

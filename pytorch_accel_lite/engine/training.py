@@ -14,13 +14,12 @@ from pytorch_accel_lite.checkpoint.snapshot import finish_restoring
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
 from pytorch_accel_lite.engine.batch_norm_shares import smallest_share
-from pytorch_accel_lite.engine.evaluation import evaluate_all
+from pytorch_accel_lite.engine.evaluation import evaluate_all, sanity_evaluation
 from pytorch_accel_lite.engine.first_batch import warn_of_sum
 from pytorch_accel_lite.engine.lifecycle import add_note, create_loader, ending
 from pytorch_accel_lite.engine.losses import create_trackers
 from pytorch_accel_lite.engine.resuming import has_nothing_left
 from pytorch_accel_lite.engine.run import ENDED, EVALUATED, TRAINED, Run
-from pytorch_accel_lite.engine.sanity import sanity_evaluation
 from pytorch_accel_lite.engine.scheduling import step_after_epoch
 from pytorch_accel_lite.engine.step import warm_up_ddp
 from pytorch_accel_lite.optimizers import attributes

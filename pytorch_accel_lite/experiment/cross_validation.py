@@ -23,8 +23,8 @@ from torch.utils.data import Subset
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.events import RunPausedError
-from pytorch_accel_lite.base.html import table
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.splitting import concatenate, reorder
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions

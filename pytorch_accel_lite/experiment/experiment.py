@@ -21,7 +21,7 @@ from accelerate.utils import set_seed
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.inspection import is_ours as is_of_package
 from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks.stacks import is_library
+from pytorch_accel_lite.callbacks.hang_watch import is_library
 from pytorch_accel_lite.checkpoint.files import place, replacing
 from pytorch_accel_lite.experiment.expressions import replace_expressions
 from pytorch_accel_lite.experiment.importing import full_name, import_path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra, install_command
-from pytorch_accel_lite.base.html import table
+from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.templates import render
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.callbacks.run_page import Cell, Table, format_column, format_duration

@@ -34,8 +34,8 @@ from pytorch_accel_lite.steps.guarded import (
     split_further,
     split_into_parts,
 )
+from pytorch_accel_lite.steps.logical import SharedLossTrackers
 from pytorch_accel_lite.steps.logical_gradients import GradientSum
-from pytorch_accel_lite.steps.logical_losses import SharedLossTrackers
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.engine.run import Run

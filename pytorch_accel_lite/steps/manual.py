@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytorch_accel_lite.base.batches import BatchOutput, complete_output, find_batch_size
-from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.beside_model import buffers_beside_model
 from pytorch_accel_lite.distributed.averaging import average_gradients

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytorch_accel_lite.base.batches import find_batch_size
 from pytorch_accel_lite.base.devices import module_of
-from pytorch_accel_lite.base.html import table
+from pytorch_accel_lite.base.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.advice import faster_data, not_fused
+from pytorch_accel_lite.engine.history import InMemoryRunHistory
+from pytorch_accel_lite.engine.losses import create_trackers
+from pytorch_accel_lite.engine.restoring import preserving_attributes, replaced
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.step import loss_of
+from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import report, trial
-from pytorch_accel_lite.tuning.callback_times import CallbackTimes
-from pytorch_accel_lite.tuning.fusion import fusible_share
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.data import Batch
+    from pytorch_accel_lite.engine.run import Run
+
 
 # Compiled steps pay on a CPU if they are not short, and spend this share of their time on what is fused: the
 # convolutional network of the benchmarks gains with 0.6, the transformer does not with 0.2.
@@ -269,3 +278,107 @@ def _advise(trainer: TrainerLike, found: Diagnosis) -> Iterable[str]:
         )
     if not on_gpu and trainer.device.type == "cpu" and torch.get_num_threads() == 1 and compute > 0.005:
         yield "Torch uses a single thread: torch.set_num_threads(n), or OMP_NUM_THREADS=n, makes it use more cores."
+
+
+_OF_A_STEP = (
+    "on_train_step_start",
+    "on_backward_start",
+    "on_backward_end",
+    "on_optimizer_step_start",
+    "on_optimizer_step_end",
+    "on_train_step_end",
+    "on_update_end",
+)
+
+
+class CallbackTimes:
+    """Measures callbacks in steps outside a run: only the methods that the user wrote, for the events of a step.
+
+    A callback that fails, because it needs an event before, is not called again.
+
+    :param now: returns the time, once the device is idle
+    :ivar seconds: seconds per step, by class name
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback], now: Callable[[], float]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._failed: dict[str, str] = {}
+        self._now = now
+        self._totals: dict[str, float] = defaultdict(float)
+        self._handler = CallbackHandler()
+        self._handler.timer = self._time
+        for callback in callbacks:
+            own = [event for event in _OF_A_STEP if is_overridden(callback, event)]
+            if own:
+                self._handler.callbacks.append(callback)
+                self._handler.set_listening(callback, False, *(event for event in EVENTS if event not in own))
+
+    def measure(self, trainer: TrainerLike, run: Run, batches: Sequence[Batch]) -> None:
+        """Train on batches. What the callbacks change of themselves, the trainer and its history is restored."""
+        if not self._handler.callbacks:
+            return
+        with (
+            preserving_attributes(trainer, *self._handler.callbacks),
+            replaced(trainer, callback_handler=self._handler, run_history=InMemoryRunHistory()),
+        ):
+            run.loss_trackers = create_trackers(trainer)
+            run.progress.start_epoch()
+            for batch in batches:
+                train_step(trainer, run, batch)
+        self.seconds = {name: total / len(batches) for name, total in self._totals.items() if name not in self._failed}
+
+    def describe_unmeasured(self) -> Iterator[str]:
+        """Yield a sentence if some callbacks could not be measured."""
+        reasons = {name: self._failed.get(name, "several processes") for name in self._handler.callback_list}
+        unmeasured = [f"{name} ({reason})" for name, reason in reasons.items() if name not in self.seconds]
+        if unmeasured:
+            listed = ", ".join(unmeasured)
+            yield f"Callbacks that could not be measured: {listed}. A run with TimingCallback measures them."
+
+    @contextmanager
+    def _time(self, callback: object) -> Iterator[None]:
+        if isinstance(callback, str):  # a phase within a callback, such as saving
+            yield
+            return
+        name = type(callback).__name__
+        begin = self._now()
+        try:
+            yield
+        except StopTrainingError:
+            pass
+        except Exception as error:
+            self._failed[name] = f"{type(error).__name__}: {error}"
+            self._handler.set_listening(callback, False, *_OF_A_STEP)  # type: ignore[arg-type]
+        self._totals[name] += self._now() - begin
+
+
+# Operations that read and write each element once or a few times: torch's own code for them makes one pass over memory
+# each, while inductor's makes one for several.
+_FUSIBLE = re.compile(
+    r"norm|pool|elu|silu|sigmoid|tanh|threshold|clamp|softmax|dropout|where"
+    r"|^aten::(add|sub|mul|div|pow|exp|log|sqrt|rsqrt|abs|neg|copy|fill|erf|sin|cos|lerp|addcmul|addcdiv)_?(\.|$)"
+)
+
+
+def fusible_share(compute: Callable[[], Any]) -> float:
+    """Return the part of the time of a computation on the CPU, from 0 to 1, that goes into operations to be fused."""
+    with _Timed() as timed:
+        compute()
+    return timed.fusible / timed.total if timed.total else 0.0
+
+
+class _Timed(TorchDispatchMode):
+    """Measures operations, those of backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = self.fusible = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - begin
+        self.total += seconds
+        if _FUSIBLE.search(func.name()):
+            self.fusible += seconds
+        return result

@@ -15,11 +15,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.batches import find_batch_size, is_as_long, parts_in
 from pytorch_accel_lite.base.devices import module_of
-from pytorch_accel_lite.base.html import table
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import PLAIN, are_sharded
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.reprs import table
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.engine.arguments import check_data, check_training
