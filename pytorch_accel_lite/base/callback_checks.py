@@ -10,32 +10,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from pytorch_accel_lite.base.environment import LIBRARIES
 from pytorch_accel_lite.base.inspection import is_ours
 from pytorch_accel_lite.base.other_libraries import suggest
-
-
-def instance_of(callback: Any) -> Any:
-    """Return a callback that was given as an instance or as a class.
-
-    :raises TypeError: if it is a class that cannot be called without arguments
-    """
-    if not isinstance(callback, type):
-        return callback
-    with suppress(ValueError):  # not written in Python
-        parameters = inspect.signature(callback).parameters.values()
-        needed = [
-            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        if needed:
-            raise TypeError(
-                f"callbacks: {callback.__name__} is a class, which needs arguments. Pass an instance: "
-                f"{callback.__name__}({', '.join(needed)})."
-            )
-    return callback()
 
 
 def check_callback(callback: Any, base: type) -> None:
@@ -87,19 +66,20 @@ def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
 
 
 def warn_of_unknown_events(trainer: Any, events: Collection[str]) -> None:
-    """Warn of methods that are called like events, but that neither the trainer nor the program calls.
+    """Warn of methods that are called almost like an event, or like one of another library, and that nothing calls.
 
     The first process warns for all.
     """
-    found = {(kind, name) for kind in map(type, trainer.callback_handler) for name in _unknown_events(kind, events)}
-    if not found or trainer.ranks.rank:
+    hints = {
+        (kind, name): suggest(name, [*events, "state_dict", "load_state_dict"], cutoff=0.88)
+        for kind in dict.fromkeys(map(type, trainer.callback_handler))
+        for name in _unknown_events(kind, events)
+    }
+    if not any(hints.values()) or trainer.ranks.rank:
         return
     program = list(_sources(trainer))
-    main = vars(sys.modules["__main__"])
-    is_whole = "__file__" in main or "In" in main  # rather than read from a pipe
-    for kind, name in sorted(found, key=str):
-        hint = suggest(name, [*events, "state_dict", "load_state_dict"], cutoff=0.88)
-        if (hint or is_whole) and not any(_may_call(source, name) for source in program):
+    for (kind, name), hint in hints.items():
+        if hint and not any(_may_call(source, name) for source in program):
             warnings.warn(
                 f"{kind.__name__}.{name} is not an event of the trainer, and no call_event() fires it, so it is never "
                 f"called.{hint}",
