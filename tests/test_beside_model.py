@@ -8,15 +8,108 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.__main__ import main as look_at_states
-from tests import cases
-from tests.cases.beside_model import DATA, Adversarial, normed_trainer
-from tests.launching import two_are_enough
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, quiet_trainer, same, small_model, train
+from tests.cases.common import rank, world_size
+from tests.launching import some_of, two_are_enough
+from tests.tasks import (
+    equal,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    same,
+    small_model,
+    train,
+)
+
+DATA = regression_data(24)
+
+
+class Adversarial(Trainer):
+    """Has a head that the trainer's optimizer trains, a critic with an optimizer of its own, and a frozen teacher."""
+
+    def __init__(self, seed: int = 0, critic_size: int = 1, **kwargs: Any) -> None:
+        model = small_model(seed)
+        torch.manual_seed(seed)
+        self.head = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
+        self.critics = [nn.Sequential(nn.Linear(1, critic_size), nn.Dropout(0.2), nn.Linear(critic_size, 1)).double()]
+        self.critic_optimizer = torch.optim.Adam(self.critics[0].parameters(), lr=0.05)
+        self.critic_scheduler = StepLR(self.critic_optimizer, step_size=3, gamma=0.5)
+        self.teacher = small_model(1).requires_grad_(False)
+        optimizer = torch.optim.SGD([*model.parameters(), *self.head.parameters()], lr=0.05, momentum=0.9)
+        super().__init__(model, nn.MSELoss(), optimizer, seed=0, **{"callbacks": []} | kwargs)
+
+    def calculate_train_batch_loss(self, batch: Any) -> Any:
+        outputs = self.head(self.model(batch[0]))
+        self._train_critic(outputs.detach(), self.teacher(batch[0]))
+        return {"loss": self.loss_func(outputs, batch[1]) - 0.1 * self.critics[0](outputs).mean()}
+
+    def _train_critic(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        (self.critics[0](ours).mean() - self.critics[0](theirs).mean()).backward()
+        for parameter in self.critics[0].parameters():
+            if world_size() > 1:
+                dist.all_reduce(parameter.grad)
+        self.critic_optimizer.step()
+        self.critic_optimizer.zero_grad()
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        self.critic_scheduler.step()
+        self.critic_scheduler.optimizer.zero_grad()
+
+    def everything(self) -> dict[str, Any]:
+        """All that is trained, as one dict."""
+        return {
+            "model": copy.deepcopy(self.model.state_dict()),
+            "head": copy.deepcopy(self.head.state_dict()),
+            "critic": copy.deepcopy(self.critics[0].state_dict()),
+            "critic_optimizer": copy.deepcopy(self.critic_optimizer.state_dict()),
+            "critic_scheduler": copy.deepcopy(self.critic_scheduler.state_dict()),
+        }
+
+
+class Normed(nn.Module):
+    """A loss with running statistics, a scale that is learned, and a part that is not to be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, affine=False).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.teacher = nn.Dropout(0.5).eval()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + outputs.detach().mean()
+        errors = self.norm(outputs - self.teacher(targets)) + outputs - targets
+        return errors.square().mean() * torch.exp(-self.scale) + self.scale
+
+
+def normed_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
+    model, loss_func = small_model(), Normed()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.05, momentum=0.9)
+    return Trainer(model, loss_func, optimizer, callbacks, seed=0, **kwargs)
+
+
+class Alone(Adversarial):
+    """Trains its critic on each process alone."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.optimizers = [vars(self).pop("critic_optimizer")]
+
+    def _train_critic(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        self.critics[0](ours + rank()).mean().backward()
+        self.optimizers[0].step()
+
 
 # ------------------------------------------------------------------------------------------ the loss function
 
@@ -104,16 +197,33 @@ def test_a_loss_function_that_no_optimizer_trains_is_warned_of(recwarn):
     assert not list(recwarn)
 
 
+def resumed_with_a_normed_loss(folder: Path) -> list[dict[str, Any]]:
+    """The state of the loss function at the end of a run, and of those that were resumed from some of its states."""
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, max_checkpoints=None)
+    whole = normed_trainer([saving])
+    arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": 2 if world_size() == 1 else 1}
+    whole.train(DATA, 2, DATA, **arguments)
+    results = [whole.loss_func.state_dict() | {"weights": whole.model[0].weight.detach().clone()}]
+    states = sorted((folder / "states").glob("update-*"))
+    whole.ranks.barrier()
+    for state in some_of(states[:-1]):
+        torch.manual_seed(rank())
+        resumed = normed_trainer([SaveTrainingStateCallback(folder / f"from {state.name}")])
+        resumed.train(DATA, 2, DATA, resume_from=state, **arguments)
+        results.append(resumed.loss_func.state_dict() | {"weights": resumed.model[0].weight.detach().clone()})
+    return results
+
+
 @pytest.mark.soak
 def test_what_a_loss_function_has_learned_is_resumed_to_the_same_bits(tmp_path):
-    whole, *resumed = cases.beside_model.resumed_with_a_normed_loss(tmp_path)
+    whole, *resumed = resumed_with_a_normed_loss(tmp_path)
     assert len(resumed) >= 2
     assert all(equal(whole, run) for run in resumed)
 
 
 @two_are_enough
 def test_a_loss_function_is_the_same_on_all_processes_and_resumed_to_the_same_bits(tmp_path, ranks):
-    results = ranks.run(cases.beside_model.resumed_with_a_normed_loss, tmp_path)
+    results = ranks.run(resumed_with_a_normed_loss, tmp_path)
     whole = results[0][0]
     for runs in results:
         assert len(runs) >= 2
@@ -123,16 +233,32 @@ def test_a_loss_function_is_the_same_on_all_processes_and_resumed_to_the_same_bi
 # ----------------------------------------------------------------------------- modules and optimizers as attributes
 
 
+def from_every_state(folder: Path, trainer_class: type[Adversarial] = Adversarial) -> list[dict[str, Any]]:
+    """What an uninterrupted run ends with, and runs that were resumed from some of its states."""
+    saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1, max_checkpoints=None)
+    whole = trainer_class(callbacks=[saving])
+    whole.train(DATA, 2, per_device_batch_size=4)
+    results = [whole.everything()]
+    states = sorted((folder / "states").glob("update-*"))
+    whole.ranks.barrier()
+    for state in some_of(states[:-1]):
+        again = SaveTrainingStateCallback(folder / f"from {state.name}")
+        resumed = trainer_class(seed=9, callbacks=[again])
+        resumed.train(DATA, 2, per_device_batch_size=4, resume_from=state)
+        results.append(resumed.everything())
+    return results
+
+
 @pytest.mark.soak
 def test_runs_with_optimizers_and_modules_of_a_subclass_are_resumed_to_the_same_bits(tmp_path):
-    whole, *resumed = cases.beside_model.from_every_state(tmp_path)
+    whole, *resumed = from_every_state(tmp_path)
     assert len(resumed) >= 4
     assert all(same(whole, run) for run in resumed)
 
 
 @two_are_enough
 def test_they_are_resumed_to_the_same_bits_on_several_processes_too(tmp_path, ranks):
-    results = ranks.run(cases.beside_model.from_every_state, tmp_path)
+    results = ranks.run(from_every_state, tmp_path)
     for runs in results:
         assert len(runs) >= 2
         assert all(same(results[0][0], run) for run in runs)
@@ -152,7 +278,7 @@ def test_what_a_run_makes_when_it_starts_is_restored_too(tmp_path):
         def training_run_start(self) -> None:
             vars(self).update(self.make())
 
-    whole, *resumed = cases.beside_model.from_every_state(tmp_path, Late)
+    whole, *resumed = from_every_state(tmp_path, Late)
     assert len(resumed) >= 4
     assert all(same(whole, run) for run in resumed)
 
@@ -262,6 +388,14 @@ def test_trials_leave_attributes_as_they_were():
     assert same(trainer.everything(), before)
 
 
+def drifting_in_a_list() -> str:
+    try:
+        Alone().train(DATA, 1, per_device_batch_size=4)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def test_modules_and_optimizers_in_lists_are_compared_over_the_processes(two_ranks):
-    for said in two_ranks(cases.beside_model.drifting_in_a_list):
+    for said in two_ranks(drifting_in_a_list):
         assert "'critics.0.0.weight' differs on rank 1 from rank 0" in said

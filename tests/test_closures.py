@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,63 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import GradientNormCallback
-from tests import cases
-from tests.cases.closures import DATA, SAM, SCHEMES, ascend, lbfgs, sgd
-from tests.tasks import equal, largest_difference, listener, quiet_trainer, small_model, weights
+from pytorch_accel_lite.callbacks import GradientNormCallback, SaveTrainingStateCallback
+from tests.cases.common import shared_folder, world_size
+from tests.cases.training import Contrastive, both_ways
+from tests.launching import some_of
+from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+
+DATA = regression_data(26)
+
+
+class SAM(Trainer):
+    """Updates by the gradients at the worst point nearby (Foret et al., arXiv:2010.01412)."""
+
+    def optimizer_step(self) -> None:
+        ascend(list(self.model.parameters()), self.recompute_gradients)
+        super().optimizer_step()
+
+
+class ContrastiveSAM(Contrastive, SAM):
+    """With a loss over the samples of all processes."""
+
+
+def ascend(parameters: list[nn.Parameter], recompute: Callable[[], Any]) -> None:
+    """Recompute the gradients where the loss is greater."""
+    gradients = [p.grad for p in parameters]
+    step = torch._foreach_mul(gradients, 0.05 / torch.nn.utils.get_total_norm(gradients))
+    with torch.no_grad():
+        torch._foreach_add_(parameters, step)
+    recompute()
+    with torch.no_grad():
+        torch._foreach_sub_(parameters, step)
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3, history_size=4)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+SCHEMES: dict[str, tuple[type[Trainer], Any, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "lbfgs": (Trainer, nn.MSELoss(), lbfgs),
+    "sam": (SAM, nn.MSELoss(), sgd),
+    "contrastive": (ContrastiveSAM, both_ways, sgd),
+}
+
+
+def train_by(scheme: str, folder: Path | None = None, **kwargs: Any) -> Trainer:
+    """Train with windows of two batches, the last of which are smaller."""
+    model = small_model()
+    states = SaveTrainingStateCallback(folder or "unused", save_every_n_steps=1, max_checkpoints=None)
+    trainer_class, loss_func, make = SCHEMES[scheme]
+    callbacks = [] if folder is None else [states]
+    trainer = trainer_class(model, loss_func, make(model), callbacks=callbacks, seed=0)
+    trainer.train(DATA, 2, per_device_batch_size=4 // world_size(), gradient_accumulation_steps=2, **kwargs)
+    return trainer
+
 
 IN_ORDER = {"train_dataloader_kwargs": {"shuffle": False}}
 
@@ -117,10 +171,26 @@ def test_windows_are_weighed_and_clipped_as_the_first_time(scheme, clip):
     assert largest_difference(weights(trainer.model), weights(by_hand(scheme, make, 2, clip))) < 1e-9
 
 
+def trained_and_resumed() -> dict[str, Any]:
+    """Return, for each scheme, weights after a run and after those that resumed some of its states; losses, too."""
+    found = {}
+    for scheme in SCHEMES:
+        with shared_folder() as folder:
+            trainer = train_by(scheme, folder / "whole")
+            states = some_of(state for state in sorted((folder / "whole").iterdir()) if state.is_dir())
+            again = [train_by(scheme, folder / "again", resume_from=state) for state in states]
+            found[scheme] = {
+                "whole": weights(trainer.get_model()),
+                "losses": trainer.run_history.get_metric_values("train_loss_epoch"),
+                "resumed": [weights(other.get_model()) for other in again],
+            }
+    return found
+
+
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
-    alone = cases.closures.trained_and_resumed()
-    for found in (alone, *two_ranks(cases.closures.trained_and_resumed)):
+    alone = trained_and_resumed()
+    for found in (alone, *two_ranks(trained_and_resumed)):
         for scheme, got in found.items():
             assert largest_difference(got["whole"], alone[scheme]["whole"]) < 1e-12
             assert got["losses"] == pytest.approx(alone[scheme]["losses"], abs=1e-12)

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
 from pytorch_accel_lite.steps.combinations import as_markdown
-from tests.cases import closures, logical
+from tests.cases.common import world_size
+from tests.cases.sharded import sharding_accelerator
 from tests.launching import CAN_SHARD
-from tests.tasks import make_model, make_trainer, train
+from tests.tasks import make_model, make_trainer, quiet_trainer, regression_data, small_model, train
 
 PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
 
@@ -72,12 +76,33 @@ def test_what_a_gradient_scaler_does_not_work_with_is_refused(settings, scaled_a
         train(make_trainer(accelerator=scaled_accelerator, **settings))
 
 
+def closure_with_shards() -> str:
+    """Return what is said of LBFGS with a model that Accelerate shards."""
+    model = small_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    trainer = quiet_trainer(model, optimizer=optimizer, accelerator=sharding_accelerator())
+    with pytest.raises(ValueError, match="LBFGS") as caught:
+        trainer.train(regression_data(26), 1)
+    return str(caught.value)
+
+
+def logical_with_shards() -> str:
+    """What is said of a model that is sharded."""
+    accelerator = Accelerator(cpu=True)
+    model = small_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+    trainer = quiet_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)
+    with pytest.raises(ValueError, match="logical_processes") as caught:
+        trainer.train(regression_data(16), 1, per_device_batch_size=1)
+    return str(caught.value)
+
+
 @CAN_SHARD
 @pytest.mark.processes
 def test_what_does_not_work_with_sharded_weights_is_refused(two_ranks):
-    for message in two_ranks(closures.sharded):
+    for message in two_ranks(closure_with_shards):
         assert message.startswith("an optimizer that needs a closure (LBFGS) does not work with sharded weights: ")
-    for message in two_ranks(logical.with_shards):
+    for message in two_ranks(logical_with_shards):
         assert message.startswith("logical_processes does not work with sharded weights: each process needs all")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import tempfile
 import warnings
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +22,53 @@ from torchmetrics import MeanMetric
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
-from tests import cases
+from tests.cases.common import shared_folder, world_size
 from tests.launching import run_code
-from tests.tasks import equal, largest_difference, listener, make_trainer, quiet_trainer, regression_data, weights
+from tests.tasks import (
+    equal,
+    largest_difference,
+    listener,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    weights,
+)
+
+DOUBLE = regression_data(26)
+
+
+class Blocks(nn.Module):
+    """A model that repeats a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(self.drop(hidden))
+
+
+def _train(
+    compile_step: Any, folder: Path, resume_from: Path | None = None, model: nn.Module | None = None
+) -> nn.Module:
+    torch.compiler.reset()
+    is_double = model is None
+    model = small_model() if model is None else model
+    data = DOUBLE if is_double else TensorDataset(*(tensor.float() for tensor in DOUBLE.tensors))
+    saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, save_at_end=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, [saving], seed=1, compile_step=compile_step)
+    trainer.train(data, 2, per_device_batch_size=8 // world_size(), resume_from=resume_from)
+    return trainer.model
+
 
 DATA = regression_data(20, dtype=torch.float32)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -292,6 +338,23 @@ def test_code_compiled_in_parts_is_forgotten_with_its_trainer():
     assert len({after - before for before, after in itertools.pairwise(compiled)}) == 1  # none met the limit
 
 
+def inductor() -> None:
+    """Print how runs compiled by inductor compare with each other and with one without compilation."""
+    from torch._inductor import config
+
+    warnings.simplefilter("ignore")  # of torch, about this machine
+    config.compile_threads = 1  # starts no processes that compile, each of which imports torch
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        options = {"options": {"fallback_random": True}}  # the random numbers of uncompiled code
+        plain = _train(False, folder / "plain", model=Blocks())
+        found = [_train(options, folder / name, model=Blocks()) for name in ("one", "two")]
+        resumed = _train(options, folder / "three", folder / "one/update-000000002", model=Blocks())
+    one, two, three = (weights(model) for model in (*found, resumed))
+    difference = largest_difference(one, weights(plain))
+    print(json.dumps({"repeated": equal(one, two), "resumed": equal(one, three), "difference": difference}))
+
+
 @pytest.mark.slow
 def test_without_a_compiler_it_says_what_to_install(monkeypatch):
     from torch._inductor import config, cpp_builder
@@ -370,8 +433,30 @@ def test_options_are_checked_at_once(given, error):
 # ---------------------------------------------------------------------------------- processes, devices
 
 
+def train_compiled() -> dict[str, Any]:
+    """Train compiled, uncompiled, and compiled from the middle; return how these compare."""
+    # torch ignores it itself unless warnings are errors.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with shared_folder() as folder:
+        whole = _train({"backend": backend}, folder / "whole")
+        count = len(graphs)
+        plain = _train(False, folder / "plain")
+        resumed = _train({"backend": backend}, folder / "resumed", folder / "whole/update-000000002")
+    return {
+        "graphs": count,
+        "difference": largest_difference(weights(whole), weights(plain)),
+        "resumed": equal(weights(resumed), weights(whole)),
+    }
+
+
 def test_several_processes_compile_the_model_inside_their_wrapper(two_ranks):
-    for found in two_ranks(cases.compiled_step.train_compiled):
+    for found in two_ranks(train_compiled):
         assert found["graphs"] >= 1
         assert found["difference"] < 1e-6
         assert found["resumed"]
@@ -380,7 +465,7 @@ def test_several_processes_compile_the_model_inside_their_wrapper(two_ranks):
 @pytest.mark.slow
 def test_inductor_gives_the_same_results_within_rounding_errors():
     """In a process of its own, as it loads inductor."""
-    found = json.loads(run_code("from tests.cases import compiled_step; compiled_step.inductor()").splitlines()[-1])
+    found = json.loads(run_code("from tests.cases import compiled_step; inductor()").splitlines()[-1])
     assert found["repeated"]
     assert found["resumed"]
     assert 0 < found["difference"] < 1e-5

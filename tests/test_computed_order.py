@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +10,37 @@ import torch
 from torch.utils.data import RandomSampler
 
 from benchmarks.order import by_trainer, measured
+from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.data import order
 from pytorch_accel_lite.data.order import ComputedOrder, indices_at
-from tests import cases
-from tests.cases.computed_order import SIZE, orders_of_epochs
+from tests.cases.common import world_size
 from tests.tasks import Rows, listener, quiet_trainer, regression_data, small_model
+
+SIZE = 37
+
+
+class Remembers(TrainerCallback):
+    """Keeps the indices of the samples of each epoch, on all processes."""
+
+    def __init__(self) -> None:
+        self.epochs: list[list[int]] = []
+
+    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        self.epochs.append([])
+
+    def on_train_step_end(self, trainer: Any, **kwargs: Any) -> None:
+        for indices in trainer.all_gather_object(trainer.batch_indices):
+            self.epochs[-1] += indices
+
+
+def orders_of_epochs(wrap: Callable[[Any], Any], seed: int | None) -> list[list[int]]:
+    """The samples of two epochs, in batches of 6 on all processes together."""
+    remembers = Remembers()
+    trainer = quiet_trainer(small_model(), callbacks=[remembers], seed=seed)
+    kwargs = {"num_workers": 0}
+    data = wrap(regression_data(SIZE))
+    trainer.train(data, 2, per_device_batch_size=6 // world_size(), train_dataloader_kwargs=kwargs)
+    return remembers.epochs
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])
@@ -63,9 +90,19 @@ def test_a_run_sees_every_sample_once_in_another_order_each_epoch(computed, wrap
         assert orders_of_epochs(wrap, seed) == [first, second]
 
 
+def on_ranks() -> tuple[list[list[int]], list[list[int]]]:
+    """With a seed, and without one."""
+    largest = order.LARGEST_STORED
+    order.LARGEST_STORED = 10
+    try:
+        return orders_of_epochs(Rows, 3), orders_of_epochs(Rows, None)
+    finally:
+        order.LARGEST_STORED = largest
+
+
 def test_the_order_does_not_depend_on_the_number_of_processes(computed, ranks):
     alone = orders_of_epochs(Rows, 3)
-    for together, unseeded in ranks(cases.computed_order.on_ranks):
+    for together, unseeded in ranks(on_ranks):
         assert together == alone
         assert all(sorted(epoch) == list(range(SIZE)) for epoch in unseeded)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from sklearn import model_selection as splitters
+from sklearn.model_selection import KFold
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset, TensorDataset
@@ -23,7 +24,8 @@ from pytorch_accel_lite import Trainer, TrainerCallback, cross_validate
 from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import CrossValidation
 from tests import experiment_parts as parts
-from tests.cases import folds
+from tests.cases.common import shared_folder
+from tests.experiment_parts import Net, load_data
 from tests.launching import run_forked
 
 SIZE = 12
@@ -251,8 +253,33 @@ def test_the_deviation_of_one_fold_is_unknown(tmp_path):
     assert os.listdir(tmp_path / "fold-1") != []
 
 
+def validated() -> tuple[list[dict[str, Any]], list[list[int]], torch.Tensor, torch.Tensor]:
+    """The metrics and test indices of each fold, the predictions, and the losses of each sample that follow."""
+    torch.manual_seed(0)
+    data = load_data(11)
+
+    def make_trainer(folder):
+        model = Net()
+        return Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), (), seed=0)
+
+    with shared_folder() as folder:
+        # Without a random_state, each rank would draw another split.
+        splitter = KFold(3, shuffle=True)
+        result = cross_validate(make_trainer, data, splitter, save_dir=folder / "cv", num_epochs=1)
+        again = cross_validate(make_trainer, data, splitter, save_dir=folder / "cv", num_epochs=1, resume=True)
+        assert [fold.metrics for fold in again.folds] == [fold.metrics for fold in result.folds]
+        predictions = result.predictions
+        losses = (predictions - data.tensors[1]).square().flatten()
+        return (
+            [fold.metrics for fold in result.folds],
+            [fold.test_indices for fold in result.folds],
+            predictions,
+            losses,
+        )
+
+
 def test_all_ranks_have_the_same_results(two_ranks):
-    (metrics, indices, predictions, losses), other = two_ranks(folds.validated)
+    (metrics, indices, predictions, losses), other = two_ranks(validated)
     assert (metrics, indices) == other[:2]
     assert torch.equal(predictions, other[2])
     assert sorted(index for fold in indices for index in fold) == list(range(11))

@@ -4,23 +4,87 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 
-from pytorch_accel_lite.callbacks import HangWatchCallback
-from tests import cases
+from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.distributed.ranks import timeout_of
+from tests.cases import parallel
+from tests.cases.common import IN_ORDER, rank, world_size
 from tests.launching import Fork, run_elastic_script
 from tests.scripts.resumable import run_to_the_end
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model
+from tests.tasks import Rows, equal, listener, own_clock, quiet_trainer, regression_data, small_model, weights
 from tests.test_training_states import in_forks
+
+
+class Stuck(Rows):
+    """A dataset that reads one sample very slowly: the one that the last rank gets in its fourth step."""
+
+    def load_sample(self, index: int) -> Any:
+        if index == 3 * world_size() + world_size() - 1:
+            time.sleep(1.2)
+        return self.data[index]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.load_sample(index)
+
+
+class LeavesEarly(TrainerCallback):
+    """Fails on the last rank, for which the others wait before they fail."""
+
+    def on_train_step_end(self, trainer: Any, step: int, **kwargs: Any) -> None:
+        if step == 2:
+            if rank() < world_size() - 1:
+                trainer.barrier()
+            raise OSError("no disk")
+
+
+class LooksAtTimeouts(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[timedelta] = []
+
+    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        self.seen.append(timeout_of(dist.group.WORLD))
+
+
+def _slow_to(read: float, compute: float) -> None:
+    """Train while each sample and each forward pass takes this many seconds on rank 1; on others, a pass takes 1 ms."""
+
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> Any:
+            spend(read if rank() == 1 else 0.0)
+            return super().__getitem__(index)
+
+    model = small_model()
+    model.register_forward_pre_hook(lambda *_: spend(compute if rank() == 1 else 0.001))
+    trainer = quiet_trainer(model, callbacks=[AdviceCallback(min_seconds=0.05)])
+    data = Slow(regression_data(30 * world_size()))
+    with own_clock() as spend:
+        trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
+
+
+def stuck_while_reading(num_workers: int = 0, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Train with a watch on data that are stuck once."""
+    model = small_model()
+    trainer = quiet_trainer(model, callbacks=[HangWatchCallback(0.3, **kwargs)])
+    data = Stuck(regression_data(6 * world_size()))
+    trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER | {"num_workers": num_workers})
+    return weights(model)
 
 
 @pytest.mark.slow
 def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys):
-    cases.hanging.stuck_while_reading()
+    stuck_while_reading()
     said = capsys.readouterr().err
     assert "No progress for 0.3 seconds." in said
     assert re.search(r"^  rank 0, epoch 1, step 3: reading data, in load_sample of hanging.py:\d+$", said, re.MULTILINE)
@@ -30,12 +94,12 @@ def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys)
 
 @pytest.mark.slow
 def test_a_process_that_waits_for_its_workers_says_so(capsys):
-    cases.hanging.stuck_while_reading(num_workers=1)
+    stuck_while_reading(num_workers=1)
     assert re.search(r"  rank 0, epoch 1, step \d: reading data, waiting for its workers, in ", capsys.readouterr().err)
 
 
 def test_all_processes_are_named_those_that_are_behind_first(ranks):
-    results = ranks(cases.hanging.stuck_while_reading)
+    results = ranks(stuck_while_reading)
     last = ranks.world_size - 1
     others = "rank 0" if last == 1 else f"ranks 0-{last - 1}"
     behind = rf"  rank {last}, epoch 1, step 3: reading data, in load_sample of hanging.py:\d+\n"
@@ -44,23 +108,52 @@ def test_all_processes_are_named_those_that_are_behind_first(ranks):
     assert all(equal(results[0], weights) for weights in results)
 
 
+def one_has_left() -> None:
+    """Train while the last rank has an error of its own, and joins the others later."""
+    trainer = quiet_trainer(small_model(), callbacks=[LeavesEarly(), HangWatchCallback(0.3)])
+    with suppress(OSError):
+        trainer.train(regression_data(6 * world_size()), 1, per_device_batch_size=1)
+    if rank() == world_size() - 1:
+        time.sleep(1)
+        trainer.barrier()
+
+
 def test_a_process_that_has_left_the_run_is_named_with_its_error(two_ranks):
-    lines = two_ranks(cases.hanging.one_has_left).output.splitlines()
+    lines = two_ranks(one_has_left).output.splitlines()
     place = lines.index("  rank 1 has left the run: OSError: no disk")
     assert lines[place + 1].startswith("  rank 0, epoch 1, step 3: in barrier of distributed_c10d.py:")
     assert lines[place + 1].partition(", called by ")[2].startswith("on_train_step_end of hanging.py:")
 
 
+def timeouts() -> tuple[list[timedelta], timedelta]:
+    """How long collectives may take at the start of each step, and after the run."""
+    looks = LooksAtTimeouts()
+    trainer = quiet_trainer(small_model(), callbacks=[looks, HangWatchCallback(50, end=True)])
+    trainer.train(regression_data(3 * world_size()), 1, per_device_batch_size=1)
+    return looks.seen, timeout_of(dist.group.WORLD)
+
+
 def test_the_timeout_of_collectives_is_lowered_after_the_first_update_and_restored(two_ranks):
-    for within, after in two_ranks(cases.hanging.timeouts):
+    for within, after in two_ranks(timeouts):
         assert within == [after, timedelta(seconds=130), timedelta(seconds=130)]
         assert after > timedelta(seconds=130)
+
+
+def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
+    """How long a collective may take in each group that a trainer has made, in a job with such a timeout."""
+    given = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[given])
+    model = parallel.shard(parallel.create_model(), "tp")  # which makes groups of its own
+    before = [*dist.distributed_c10d._world.pg_map]
+    saving = SaveTrainingStateCallback(folder, asynchronous=True)
+    parallel.fit(quiet_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
+    return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 
 @pytest.mark.processes
 def test_own_groups_take_the_timeout_that_the_job_was_given(tmp_path):
     def fork(rank):
-        found = cases.hanging.timeouts_of_own_groups(tmp_path / "states", timedelta(seconds=77))
+        found = timeouts_of_own_groups(tmp_path / "states", timedelta(seconds=77))
         # For control and in the background; of those that share batches, and two of those that do not.
         assert found == [timedelta(seconds=77)] * 5, found
 
@@ -85,7 +178,7 @@ def test_a_job_that_hangs_ends_itself_and_resumes_to_the_same_bits(tmp_path, two
 @pytest.mark.slow
 def test_the_program_ends_at_once_when_asked(tmp_path):
     output = tmp_path / "output"
-    process = Fork(partial(cases.hanging.stuck_while_reading, end=True), output)
+    process = Fork(partial(stuck_while_reading, end=True), output)
     assert process.wait() == 75
     assert output.read_text().endswith("The job ends with exit code 75.\n")
 
@@ -111,8 +204,16 @@ def test_the_time_is_checked(seconds):
         HangWatchCallback(seconds)
 
 
+def slow_to_read() -> None:
+    _slow_to(0.01, 0.001)
+
+
+def slow_to_compute() -> None:
+    _slow_to(0.0, 0.02)
+
+
 def test_a_process_that_reads_or_computes_more_slowly_is_named_in_the_advice(two_ranks):
-    assert "Rank 1 waited for data for" in two_ranks(cases.hanging.slow_to_read).output
-    output = two_ranks(cases.hanging.slow_to_compute).output
+    assert "Rank 1 waited for data for" in two_ranks(slow_to_read).output
+    output = two_ranks(slow_to_compute).output
     assert re.search(r"Forward passes take \d+\S* ms on rank 1, .* times as long as on the other processes", output)
     assert "waited for data" not in output

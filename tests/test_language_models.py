@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -10,16 +11,59 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests import cases
-from tests.cases.language import SIZES, causal, causal_model, gradient_of_whole_batch, token_rows
+from tests.cases.common import IN_ORDER, Recorder
 from tests.tasks import largest_difference, listener, quiet_trainer
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def causal_model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, max_position_embeddings=8, bos_token_id=1, eos_token_id=2)
+    return LlamaForCausalLM(config).double()
+
+
+def token_rows(size: int = 12, length: int = 6) -> list[dict[str, torch.Tensor]]:
+    """Rows of which between one and all labels count."""
+    ids = torch.randint(20, (size, length), generator=torch.Generator().manual_seed(0))
+    rows = []
+    for number, row in enumerate(ids):
+        labels = row.clone()
+        labels[1 + number % (length - 1) :] = -100 if number % 3 else labels[1 + number % (length - 1) :]
+        rows.append({"input_ids": row, "labels": labels})
+    return rows
+
 
 transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-6  # the models compute their losses in single precision
 
 
+def gradient_of_whole_batch(model: nn.Module, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(model)
+    model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 def whole() -> dict[str, torch.Tensor]:
     return gradient_of_whole_batch(causal_model(), token_rows())
+
+
+def causal() -> dict[str, Any]:
+    """The gradient of one update over all rows, in micro-batches, and the losses."""
+    recorder = Recorder()
+    recorder.on_train_step_end = lambda *args, **kwargs: None
+    rows = token_rows()
+    model = causal_model()
+    trainer = Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
+    trainer.train(
+        rows, 1, rows, per_device_batch_size=2, gradient_accumulation_steps=100, train_dataloader_kwargs=IN_ORDER
+    )
+    return {
+        "gradient": recorder.gradients[0],
+        "losses": [trainer.run_history.get_latest_metric(f"{kind}_loss_epoch") for kind in ("train", "eval")],
+    }
 
 
 def test_the_gradient_is_that_of_the_whole_batch_however_unequal_the_labels_of_its_parts():
@@ -30,7 +74,7 @@ def test_the_gradient_is_that_of_the_whole_batch_however_unequal_the_labels_of_i
 def test_it_is_on_several_processes_too_where_all_record_the_mean_over_all_labels(ranks):
     rows = token_rows()
     mean = causal_model()(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss.item()
-    for result in [*ranks(cases.language.causal), causal()]:
+    for result in [*ranks(causal), causal()]:
         assert largest_difference(result["gradient"], whole()) < TOLERANCE
         assert result["losses"] == pytest.approx([mean, mean], abs=TOLERANCE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
@@ -23,8 +25,8 @@ from pytorch_accel_lite.callbacks import (
     ModelEmaCallback,
     SaveTrainingStateCallback,
 )
-from tests import cases
-from tests.cases.own_steps import FULL, GAN, by_hand, train_gan
+from tests.cases.common import shared_folder, world_size
+from tests.launching import some_of
 from tests.tasks import (
     equal,
     largest_difference,
@@ -37,7 +39,111 @@ from tests.tasks import (
     train,
 )
 
+REAL = TensorDataset(torch.randn(26, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+
+
+NOISE = torch.randn(26, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+FULL = TensorDataset(REAL.tensors[0], NOISE)
+
+
+def make_networks() -> tuple[nn.Module, nn.Module]:
+    """A generator and a critic."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    critic = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    return generator, critic
+
+
+def make_optimizers(generator: nn.Module, critic: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    return {
+        "generator": torch.optim.Adam(generator.parameters(), lr=0.02),
+        "critic": torch.optim.SGD(critic.parameters(), lr=0.05, momentum=0.9),
+    }
+
+
+class GAN(Trainer):
+    """The critic is updated first, then the generator, which uses the new critic."""
+
+    def __init__(self, normalises: bool = False, **kwargs: Any) -> None:
+        generator, self.critic = make_networks()
+        if normalises:
+            for network in (generator, self.critic):
+                network.insert(1, nn.BatchNorm1d(6).double())
+        optimizers = make_optimizers(generator, self.critic)
+        super().__init__(generator, None, optimizers, **{"callbacks": []} | kwargs)
+
+    def train_step(self, batch: Any) -> None:
+        real, noise = batch
+        fake = self.model(noise)
+        scores = self.critic(torch.cat([real, fake.detach()]))
+        self.update(scores[len(real) :].mean() - scores[: len(real)].mean(), "critic")
+        self.update(-self.critic(fake).mean(), "generator")
+
+    def networks(self) -> dict[str, torch.Tensor]:
+        """All weights."""
+        named = {"generator": self.get_model(), "critic": self.critic}
+        return {f"{of}.{name}": value.clone() for of, m in named.items() for name, value in m.state_dict().items()}
+
+
+def train_gan(folder: Path | None = None, **kwargs: Any) -> GAN:
+    """Train for two epochs."""
+    callbacks = []
+    if folder is not None:
+        callbacks = [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)]
+    trainer = GAN(callbacks=callbacks, seed=0)
+    arguments = {"per_device_batch_size": 4 // world_size(), "train_dataloader_kwargs": {"shuffle": False}} | kwargs
+    trainer.train(FULL, 2, **arguments)
+    return trainer
+
+
+COUNTS = [1.0, 4.0, 2.0, 2.0, 7.0, 1.0, 3.0, 5.0, 1.0, 1.0, 2.0]
+
+
+class OverItems(Trainer):
+    """The loss is a mean over the items of all samples: that of a sample with n of them is n."""
+
+    returns = False
+
+    def train_step(self, batch: Any) -> Any:
+        items = batch.sum()
+        loss = batch.square().sum() / items + 0 * self.model(batch).sum()
+        self.update(loss, num_items=items)
+        return {"loss": loss} if self.returns else None
+
+
 # -------------------------------------------------------------------------------------------- exact
+
+
+def by_hand(accumulation: int = 1, clip: float | None = None) -> dict[str, torch.Tensor]:
+    """The loop that one would write."""
+    generator, critic = make_networks()
+    optimizers = make_optimizers(generator, critic)
+    models = {"generator": generator, "critic": critic}
+    batches = [tuple(tensor[i : i + 4] for tensor in FULL.tensors) for i in range(0, 26, 4)]
+    windows = [batches[i : i + accumulation] for i in range(0, len(batches), accumulation)]
+
+    def step(name: str) -> None:
+        if clip is not None:
+            nn.utils.clip_grad_norm_(models[name].parameters(), clip)
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+
+    for window in windows * 2:
+        size = sum(len(real) for real, _ in window)
+        for number, (real, noise) in enumerate(window, start=1):
+            share = 1 if accumulation == 1 else len(real) / size
+            fake = generator(noise)
+            scores = critic(torch.cat([real, fake.detach()]))
+            ((scores[len(real) :].mean() - scores[: len(real)].mean()) * share).backward()
+            if number == len(window):
+                step("critic")
+            (-critic(fake).mean() * share).backward(inputs=list(generator.parameters()))
+            if number == len(window):
+                step("generator")
+    of = {"generator": generator, "critic": critic}
+    return copy.deepcopy({f"{n}.{name}": v for n, m in of.items() for name, v in m.state_dict().items()})
 
 
 def test_a_gan_has_the_bits_of_the_loop_by_hand():
@@ -52,10 +158,20 @@ def test_windows_are_weighed_and_clipped_for_each_optimizer(accumulation, clip):
     assert largest_difference(trainer.networks(), by_hand(accumulation, clip)) < 1e-12
 
 
+def trained_and_resumed(**kwargs: Any) -> dict[str, Any]:
+    """Return the weights after a run, and after those that resumed from some of its states."""
+    with shared_folder() as folder:
+        whole = train_gan(folder / "whole", **kwargs)
+        states = some_of(sorted(state for state in (folder / "whole").iterdir() if state.is_dir()))
+        resumed = [train_gan(folder / "again", resume_from=state, **kwargs).networks() for state in states]
+    history = {name: list(values) for name, values in whole.run_history.to_dict().items()}
+    return {"whole": whole.networks(), "resumed": resumed, "history": history, "updates": whole.progress.update}
+
+
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
-    alone = cases.own_steps.trained_and_resumed()
-    first, second = two_ranks(cases.own_steps.trained_and_resumed)
+    alone = trained_and_resumed()
+    first, second = two_ranks(trained_and_resumed)
     assert equal(first["whole"], second["whole"])
     for found in (alone, first):
         assert largest_difference(found["whole"], alone["whole"]) < 1e-12
@@ -91,13 +207,22 @@ def test_windows_weighed_by_items_resume_to_the_same_bits(tmp_path):
     assert all(equal(training(state.name, resume_from=state), whole) for state in states)
 
 
+def mean_over_items(batch_size: int = 4, returns: bool = False) -> float:
+    """The loss that is recorded for an epoch."""
+    model = nn.Linear(1, 1)
+    trainer = OverItems(model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    trainer.returns = returns
+    trainer.train([torch.tensor([count]) for count in COUNTS], 1, per_device_batch_size=batch_size)
+    return float(trainer.run_history.get_latest_metric("train_loss_epoch"))
+
+
 def test_the_recorded_loss_is_a_mean_over_items_whatever_the_size_of_a_batch(two_ranks):
-    items = cases.own_steps.COUNTS
+    items = COUNTS
     mean = sum(n * n for n in items) / sum(items)  # the loss of a sample with n items is n
     for size in (1, 4, 13):
-        assert cases.own_steps.mean_over_items(size) == pytest.approx(mean)
-        assert cases.own_steps.mean_over_items(size, returns=True) == pytest.approx(mean)
-    for found in two_ranks(cases.own_steps.mean_over_items):
+        assert mean_over_items(size) == pytest.approx(mean)
+        assert mean_over_items(size, returns=True) == pytest.approx(mean)
+    for found in two_ranks(mean_over_items):
         assert found == pytest.approx(mean)
 
 
@@ -115,9 +240,23 @@ def test_the_losses_of_several_optimizers_are_means_over_their_own_items():
     assert history.get_latest_metric("train_loss_epoch") == pytest.approx(2 * (20 * 20 + 6 * 6) / 26)  # over samples
 
 
+def normalised() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Return the networks after each update of a run with batch norm, and of one resumed from its middle."""
+    found: list[list[dict[str, torch.Tensor]]] = []
+    with shared_folder() as folder:
+        for resume_from in (None, folder / "whole" / "update-000000003"):
+            seen: list[dict[str, torch.Tensor]] = []
+            looking = listener(on_update_end=lambda trainer, seen=seen, **_: seen.append(trainer.networks()))
+            saving = SaveTrainingStateCallback(folder / ("again" if resume_from else "whole"), save_every_n_steps=3)
+            trainer = GAN(normalises=True, callbacks=[saving, looking], seed=0)
+            trainer.train(FULL, 2, per_device_batch_size=2, resume_from=resume_from)
+            found.append(seen)
+    return found[0], found[1]
+
+
 def test_ranks_have_the_same_statistics_after_each_update_and_resume_them(two_ranks):
     """Each rank normalises its own batches; the running statistics of rank 0 count, also beside the model."""
-    first, second = two_ranks(cases.own_steps.normalised)
+    first, second = two_ranks(normalised)
     for networks, others in zip(first[0], second[0], strict=True):
         assert equal(networks, others)
     before, after = first[0][0], first[0][-1]
@@ -129,12 +268,26 @@ def test_ranks_have_the_same_statistics_after_each_update_and_resume_them(two_ra
         assert len(resumed) == len(whole) - 3 == 11
 
 
+def accumulated() -> dict[str, torch.Tensor]:
+    """The weights after a run with windows of three batches."""
+    return train_gan(gradient_accumulation_steps=3).networks()
+
+
+def with_an_idle_rank(**kwargs: Any) -> dict[str, torch.Tensor]:
+    """The weights after epochs whose last step has a single sample, and windows that end with it."""
+    trainer = GAN(seed=0)
+    data = TensorDataset(REAL.tensors[0][:13], NOISE[:13])
+    size = {"per_device_batch_size": 4 // world_size(), "train_dataloader_kwargs": {"shuffle": False}}
+    trainer.train(data, 2, gradient_accumulation_steps=2, gradient_clip_norm=0.5, **size)
+    return trainer.networks()
+
+
 def test_ranks_accumulate_as_one(two_ranks):
-    alone = cases.own_steps.train_gan(gradient_accumulation_steps=3)
-    for found in two_ranks(cases.own_steps.accumulated):
+    alone = train_gan(gradient_accumulation_steps=3)
+    for found in two_ranks(accumulated):
         assert largest_difference(found, alone.networks()) < 1e-12
-    for found in two_ranks(cases.own_steps.with_an_idle_rank):
-        assert largest_difference(found, cases.own_steps.with_an_idle_rank()) < 1e-12
+    for found in two_ranks(with_an_idle_rank):
+        assert largest_difference(found, with_an_idle_rank()) < 1e-12
 
 
 def test_the_default_step_can_be_extended():

@@ -2,23 +2,69 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import pickle
 import re
+import runpy
 import signal
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.distributed.launch import record_error
+from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from tests import cases
+from tests.cases.common import rank as own_rank
+from tests.cases.common import shared_folder, world_size
 from tests.launching import SOAK, TORCHRUN, Fork, launch, run_elastic_script, run_script, two_are_enough
 from tests.shipped import SHIPPED
 from tests.tasks import equal, largest_difference, quiet_trainer, regression_data, small_model, weights
+
+
+class Strange(nn.Module):
+    """Buffers that are views, that share their elements, or that have types which few libraries send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sliced", torch.arange(8)[::2] + own_rank())
+        self.around = torch.full((8,), -1)
+        self.register_buffer("view", self.around[::2])
+        self.view.copy_(torch.arange(4) + own_rank())
+        self.register_buffer("turned", (torch.arange(6.0).view(2, 3) + own_rank()).T)
+        self.register_buffer("expanded", torch.full((1,), float(own_rank())).expand(3))
+        for dtype in (torch.int16, torch.uint16, torch.bfloat16, torch.bool, torch.complex64):
+            self.register_buffer(f"of {str(dtype)[6:]}", torch.tensor([1 - own_rank(), 0]).to(dtype))
+
+
+def _threads_and_descriptors() -> tuple[int, int]:
+    gc.collect()  # takes long: a trainer and its callbacks refer to each other
+    threads = []
+    for _ in range(20):  # the system counts a thread for a moment after it was joined
+        threads.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.02)
+    return min(threads), len(os.listdir("/proc/self/fd"))
+
+
+class AddedOnOne(TrainerCallback):
+    """Would be left alone in its barrier."""
+
+    def on_training_run_start(self, trainer, **kwargs):
+        trainer.barrier()
+
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
@@ -113,10 +159,23 @@ def test_predictions_skip_a_batch_that_fails_on_one_process_and_keep_their_order
         assert result == [index for index in range(30) if index not in failed]
 
 
+def gather() -> Any:
+    trainer = Trainer(small_model(), None, None, callbacks=[])
+    mine = torch.arange(own_rank() + 1) + 10 * own_rank()
+    return {
+        "ragged": trainer.gather(mine),
+        "padded": trainer.gather(mine, padding_value=-1),
+        "nested": trainer.gather({"a": mine.float(), "b": (torch.tensor(own_rank()),)}),
+        "empty": trainer.gather(torch.arange(own_rank())),
+        "all empty": trainer.gather(torch.ones(0, 3)),
+        "without padding": trainer.gather((torch.tensor([[own_rank(), -1], [-1, -1]]), mine - 10), padding_value=-1),
+    }
+
+
 def test_gather_takes_tensors_of_unequal_length(ranks):
     n = ranks.world_size
     expected = torch.cat([torch.arange(rank + 1) + 10 * rank for rank in range(n)])
-    for result in ranks(cases.processes.gather):
+    for result in ranks(gather):
         assert torch.equal(result["ragged"], expected)
         assert torch.equal(result["padded"], expected)
         assert torch.equal(result["nested"]["a"], expected.float())
@@ -125,8 +184,27 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
         assert result["all empty"].shape == (0, 3)
 
 
+def gather_unlike() -> dict[str, str]:
+    """What is said of tensors that differ in more than their length between the first process and the others."""
+    trainer, said = Trainer(small_model(), None, None, callbacks=[]), {}
+    ones, is_first = torch.ones(2, 3), own_rank() == 0
+    for name, mine in {
+        "shape": ones if is_first else torch.ones(2, 5),
+        "dimensions": ones if is_first else torch.ones(2),
+        "type": ones if is_first else ones.double(),
+        "second": [ones, ones if is_first else ones.int()],
+        "keys": {"a" if is_first else "b": ones},
+        "number": [ones] * (1 if is_first else 2),
+    }.items():
+        try:
+            trainer.gather(mine)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
 def test_gather_refuses_tensors_that_differ_in_more_than_their_length(ranks):
-    for said in ranks(cases.processes.gather_unlike):
+    for said in ranks(gather_unlike):
         assert (
             "float32 with rows of shape (3,) on rank 0, but of torch.float32 with rows of shape (5,)" in said["shape"]
         )
@@ -139,7 +217,7 @@ def test_gather_refuses_tensors_that_differ_in_more_than_their_length(ranks):
 
 def test_gather_leaves_out_rows_that_are_padding(ranks):
     n = ranks.world_size
-    for result in ranks(cases.processes.gather):
+    for result in ranks(gather):
         pairs, row = result["without padding"]
         assert pairs.tolist() == [[rank, -1] for rank in range(n)]
         assert row.tolist() == [i - 10 + 10 * rank for rank in range(n) for i in range(rank + 1)]
@@ -163,9 +241,28 @@ def test_a_loss_of_what_was_gathered_without_gradients_is_an_error_that_says_so(
         assert result["lengths"] == [2 * ranks.world_size] * (6 // ranks.world_size)  # as it is for metrics
 
 
+def failures() -> Any:
+    """The weights are written by the first process alone, where they cannot be."""
+    trainer, said = quiet_trainer(small_model()), []
+    with shared_folder() as folder:
+        file = folder / "file"
+        file.touch()
+        for action in (
+            lambda: trainer.save_model(file / "model.safetensors"),
+            lambda: trainer.save_checkpoint(file / "model.pt"),
+            lambda: trainer.broadcast_object(lambda: None),
+            lambda: trainer.gather(["text"]),
+        ):
+            try:
+                action()
+            except (OSError, TypeError, AttributeError, pickle.PicklingError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
 @two_are_enough
 def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
-    for rank, (*saving, pickling, gathering) in enumerate(ranks(cases.processes.failures)):
+    for rank, (*saving, pickling, gathering) in enumerate(ranks(failures)):
         assert len(saving) == 2
         for said in saving:
             assert said.startswith("FileExistsError: " if rank == 0 else "OSError: Rank 0 failed: FileExistsError: ")
@@ -532,9 +629,20 @@ def test_what_is_found_while_a_run_ends_ends_it_and_not_the_next_evaluation(rank
     assert ranks(cases.stopping.nan_while_ending) == [("found while ending", True)] * ranks.world_size
 
 
+def trainers_in_turn() -> Any:
+    """One trainer after another, each in a block of its own, as for folds of a cross-validation."""
+    means = []
+    for _ in range(2):
+        model = small_model()
+        with quiet_trainer(model) as trainer:
+            trainer.train(regression_data(12), 1)
+            means.append(trainer.gather(torch.tensor([float(model[0].weight.detach().mean())])).tolist())
+    return means
+
+
 @two_are_enough
 def test_a_trainer_can_follow_another_that_was_closed(ranks):
-    for means in ranks(cases.processes.trainers_in_turn):
+    for means in ranks(trainers_in_turn):
         assert len(means) == 2
         assert all(len(set(fold)) == 1 and len(fold) == ranks.world_size for fold in means)
 
@@ -564,10 +672,36 @@ def test_only_the_first_process_prints(ranks):
     assert all(equal(result["weights"], results[0]["weights"]) for result in results)
 
 
+def process_helpers() -> Any:
+    trainer = quiet_trainer(small_model())
+    folder = Path(trainer.broadcast_object(tempfile.mkdtemp()))
+
+    def leave_a_file(name: str) -> list[str]:
+        before = sorted(file.name for file in folder.iterdir())
+        (folder / name).touch()
+        return before
+
+    results = {
+        "local only": local_process_zero_only(lambda value: value)(own_rank() + 5),
+        "world only": world_process_zero_only(lambda value: value)(own_rank() + 5),
+        "first": local_process_zero_first(leave_a_file)(f"rank{own_rank()}"),
+        "broadcast": trainer.broadcast_object({"rank": own_rank()}),
+        "gathered": trainer.all_gather_object(("rank", own_rank())),
+        "numbers": {
+            reduce: trainer.tensor_to_numeric(torch.tensor([own_rank() + 1]), reduce)
+            for reduce in (None, "sum", "mean", "max")
+        },
+    }
+    trainer.barrier()
+    results["after the barrier"] = len(list(folder.iterdir()))
+    trainer.barrier()
+    return results
+
+
 def test_process_helpers(ranks):
     n = ranks.world_size
     everyone = [f"rank{rank}" for rank in range(n)]
-    for rank, result in enumerate(ranks(cases.processes.process_helpers)):
+    for rank, result in enumerate(ranks(process_helpers)):
         assert result["local only"] == result["world only"] == (None if rank else 5)
         assert result["first"] == [] if rank == 0 else "rank0" in result["first"]
         assert result["broadcast"] == {"rank": 0}
@@ -576,8 +710,15 @@ def test_process_helpers(ranks):
         assert result["after the barrier"] == len(everyone)
 
 
+def strange_buffers() -> tuple[dict[str, list[Any]], list[int]]:
+    """The buffers after those of the first process have been copied to all, and what is between two of them."""
+    module = Strange()
+    quiet_trainer(small_model()).sync_buffers(module)
+    return {name: buffer.tolist() for name, buffer in module.named_buffers()}, module.around.tolist()
+
+
 def test_buffers_of_any_kind_are_copied_from_the_first_process(ranks):
-    for buffers, around in ranks(cases.processes.strange_buffers):
+    for buffers, around in ranks(strange_buffers):
         assert buffers["sliced"] == [0, 2, 4, 6]
         assert around == [0, -1, 1, -1, 2, -1, 3, -1]
         assert buffers["turned"] == [[0, 3], [1, 4], [2, 5]]
@@ -586,24 +727,70 @@ def test_buffers_of_any_kind_are_copied_from_the_first_process(ranks):
             assert buffers[f"of {name}"] == [1, 0], name
 
 
+def objects_of_any_length() -> list[tuple[Any, Any]]:
+    """What all processes give, and what each gets: short, long on one process or another, long on all, and neither."""
+    trainer = Trainer(small_model(), None, None, callbacks=[])
+    found = []
+    for lengths in ((0, 1, 2), (3000, 0, 5), (0, 70_000, 0), (5000, 9000, 1012), (1010, 1011, 1013)):
+        of_all = [(number, "x" * length) for number, length in enumerate(lengths[: world_size()])]
+        found.append((of_all, trainer.all_gather_object(of_all[own_rank()])))
+    tensors = [torch.arange(2000) + other for other in range(world_size())]
+    view = trainer.broadcast_object(torch.arange(100_000)[:10])
+    assert view.untyped_storage().nbytes() < 1000  # not all that it is a view of
+    found.append((tensors, trainer.all_gather_object(tensors[own_rank()])))
+    return found
+
+
 def test_objects_of_any_length_are_gathered_in_order(ranks):
-    for found in ranks(cases.processes.objects_of_any_length):
+    for found in ranks(objects_of_any_length):
         *texts, (tensors, gathered) = found
         assert all(given == received for given, received in texts)
         assert all(map(torch.equal, tensors, gathered))
 
 
+def many_trainers() -> Any:
+    """Threads and file descriptors after 3 and after 50 trainers that were made, trained, saved and dropped."""
+    saved, counts = set(), []
+    with shared_folder() as folder:
+        for number in range(50):
+            saving = SaveTrainingStateCallback(folder / f"states {number}", asynchronous=True)
+            trainer = quiet_trainer(small_model(), callbacks=[saving], seed=0)
+            trainer.train(regression_data(8), 1, per_device_batch_size=2)
+            saved.add(len(list((folder / f"states {number}").glob("update-*"))))
+            del trainer, saving
+            if number in (2, 49):
+                counts.append(_threads_and_descriptors())
+    return saved, counts
+
+
 @two_are_enough
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
-    for saved, (after_3, after_50) in ranks(cases.processes.many_trainers):
+    for saved, (after_3, after_50) in ranks(many_trainers):
         assert saved == {1}
         # Fewer if something that an earlier function of this job has left ends meanwhile.
         assert all(now <= before for now, before in zip(after_50, after_3, strict=True)), (after_3, after_50)
 
 
+def writers_side_by_side() -> Any:
+    """Two savers write in the background at the same moments, and then a second trainer's."""
+    found = []
+    with shared_folder() as folder:
+        for number in range(2):
+            savers = [
+                SaveTrainingStateCallback(folder / f"{number} {name}", 1, 1, max_checkpoints=None, asynchronous=True)
+                for name in ("first", "second")
+            ]
+            trainer = quiet_trainer(small_model(), callbacks=savers, seed=0)
+            trainer.train(regression_data(24), 2, per_device_batch_size=2)
+            paths = [path for saver in savers for path in saver.save_dir.glob("update-*")]
+            found.append([verify_state(path)["world_size"] for path in paths])
+        trainer.barrier()
+    return found
+
+
 @two_are_enough
 def test_several_savers_can_write_in_the_background_at_once(ranks):
-    for found in ranks(cases.processes.writers_side_by_side):
+    for found in ranks(writers_side_by_side):
         states = 2 * 2 * 24 // (2 * ranks.world_size)
         assert found == [[ranks.world_size] * states] * 2
 
@@ -667,6 +854,36 @@ def test_of_an_error_report_that_was_interrupted_nothing_is_left_for_the_launche
     assert os.environ["TORCHELASTIC_ERROR_FILE"] == str(report)
 
 
+def unlike_calls() -> dict[str, str]:
+    """What is said if the last rank has other datasets or callbacks than the others, or makes another call."""
+    data = regression_data(12)
+    is_last = own_rank() == world_size() - 1
+
+    def error_of(call: Callable[[Trainer], Any], callbacks: Sequence[Any] = (), seed: int | None = None) -> str:
+        try:
+            call(quiet_trainer(small_model(), callbacks=callbacks, seed=seed))
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    with shared_folder() as folder:
+        average, best = ModelEmaCallback(save_path=None), SaveBestModelCallback(folder / "best.pt")
+        states = SaveTrainingStateCallback(folder / "states")
+        return {
+            "eval_dataset": error_of(lambda t: t.train(data, 1, data if is_last else None)),
+            "names": error_of(lambda t: t.evaluate({"a": data, "b": data} if is_last else {"a": data})),
+            "states": error_of(lambda t: t.train(data, 1), [states] if is_last else []),
+            "best": error_of(lambda t: t.train(data, 1, data), [] if is_last else [best]),
+            "average": error_of(lambda t: t.train(data, 1, data), [] if is_last else [average]),
+            "own": error_of(lambda t: t.train(data, 1), [AddedOnOne] if is_last else []),
+            "order": error_of(lambda t: t.train(data, 1, data), [best, average] if is_last else [average, best]),
+            "seed": error_of(lambda t: t.train(data, 1), [states], None if is_last else 0),
+            "resumes": error_of(lambda t: t.train(data, 1, resume_from="latest" if is_last else None), [states]),
+            "call": error_of(lambda t: t.predict(data) if is_last else t.evaluate(data)),
+            "same": error_of(lambda t: t.train(data, 1, data), [average, best, AddedOnOne]),
+        }
+
+
 def test_datasets_callbacks_and_calls_that_differ_between_ranks_are_refused_on_all(ranks):
     last = ranks.world_size - 1
     differences = {
@@ -681,7 +898,7 @@ def test_datasets_callbacks_and_calls_that_differ_between_ranks_are_refused_on_a
         "resumes": f"call='train(resume_from=...)' on rank {last}, but call='train()' on rank 0.",
         "call": f"call='predict()' on rank {last}, but call='evaluate()' on rank 0.",
     }
-    for result in ranks(cases.processes.unlike_calls):
+    for result in ranks(unlike_calls):
         assert result.pop("same") == "no error"
         assert result.keys() == differences.keys()
         for name, said in result.items():
@@ -737,7 +954,17 @@ def test_a_launched_run_exits_with_code_0_however_its_trainer_is_closed(launcher
         assert sorted(re.findall(r"the first: (True|False)", done.stdout)) == ["False", "True"]
 
 
+def run_as_script(path: str, *arguments: str) -> None:
+    """As ``torchrun path arguments`` does."""
+    before = sys.argv
+    sys.argv = [path, *arguments]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = before
+
+
 def test_the_first_example_runs_unchanged_on_two_processes(tmp_path, job):
-    done = job(2).run(cases.processes.run_script, "examples/digits.py", "--epochs", "1", "--output", str(tmp_path))
+    done = job(2).run(run_as_script, "examples/digits.py", "--epochs", "1", "--output", str(tmp_path))
     assert done.output.count("Test accuracy") == 1
     assert {file.name for file in tmp_path.iterdir()} == {"best_model.pt", "curves.png"}

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,18 +14,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import KeepBest, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.checkpoint.__main__ import inspect
 from pytorch_accel_lite.checkpoint.training_state import _manifest_checksum
-from tests import cases
+from tests.cases.common import rank
 from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.scripts.resumable import run
 from tests.tasks import equal, make_trainer, train
 from tests.test_training_states import assert_same
+
+
+def resume(folder: Path) -> Any:
+    """A whole run, and one that ends after an epoch and is resume: each machine has its own copy of the state."""
+    FaultyStore.reset()
+    url = f"faulty://{folder}/states"
+    folder.mkdir(exist_ok=True)
+    kwargs = {"schedule": False, "save_every_n_steps": 2}
+    whole = run(folder / "whole", **kwargs)
+    run(folder, epochs=1, save_dir=url, asynchronous=True, **kwargs)
+    return whole, run(folder, save_dir=url, max_checkpoints=2, **kwargs)
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES = {"flipped": _flip, "truncated": _truncate, "deleted": Path.unlink}
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
@@ -63,11 +90,34 @@ def test_a_run_resumes_to_the_same_bits(folder):
 
 @pytest.mark.processes
 def test_ranks_upload_their_own_files_and_resume_to_the_same_bits(folder, two_ranks):
-    for whole, resumed in two_ranks.run(cases.remote.resumed, folder):
+    for whole, resumed in two_ranks.run(resume, folder):
         assert resumed["processes"] == 2
         assert_same(resumed, whole)
     manifest = json.loads((folder / "states" / names(folder)[-1] / "manifest.json").read_text())
     assert {"rank00000.pt", "rank00001.pt"} < set(manifest["files"])
+
+
+def sharded_and_damaged(folder: Path, thoroughly: bool) -> tuple[Any, dict[str, Any]]:
+    """A run that saves its states in shards, and runs that find its last one damaged, by address of what is damaged.
+
+    :param thoroughly: each file in each way, rather than each in one
+    """
+    kwargs = {"schedule": False, "sharded": True, "asynchronous": True, "epochs": 1}
+    FaultyStore.reset()
+    folder.mkdir(exist_ok=True)
+    whole = run(folder, save_dir=f"faulty://{folder}/states", **kwargs)
+    files = sorted(path for path in (folder / "states" / "update-000000004").rglob("*") if path.is_file())
+    resume = {}
+    for place, file in enumerate(files):
+        for how in DAMAGES if thoroughly else [[*DAMAGES][(place + 2) % 3]]:
+            there = folder / f"{how}-{file.name}"
+            if rank() == 0:
+                shutil.copytree(folder / "states", there / "states")
+                DAMAGES[how](there / file.relative_to(folder))
+            dist.barrier()
+            address = f"faulty://{there}/states/update-000000004/{file.name}"
+            resume[address] = run(there, save_dir=f"faulty://{there}/states", **kwargs)
+    return whole, resume
 
 
 @pytest.mark.soak
@@ -76,7 +126,7 @@ def test_ranks_upload_their_own_files_and_resume_to_the_same_bits(folder, two_ra
 @pytest.mark.timeout(7200 if SOAK else 600)
 def test_each_damaged_file_of_a_sharded_state_is_named_and_an_older_state_is_used(folder, two_ranks):
     """Each in one of three ways; ``make soak`` damages each in all of them."""
-    found = two_ranks.run(cases.remote.sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=max(PATIENCE, 500))
+    found = two_ranks.run(sharded_and_damaged, folder / "run", thoroughly=SOAK, timeout=max(PATIENCE, 500))
     for whole, resumed in found:
         assert len(resumed) == (21 if SOAK else 7)
         for address, again in resumed.items():

@@ -6,18 +6,103 @@ streams in test_stateful_sources.py.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Subset
+from torch.nn.functional import logsigmoid
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests import cases
-from tests.cases.preferences import PAIRS, by_hand, make, train
+from pytorch_accel_lite.callbacks import MoveModulesToDeviceCallback, SaveTrainingStateCallback
+from tests.cases.common import IN_ORDER, shared_folder, world_size
 from tests.tasks import equal, largest_difference, listener, regression_data, small_model, weights
+
+BETA = 0.5
+
+
+def _pairs() -> TensorDataset:
+    return TensorDataset(*torch.randint(6, (2, 14, 5), generator=torch.Generator().manual_seed(2)))
+
+
+PAIRS = _pairs()
+
+
+class LanguageModel(nn.Module):
+    """Returns the log-probability of each row of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        log_probs = self.head(self.dropout(self.embedding(tokens[:, :-1]))).log_softmax(2)
+        return log_probs.gather(2, tokens[:, 1:, None]).sum((1, 2))
+
+
+class DPO(Trainer):
+    def __init__(self, model: nn.Module, optimizer: Any, **kwargs: Any) -> None:
+        super().__init__(model, None, optimizer, **kwargs)
+        self.reference = copy.deepcopy(model).eval().requires_grad_(False)
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        chosen, rejected = batch
+        both = torch.cat([chosen, rejected])
+        with torch.no_grad():
+            expected = self.reference(both)
+        of_chosen, of_rejected = (BETA * (self.model(both) - expected)).chunk(2)
+        self.log("accuracy", (of_chosen > of_rejected).double())
+        return {"loss": -logsigmoid(of_chosen - of_rejected).mean()}
+
+    calculate_eval_batch_loss = calculate_train_batch_loss
+
+
+def make(dropout: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = LanguageModel().double()
+    model.dropout.p = dropout
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(folder: Path | None = None, dropout: float = 0.2, seed: int | None = 0, **kwargs: Any) -> DPO:
+    """Train for two epochs."""
+    callbacks: list[Any] = [MoveModulesToDeviceCallback()]
+    if folder is not None:
+        callbacks.append(SaveTrainingStateCallback(folder, save_every_n_steps=3, max_checkpoints=None))
+    trainer = DPO(*make(dropout), callbacks=callbacks, seed=seed)
+    arguments = {"per_device_batch_size": 4 // world_size(), "train_dataloader_kwargs": IN_ORDER} | kwargs
+    trainer.train(PAIRS, 2, PAIRS, **arguments)
+    return trainer
+
+
+def by_hand() -> dict[str, torch.Tensor]:
+    """The loop that one would write."""
+    model, optimizer = make(0.2)
+    reference = copy.deepcopy(model).eval()
+
+    def loss_of(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([chosen, rejected])
+        with torch.no_grad():
+            expected = reference(both)
+        of_chosen, of_rejected = (BETA * (model(both) - expected)).chunk(2)
+        return -logsigmoid(of_chosen - of_rejected).mean()
+
+    for _ in range(2):
+        model.train()
+        for pairs in DataLoader(PAIRS, 4):
+            loss_of(*pairs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            for pairs in DataLoader(PAIRS, 4):
+                loss_of(*pairs)
+    return weights(model)
 
 
 def test_preferences_are_learned_with_the_bits_of_the_loop_by_hand():
@@ -35,9 +120,25 @@ def test_the_reference_stays_as_it_was_and_gets_no_gradients():
         assert trainer.evaluate(PAIRS)["evaluation_accuracy"] > 0.5
 
 
+def trained_and_resumed() -> dict[str, Any]:
+    """Weights and metrics of a run without dropout, and of one with it; those that resumed states of the latter."""
+    plain = train(dropout=0)
+    with shared_folder() as folder:
+        whole = train(folder / "whole")
+        states = sorted(state for state in (folder / "whole").iterdir() if state.is_dir())
+        resumed = [train(folder / "again", resume_from=state) for state in states]
+    return {
+        "plain": weights(plain.get_model()),
+        "accuracies": plain.run_history.get_metric_values("eval_accuracy_epoch"),
+        "whole": weights(whole.get_model()),
+        "history": whole.run_history.to_dict(),
+        "resumed": [(weights(other.get_model()), other.run_history.to_dict()) for other in resumed],
+    }
+
+
 def test_preferences_are_learned_on_processes_as_on_one_and_resumed_to_the_same_bits(two_ranks):
-    alone = cases.preferences.trained_and_resumed()
-    for found in (alone, *two_ranks(cases.preferences.trained_and_resumed)):
+    alone = trained_and_resumed()
+    for found in (alone, *two_ranks(trained_and_resumed)):
         assert largest_difference(found["plain"], alone["plain"]) < 1e-12
         assert found["accuracies"] == alone["accuracies"]
         assert len(found["resumed"]) == 3

@@ -14,10 +14,21 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, OptunaPruningCallback, retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.plotting import NothingToPlotError, plot_search
-from tests.cases import search
+from tests.cases.common import rank
 from tests.experiment_parts import CrashAt, Net, load_data
 from tests.launching import run_code
 from tests.tasks import equal
+
+
+class PruneAt(optuna.pruners.BasePruner):
+    """Prunes every trial after an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def prune(self, study, trial):
+        return trial.last_step >= self.epoch
+
 
 SPACE = {
     "optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True},
@@ -65,7 +76,7 @@ def test_a_pruned_trial_ends_in_order_and_counts_as_pruned(tmp_path):
         pruning.check_pruned()
         return trainer.run_history.get_latest_metric("eval_loss_epoch")
 
-    study = optuna.create_study(pruner=search.PruneAt(2))
+    study = optuna.create_study(pruner=PruneAt(2))
     study.optimize(objective, n_trials=1)
     study.pruner = optuna.pruners.NopPruner()
     study.optimize(objective, n_trials=1)
@@ -76,7 +87,7 @@ def test_a_pruned_trial_ends_in_order_and_counts_as_pruned(tmp_path):
 
 
 def test_the_callbacks_after_the_one_that_prunes_complete_the_epoch_and_the_run(tmp_path):
-    trial = optuna.create_study(pruner=search.PruneAt(2)).ask()
+    trial = optuna.create_study(pruner=PruneAt(2)).ask()
     best = SaveBestModelCallback(tmp_path / "best.pt")
     pruning = OptunaPruningCallback(trial)
     trainer = make_trainer(pruning, best, MetricsFileCallback(tmp_path / "metrics.jsonl"))
@@ -95,7 +106,7 @@ def saving(folder: Path, trial: optuna.Trial, *callbacks) -> Trainer:
 
 
 def test_a_trial_that_was_killed_continues_as_if_it_had_not_been(tmp_path):
-    study = optuna.create_study(pruner=search.PruneAt(9))
+    study = optuna.create_study(pruner=PruneAt(9))
     whole = saving(tmp_path / "whole", study.ask(), CrashAt(99))
     train(whole)
     trial = study.ask()
@@ -117,7 +128,7 @@ def test_a_trial_that_was_killed_continues_as_if_it_had_not_been(tmp_path):
 
 
 def test_a_pruned_trial_whose_program_was_killed_is_still_pruned(tmp_path):
-    study = optuna.create_study(pruner=search.PruneAt(2))
+    study = optuna.create_study(pruner=PruneAt(2))
     train(saving(tmp_path, study.ask()))
     retry_killed_trials(study)
     resumed = saving(tmp_path, study.ask())
@@ -138,7 +149,7 @@ def test_two_trials_on_one_folder_are_refused_before_anything_is_written(tmp_pat
 
 
 def test_a_trial_ends_in_the_same_bits_whatever_trials_came_before_it():
-    study = optuna.create_study(pruner=search.PruneAt(2))
+    study = optuna.create_study(pruner=PruneAt(2))
     ended = []
     for clips in (False, True, False):
         trainer = make_trainer(OptunaPruningCallback(study.ask()))
@@ -170,7 +181,7 @@ def test_a_trial_does_not_silently_take_over_the_precision_of_another(first, tmp
 
 
 def test_a_plot_shows_every_trial_by_number_by_epoch_and_by_setting():
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), pruner=search.PruneAt(2))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), pruner=PruneAt(2))
     with pytest.raises(NothingToPlotError, match="no trial of the study has been completed yet"):
         plot_search(study)
 
@@ -221,14 +232,31 @@ def test_of_a_metric_that_does_not_tell_the_study_knows_the_direction(direction,
     assert not [warning for warning in recwarn if "greater values are better" in str(warning.message)]
 
 
+def run_trials() -> tuple[bool, int, str | None]:
+    """Whether a rank was told that the trial is run_trials, how far it came, and why it stopped."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    trial = optuna.create_study(pruner=PruneAt(2)).ask() if rank() == 0 else None
+    model = Net()
+    pruning = OptunaPruningCallback(trial)
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), [pruning], seed=0)
+    trainer.train(load_data(), 5, load_data(8), per_device_batch_size=4)
+    return pruning.is_pruned, trainer.progress.epoch, trainer.stop_reason
+
+
 def test_all_ranks_end_together(two_ranks):
-    results = two_ranks(search.pruned)
+    results = two_ranks(run_trials)
     assert [(is_pruned, epochs) for is_pruned, epochs, _ in results] == [(True, 2)] * 2
     assert results[0][2].startswith("Optuna prunes this trial: eval_loss_epoch ")
 
 
+def suggested() -> dict[str, float]:
+    """The overrides that a rank gets."""
+    trial = optuna.create_study().ask() if rank() == 0 else None
+    return suggest_overrides(trial, {"optimizer.lr": {"low": 0.1, "high": 1.0}}, "runs")
+
+
 def test_all_ranks_get_the_values_of_the_first(two_ranks):
-    first, second = two_ranks(search.suggested)
+    first, second = two_ranks(suggested)
     assert first == second
     assert first["output_dir"] == "runs/0"
 

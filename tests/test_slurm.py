@@ -10,20 +10,42 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.launcher.api import LaunchConfig
 
+from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests import cases
-from tests.cases.slurm import SendsSignals, install_scontrol
+from tests.cases.common import rank, shared_folder, world_size
 from tests.launching import PATIENCE, ROOT, WarmPython, environment
 from tests.scripts.resumable import run_to_the_end
 from tests.scripts.submitted import Submitted
 from tests.tasks import equal, quiet_trainer, regression_data, small_model
+
+
+class SendsSignals(TrainerCallback):
+    """Sends signals to this process after an update, if it is on the last rank."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self.numbers = numbers
+
+    def on_train_step_end(self, trainer, **kwargs):
+        if trainer.progress.update == 2 and rank() == world_size() - 1:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+def install_scontrol(folder: Path, code: int = 0) -> Path:
+    """Put a stand-in for Slurm's command first on the PATH; it writes what it is called with to a file."""
+    calls, program = folder / "calls", folder / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\necho "slurm_update error: Access denied" >&2\nexit {code}\n')
+    program.chmod(0o755)
+    os.environ["PATH"] = f"{program.parent}:{os.environ['PATH']}"
+    return calls
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +84,23 @@ def test_other_runs_are_left_out_of_the_queue(tmp_path, numbers, requeue):
     assert not calls.exists()
 
 
+def warned_on_the_last_rank() -> tuple[str, list[str]]:
+    """What Slurm was asked, and the states that are there."""
+    with shared_folder() as folder:
+        if rank() == 0:
+            install_scontrol(folder)
+        os.environ |= {"SLURM_JOB_ID": "17", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}
+        os.environ.pop("SLURM_ARRAY_JOB_ID", None)
+        saving = SaveTrainingStateCallback(folder / "states", requeue=True)
+        trainer = quiet_trainer(small_model(), callbacks=[SendsSignals(signal.SIGUSR1), saving])
+        with suppress(SystemExit):
+            trainer.train(regression_data(400), 1, per_device_batch_size=2)
+        trainer.barrier()
+        return (folder / "calls").read_text(), [path.name for path in (folder / "states").glob("update-*")]
+
+
 def test_of_several_processes_one_asks_slurm_once_all_have_saved(two_ranks):
-    for calls, states in two_ranks(cases.slurm.warned_on_the_last_rank):
+    for calls, states in two_ranks(warned_on_the_last_rank):
         assert calls == "requeue 17\n"
         assert len(states) == 1
 
