@@ -38,14 +38,14 @@ def find_batch_size(batch: Any, expected: int | None = None) -> int:
             return length  # the usual case, without slow checks of abstract types
     if expected is not None and any(is_as_long(part, expected) for part in parts_in(batch)):
         return expected
-    found = next((len(tensor) for tensor in tensors_in(batch)), expected)
-    if found is None:
+    result = next((len(tensor) for tensor in tensors_in(batch)), expected)
+    if result is None:
         raise ValueError(
             f"The batch size cannot be determined from a batch of type {type(batch).__name__} without tensors. Return "
             "'batch_size' from calculate_train_batch_loss / calculate_eval_batch_loss. Several processes must know it "
             "before the step: give the batch a tensor with a row for each sample."
         )
-    return found
+    return result
 
 
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:

@@ -287,8 +287,8 @@ class _Listeners(dict[str, tuple[Listener, ...]]):
         self._find = find
 
     def __missing__(self, event: str) -> tuple[Listener, ...]:
-        found = self[event] = tuple(self._find(event))
-        return found
+        result = self[event] = tuple(self._find(event))
+        return result
 
 
 class CallbackHandler:

@@ -310,8 +310,8 @@ def where(stack: Sequence[traceback.FrameSummary]) -> str:
     """
     if not stack:
         return "its thread has ended"
-    ours = [place for place, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
-    activities = list(filter(None, (_activity(stack[place]) for place in ours)))
+    ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_PACKAGE)]
+    activities = list(filter(None, (_activity(stack[index]) for index in ours)))
     doing = f"{activities[-1]}, " if activities else ""
     if any(frame.name == "_try_get_data" for frame in stack):  # of torch's DataLoader
         doing += "waiting for its workers, "

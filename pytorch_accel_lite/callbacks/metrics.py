@@ -179,8 +179,8 @@ class MetricsCallback(TrainerCallback):
             )
             return
         first = sum(map(len, gathered[: 0 if self._ranks is None else self._ranks.rank]))
-        for place, number in enumerate(self._numbers, first):
-            self._load(self._of_share(self.train_metrics, number), state["ranks"][place])
+        for index, number in enumerate(self._numbers, first):
+            self._load(self._of_share(self.train_metrics, number), state["ranks"][index])
 
     def _load(self, own: MetricCollection, states: dict[str, Any]) -> None:
         metrics = dict(own.items(keep_base=True))
@@ -263,9 +263,9 @@ def default_transform(batch: Any, batch_output: Mapping[str, Any]) -> tuple[torc
 
 def _find(values: Any, names: tuple[str, ...]) -> Any:
     for name in names:
-        found = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
-        if found is not None:
-            return found
+        result = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+        if result is not None:
+            return result
     return None
 
 

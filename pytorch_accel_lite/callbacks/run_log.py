@@ -194,13 +194,13 @@ def _git() -> dict[str, Any] | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    result = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def _curves(trainer: TrainerLike) -> list[str]:

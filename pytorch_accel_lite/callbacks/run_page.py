@@ -69,8 +69,8 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
     whole = round(seconds)
-    place = next(place for place, (_, size) in enumerate(units) if whole >= size)
-    (large, size), (small, part) = units[place : place + 2]
+    index = next(index for index, (_, size) in enumerate(units) if whole >= size)
+    (large, size), (small, part) = units[index : index + 2]
     return f"{whole // size} {large} {whole % size // part} {small}"
 
 
@@ -179,12 +179,12 @@ def _table(record: Mapping[str, Any], names: Iterable[str]) -> Table:
     """Return a table with a row for each epoch and the best value of each column marked."""
     columns = ["epoch", *names]
     directions = record["directions"]
-    unmarked = {"epoch"} | {name for name, place in place_of_each(columns).items() if place[3].endswith("train")}
+    unmarked = {"epoch"} | {name for name, panel in place_of_each(columns).items() if panel[3].endswith("train")}
     filled = []
     for name in columns:
         values = [row.get(name) for row in record["metrics"]]
         best = None if name in unmarked else best_of([_number(v) for v in values], direction_of(name, directions))
-        filled.append([Cell(text, place == best) for place, text in enumerate(format_column(values))])
+        filled.append([Cell(text, index == best) for index, text in enumerate(format_column(values))])
     return Table(columns, [list(row) for row in zip(*filled, strict=True)], set(range(len(columns))))
 
 

@@ -92,7 +92,7 @@ def find_pieces(paths: Iterable[Path]) -> dict[str, list[Piece]]:
 
     :raises ValueError: if a file is damaged
     """
-    found: dict[str, list[Piece]] = {}
+    result: dict[str, list[Piece]] = {}
     for path in paths:
         try:
             file: Any = safetensors.safe_open(path, framework="pt")
@@ -103,8 +103,8 @@ def find_pieces(paths: Iterable[Path]) -> dict[str, list[Piece]]:
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
             start = tuple(info[name][_OFFSETS]) if name in info else (0,) * len(shape)
-            found.setdefault(name, []).append(Piece(path, file, start, shape, _DTYPES[part.get_dtype()]))
-    return found
+            result.setdefault(name, []).append(Piece(path, file, start, shape, _DTYPES[part.get_dtype()]))
+    return result
 
 
 def shape_of(pieces: Iterable[Piece]) -> tuple[int, ...]:

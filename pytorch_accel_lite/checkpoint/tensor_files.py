@@ -61,7 +61,7 @@ def _take_out(value: Any, taken: dict[str, Any], is_taken: Callable[[Any], bool]
         marked = {key: _take_out(item, taken, is_taken, *path, key) for key, item in value.items()}
         return value if all(marked[key] is value[key] for key in marked) else _of_kind(value, marked)
     if type(value) in (list, tuple):
-        return type(value)(_take_out(item, taken, is_taken, *path, place) for place, item in enumerate(value))
+        return type(value)(_take_out(item, taken, is_taken, *path, index) for index, item in enumerate(value))
     return value
 
 
@@ -100,7 +100,7 @@ def restore_tensors(value: Any, pieces: Mapping[str, list[Piece]], find: Find, *
         read = {key: restore_tensors(item, pieces, find, *path, key) for key, item in value.items()}
         return value if all(read[key] is value[key] for key in read) else _of_kind(value, read)
     if type(value) in (list, tuple):
-        return type(value)(restore_tensors(item, pieces, find, *path, place) for place, item in enumerate(value))
+        return type(value)(restore_tensors(item, pieces, find, *path, index) for index, item in enumerate(value))
     return value
 
 

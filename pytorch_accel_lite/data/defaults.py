@@ -68,8 +68,10 @@ def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str,
         given["sampler"] = dataset.create_sampler(given.pop("shuffle"))
     elif _is_mixture(dataset) and defaults.get("shuffle") and not given.keys() & {"sampler", "batch_sampler"}:
         merged = defaults | given
-        asked = {name: merged[name] for name in ("batch_size", "shuffle", "drop_last") if name in merged}
-        given = {name: value for name, value in given.items() if name not in asked} | dataset.loader_kwargs(**asked)
+        requested = {name: merged[name] for name in ("batch_size", "shuffle", "drop_last") if name in merged}
+        given = {name: value for name, value in given.items() if name not in requested} | dataset.loader_kwargs(
+            **requested
+        )
     excluded = set()
     if "sampler" in given or "batch_sampler" in given:
         excluded = {"shuffle"}

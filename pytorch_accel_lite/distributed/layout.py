@@ -38,11 +38,11 @@ class DataRanks(Ranks):
         self.rank = own.index(everyone.rank)
         self.world_size = len(own)
         self.replicas = len(peers)
-        alike = tuple(zip(*peers, strict=True))
+        identical = tuple(zip(*peers, strict=True))
         self._places = [
-            place for _, place in sorted((rank, place) for each in peers for place, rank in enumerate(each))
+            index for _, index in sorted((rank, index) for each in peers for index, rank in enumerate(each))
         ]
-        self._sharers = everyone.within(alike[self.rank], _own_group(dist.group.WORLD, alike, "gloo"))
+        self._sharers = everyone.within(identical[self.rank], _own_group(dist.group.WORLD, identical, "gloo"))
         self.is_first_alike = self._sharers.rank == 0
         self._group = _own_group(dist.group.WORLD, peers, "gloo")
         self.device_group = _own_group(dist.group.WORLD, peers, None)
@@ -104,8 +104,8 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
     if found[0][0] is not None:
         peers = tuple(sorted({own for own, _ in found}))
     else:
-        alike = sorted({own for _, own in found})
-        peers = tuple(zip(*alike, strict=True)) if len({*map(len, alike)}) == 1 else ()
+        identical = sorted({own for _, own in found})
+        peers = tuple(zip(*identical, strict=True)) if len({*map(len, identical)}) == 1 else ()
     together = {*(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist())}
     if sorted(rank for each in peers for rank in each) != [*range(everyone.world_size)] or (
         by_fsdp is not None and len(peers) > 1 and together <= {*by_fsdp}

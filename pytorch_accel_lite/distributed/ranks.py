@@ -173,12 +173,12 @@ class Ranks:
         of_all = [torch.empty(length if receives else 0, dtype=torch.uint8) for length in lengths]
         of_all[self.rank] = own
         under_way: list[Any] = []
-        for place, (member, length) in enumerate(zip(self.members, lengths, strict=True)):
-            if place == self.rank:
+        for index, (member, length) in enumerate(zip(self.members, lengths, strict=True)):
+            if index == self.rank:
                 continue
             if receives and length:
-                under_way.append(dist.irecv(of_all[place], member, group=self._group))
-            if len(own) and (place == 0 or not only_first):
+                under_way.append(dist.irecv(of_all[index], member, group=self._group))
+            if len(own) and (index == 0 or not only_first):
                 under_way.append(dist.isend(own, member, group=self._group))
         for transfer in under_way:
             transfer.wait()

@@ -127,10 +127,10 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Any, is_training: b
 def _evaluate_batch(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Compute the losses of a batch and add them up."""
     run.batch = batch
-    hears = trainer.callback_handler.listeners
+    listeners = trainer.callback_handler.listeners
     if trainer.logical is not None:
         trainer.logical.begin_share(batch)
-    if hears["on_eval_step_start"]:
+    if listeners["on_eval_step_start"]:
         trainer.call_event("on_eval_step_start")
     try:
         if isinstance(batch.data, FailedRead):
@@ -148,7 +148,7 @@ def _evaluate_batch(trainer: TrainerLike, run: Run, batch: Batch) -> None:
         trackers.weigh()
     if batch.num_samples != 0:
         trackers.add(output)
-    if hears["on_eval_step_end"]:
+    if listeners["on_eval_step_end"]:
         trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
 
 
@@ -208,7 +208,7 @@ def evaluate(
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("evaluation", num_epochs=1)
     with (
-        _finding_values(self) as found,
+        _finding_values(self) as result,
         _apart_from_run(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(self, run),
@@ -219,7 +219,7 @@ def evaluate(
         self.evaluation_run_start()
         self.call_event("on_evaluation_run_start")
         evaluate_all(self, run, is_training=False)
-    return found
+    return result
 
 
 def run_evaluation(
@@ -283,8 +283,8 @@ def inference_run(
             run.control = StopCoordinator(trainer.ranks)
         trainer.callback_handler.configure_run(trainer, request)
         own = {name: getattr(request, name) for name in ("max_batches", "first_sample", "on_failed_batch")}
-        asked = replace(run.request, **own)
-        run.request = request if run.outer is None else asked
+        requested = replace(run.request, **own)
+        run.request = request if run.outer is None else requested
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)
         if run.outer is None:

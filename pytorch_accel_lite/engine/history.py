@@ -226,8 +226,8 @@ class InMemoryRunHistory(RunHistory):
                 later = takewhile(lambda epoch: epoch >= first_epoch, reversed(epochs))
                 first = len(epochs) - sum(1 for _ in later)
             apart = self._apart_from_run(name)
-            for place, (epoch, value) in enumerate(zip(epochs[first:], values[first:], strict=True), first):
-                if place not in apart:
+            for index, (epoch, value) in enumerate(zip(epochs[first:], values[first:], strict=True), first):
+                if index not in apart:
                     table.setdefault(epoch, {"epoch": epoch})[name] = value
         return [table[epoch] | {"epoch": epoch} for epoch in sorted(table)]
 
@@ -272,14 +272,14 @@ class InMemoryRunHistory(RunHistory):
         if metrics is None:
             recorded = [name for name, values in self._metrics.items() if len(self._apart.get(name, ())) < len(values)]
             metrics = recorded or self._metrics
-        found = {}
+        result = {}
         for name in metrics:
             self.get_latest_metric(name)  # raises an error that lists the recorded metrics
             apart = self._apart_from_run(name)
             pairs = zip(self._epochs[name], self._metrics[name], strict=True)
-            of_run = [pair for place, pair in enumerate(pairs) if place not in apart]
-            found[name] = [epoch for epoch, _ in of_run], [value for _, value in of_run]
-        return found
+            of_run = [pair for index, pair in enumerate(pairs) if index not in apart]
+            result[name] = [epoch for epoch, _ in of_run], [value for _, value in of_run]
+        return result
 
     def _apart_from_run(self, name: str) -> Collection[int]:
         """Return the places of values that evaluations outside the run have recorded, if the metric has others."""

@@ -66,8 +66,8 @@ def create_loader(trainer: TrainerLike, run: Run, source: Any, training: bool) -
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
     """Return the settings of a run, from the method that users of pytorch-accelerated override, with its arguments."""
     names = ("num_epochs", "gradient_accumulation_steps", "max_num_train_steps", "gradient_clip_value")
-    asked = {name: getattr(run.request, name) for name in names}
-    return trainer._create_run_config(per_device_batch_size=batch_size, **asked)
+    requested = {name: getattr(run.request, name) for name in names}
+    return trainer._create_run_config(per_device_batch_size=batch_size, **requested)
 
 
 @contextmanager
@@ -185,8 +185,8 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
             set_optimizer_modes(trainer, training=False)
         getattr(trainer, f"{kind}_run_end")()
         _call_ending_event(trainer, run, f"on_{kind}_run_end")
-        for speak in run.end.messages:
-            speak()
+        for message in run.end.messages:
+            message()
     except BaseException as error:
         close_failed(trainer, run, error, ended)
         raise

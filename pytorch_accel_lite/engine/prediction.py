@@ -191,7 +191,7 @@ def _predicting(trainer: TrainerLike, run: Run, generators: dict[str, Any]) -> I
 def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
     """Yield this process's outputs step by step, on the CPU: none of a step that failed and is skipped."""
     logical = trainer.logical
-    hears = trainer.callback_handler.listeners
+    listeners = trainer.callback_handler.listeners
     compute = _forward_pass(trainer)
     shares: list[Any] = []
     for batch in run.data.eval_loader.steps(run.progress.epoch, run.request.first_sample):
@@ -206,7 +206,7 @@ def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
             if not is_skipped(error, trainer, run, "prediction"):
                 raise
         else:
-            if hears["on_predict_step_end"]:
+            if listeners["on_predict_step_end"]:
                 trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
             if batch.num_samples != 0:
                 size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None

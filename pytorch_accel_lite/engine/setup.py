@@ -185,9 +185,9 @@ def resolve_run_config(
     sharers = processes if accelerator.split_batches else 1
     train_batch_size = max(((train_dl_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
     eval_batch_size = max(((eval_dl_kwargs or {}).get("batch_size") or batch_size) // sharers, 1)
-    asked = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
+    requested = {name: value for name, value in vars(request).items() if name in TrainerRunConfig.__dataclass_fields__}
     return TrainerRunConfig(
-        **asked,
+        **requested,
         train_per_device_batch_size=train_batch_size,
         train_dl_kwargs=train_dl_kwargs,
         eval_per_device_batch_size=eval_batch_size,

@@ -116,10 +116,10 @@ def train_epoch(trainer: TrainerLike, run: Run) -> None:
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
     step = run.progress.step
-    hears = trainer.callback_handler.listeners
+    listeners = trainer.callback_handler.listeners
     ends_window = batch.is_last or (step + 1) % run.window.steps == 0
     run.batch = batch
-    if hears["on_train_step_start"]:
+    if listeners["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     run.window.is_in_step = True
     try:
@@ -136,13 +136,13 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
         raise
     run.progress.step += 1
     run.window.is_in_step = False
-    if output is not None and hears["on_train_step_end"]:
+    if output is not None and listeners["on_train_step_end"]:
         # Logical processes have put their shares together in the run's batch.
         trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
     if updates:
-        if hears["on_update_end"]:
+        if listeners["on_update_end"]:
             trainer.call_event("on_update_end", step=step)
-        if hears["on_train_step_checkpoint"]:
+        if listeners["on_train_step_checkpoint"]:
             trainer.call_event("on_train_step_checkpoint", step=step)
         if run.control.must_sync:
             run.control.sync(can_save=True)

@@ -80,8 +80,8 @@ def _check_order(options: argparse.Namespace, given: Sequence[str], rest: list[s
 
 
 def _starts_processes(options: argparse.Namespace) -> bool:
-    asked = [getattr(options, name, None) for name in ("processes", "devices")]
-    is_asked = any(value is not None for value in asked) or bool(getattr(options, "restarts", 0))
+    requested = [getattr(options, name, None) for name in ("processes", "devices")]
+    is_asked = any(value is not None for value in requested) or bool(getattr(options, "restarts", 0))
     return is_asked and not options.help and not getattr(options, "print_config", False)
 
 

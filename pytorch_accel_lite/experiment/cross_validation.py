@@ -318,13 +318,13 @@ def _split(splitter: Any, size: int, y: Any, groups: Any) -> list[Split]:
         )
     try:
         pairs = splitter.split(np.zeros((size, 1)), labels, groups) if hasattr(splitter, "split") else splitter
-        found = [(_indices(train), _indices(test)) for train, test in pairs]
+        result = [(_indices(train), _indices(test)) for train, test in pairs]
     except (ValueError, TypeError) as error:
         missing = [name for name, values in (("y", y), ("groups", groups)) if values is None]
         remedy = f" It may need {' or '.join(missing)}, with one element for each sample." if missing else ""
         raise ValueError(f"splitter={_describe(splitter)} cannot split the dataset: {error}{remedy}") from error
-    _check_splits(found, size)
-    return found
+    _check_splits(result, size)
+    return result
 
 
 def _indices(values: Any) -> list[int]:

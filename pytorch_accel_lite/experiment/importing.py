@@ -67,9 +67,9 @@ def _module(where: str, name: str) -> Any:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # by the module itself, of another
         owner, _, inner = name.rpartition(".")
-        found = getattr(_module(where, owner), inner, None) if owner and error.name == name else None
-        if inspect.isclass(found):  # a class within a class
-            return found
+        result = getattr(_module(where, owner), inner, None) if owner and error.name == name else None
+        if inspect.isclass(result):  # a class within a class
+            return result
         raise ExperimentError(
             f"{where}: there is no module {error.name!r}. Modules of your own are looked for beside the file, in the "
             f"folder that you are in, {os.getcwd()}, and in PYTHONPATH."

@@ -106,15 +106,15 @@ class Parser:
         if not isinstance(given, list):
             raise ExperimentError(f"{self.place('callbacks')}={given!r} must be a list.")
         items = [{"class_path": item} if isinstance(item, str) else item for item in given]
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for number, item in enumerate(items):
             key = f"callbacks.{number}"
             if not isinstance(item, dict) or "class_path" not in item:
                 raise ExperimentError(f"{self.place(key)}={item!r} must be a class path, or class_path and init_args.")
-            found[key] = import_path(self._document, key, item["class_path"])
-            item["class_path"] = full_name(found[key])
+            result[key] = import_path(self._document, key, item["class_path"])
+            item["class_path"] = full_name(result[key])
         self._document.content["callbacks"] = items
-        return found
+        return result
 
     # ------------------------------------------------------------------------------------- the parser
 
@@ -206,12 +206,12 @@ class Parser:
         :raises ExperimentError: if a value is missing, unknown, or of the wrong type
         """
         try:
-            found = self._parser.parse_args(["--_file", self._text(), *self._arguments])
+            result = self._parser.parse_args(["--_file", self._text(), *self._arguments])
         except self._library.ArgumentError as error:
             raise ExperimentError(explain(str(error), self._document, self._unknown)) from None
-        del found["_file"]
-        self._check_required(found)
-        return found
+        del result["_file"]
+        self._check_required(result)
+        return result
 
     def _check_required(self, found: Any) -> None:
         """Refuse to leave out arguments without a type and a default; others the parser has refused."""

@@ -89,11 +89,11 @@ def differences(before: Any, after: Any, key: str = "") -> dict[str, str]:
     if isinstance(before, list) and isinstance(after, list):
         before, after = dict(enumerate(before)), dict(enumerate(after))
     if isinstance(before, dict) and isinstance(after, dict):
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         for name in {**before, **after}:
             inner = f"{key}.{name}" if key else str(name)
-            found |= differences(before.get(name), after.get(name), inner)
-        return found
+            result |= differences(before.get(name), after.get(name), inner)
+        return result
     return {} if before == after else {key: f"{short(key)}: {_brief(before)} -> {_brief(after)}"}
 
 

@@ -111,7 +111,7 @@ class RunComparison:
             known = [float("nan") if value is None else value for value in values]
             best = None if metric.kind == "last" or len(self.runs) == 1 else best_of(known, metric.kind == "max")
             texts = format_column(values)
-            columns[str(metric)] = [Cell(text or _MISSING, place == best) for place, text in enumerate(texts)]
+            columns[str(metric)] = [Cell(text or _MISSING, index == best) for index, text in enumerate(texts)]
         return _table(columns, {name for name in columns if name not in ("run", "outcome")})
 
     def of_settings(self) -> Table:
@@ -234,18 +234,18 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
     That a run lacks the arguments of a class says no more than that it has another class.
     """
-    found: list[str] = []
+    result: list[str] = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         having = [run for run in runs if key in run.settings]
-        alike = {run.source for run in having}
-        is_lacking = any(run.source in alike and key not in run.settings for run in runs)
-        belongs_to_another = any(key.startswith(f"{other}.") for other in found)
+        identical = {run.source for run in having}
+        is_lacking = any(run.source in identical and key not in run.settings for run in runs)
+        belongs_to_another = any(key.startswith(f"{other}.") for other in result)
         is_configuration = not ENVIRONMENT.match(key)
         if any(run.settings[key] != having[0].settings[key] for run in having) or (
             is_lacking and is_configuration and not belongs_to_another
         ):
-            found.append(key)
-    return found
+            result.append(key)
+    return result
 
 
 def _sorted(
@@ -285,7 +285,7 @@ def _sorted(
 
 def _table(columns: Mapping[str, Sequence[Cell]], numeric: set[str]) -> Table:
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
-    return Table(list(columns), rows, {place for place, name in enumerate(columns) if name in numeric})
+    return Table(list(columns), rows, {index for index, name in enumerate(columns) if name in numeric})
 
 
 def _as_text(table: Table, marked: bool = False) -> list[list[str]]:

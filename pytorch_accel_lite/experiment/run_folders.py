@@ -58,14 +58,14 @@ class RecordedRun:
     @property
     def metrics(self) -> dict[str, tuple[list[int], list[float]]]:
         """The epochs and values of each metric that is a number, by name."""
-        found: dict[str, tuple[list[int], list[float]]] = {}
+        result: dict[str, tuple[list[int], list[float]]] = {}
         for row in self.rows:
             for name, value in row.items():
                 if name != "epoch" and isinstance(value, float):
-                    epochs, values = found.setdefault(name, ([], []))
+                    epochs, values = result.setdefault(name, ([], []))
                     epochs.append(int(row["epoch"]))
                     values.append(value)
-        return found
+        return result
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun], list[str]]:
@@ -170,19 +170,19 @@ def _read_metrics(folder: Path) -> list[tuple[list[str], list[Row]]]:
     """
     usual = [folder / f"metrics{suffix}" for suffix in _SUFFIXES]
     others = [path for suffix in _SUFFIXES for path in sorted(folder.glob(f"*{suffix}"))]
-    found: list[tuple[list[str], list[Row]]] = []
+    result: list[tuple[list[str], list[Row]]] = []
     for path in dict.fromkeys([*usual, *others]):
         rows = _read_rows(path) if path.is_file() and (path in usual or _is_of_epochs(path)) else []
         if not rows or not all(isinstance(row.get("epoch"), float) and next(iter(row)) != "update" for row in rows):
             continue
-        for files, known in found:
+        for files, known in result:
             if _agree(known, rows):
                 files.append(path.name)
                 known[:] = _joined(known, rows)
                 break
         else:
-            found.append(([path.name], rows))
-    return found
+            result.append(([path.name], rows))
+    return result
 
 
 def _is_of_epochs(path: Path) -> bool:
@@ -229,14 +229,14 @@ def _read_rows(path: Path) -> list[Row]:
 
 def _as_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with floats in place of all that can be read as such, and without empty cells."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in row.items():
         try:
-            found[name] = float(value)
+            result[name] = float(value)
         except (TypeError, ValueError):
             if value not in ("", None):
-                found[name] = value
-    return found
+                result[name] = value
+    return result
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -102,15 +102,15 @@ def type_hints(function: Any) -> dict[str, Any]:
     """Return the types of the arguments of a function as far as they are known: one by one, as any may be unknown."""
     function = inspect.unwrap(function)
     names = {**_TYPING, **getattr(function, "__globals__", {})}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def holder() -> None: ...
 
     for name, annotation in getattr(function, "__annotations__", {}).items():
         holder.__annotations__ = {name: annotation}
         with contextlib.suppress(NameError, TypeError, AttributeError):
-            found |= typing.get_type_hints(holder, names)
-    return found
+            result |= typing.get_type_hints(holder, names)
+    return result
 
 
 def _with_expressions(hint: Any) -> Any:

@@ -146,13 +146,13 @@ def _read_learned(path: Path, modules: Collection[str]) -> dict[tuple[str, ...],
 
 
 def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for (*owners, name), value in flat.items():
-        inner = found
+        inner = result
         for owner in owners:
             inner = inner.setdefault(owner, {})
         inner[name] = value
-    return found
+    return result
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:

@@ -136,16 +136,16 @@ def evaluating_optimizers(trainer: TrainerLike) -> Iterator[None]:
 
 def _find(trainer: TrainerLike, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
     """Return the attributes of a kind, including elements of lists, tuples and dicts, named like ``critics.0``."""
-    found = {}
+    result = {}
     for name, value in vars(trainer).items():
         if name in _SAVED_BY_THEMSELVES:
             continue
         if is_wanted(value):
-            found[name] = value
+            result[name] = value
         elif isinstance(value, (list, tuple, dict)):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
-            found |= {f"{name}.{key}": part for key, part in parts if is_wanted(part)}
-    return found
+            result |= {f"{name}.{key}": part for key, part in parts if is_wanted(part)}
+    return result
 
 
 def _parameters(module: Any) -> list[nn.Parameter]:

@@ -163,7 +163,7 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Sort parameters as the model has them, as the last bits of their norm depend on it; those of others come last."""
-    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    places = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     return sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
 
 
@@ -174,8 +174,8 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
-    alike = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
-    if device is None or device.type not in ("cpu", "cuda") or len(alike) < len(gradients):
+    identical = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
+    if device is None or device.type not in ("cpu", "cuda") or len(identical) < len(gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
     with torch.no_grad():
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)

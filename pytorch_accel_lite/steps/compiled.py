@@ -100,8 +100,8 @@ class CompiledForward:
         self._adapter = adapters["train"]
         adapters["train"] = _Adapter(self._adapter, self)
         self.num_samples: int | None = None
-        asked = options.get("options") or {}
-        replays = options.get("mode") in _REPLAYING_MODES or asked.get("triton.cudagraphs", False)
+        requested = options.get("options") or {}
+        replays = options.get("mode") in _REPLAYING_MODES or requested.get("triton.cudagraphs", False)
         self._replays = replays and trainer.device.type == "cuda"
         self._copied_in = -1  # the number of updates before that whose gradients were copied last
 

@@ -83,7 +83,7 @@ class GradientSum:
             self._of_steps = total if self._of_steps is None else add_gradients(self._of_steps, total)
             return
         for gradients in (node.value for node in self._tree.nodes):
-            self._missed.update(place for place, gradient in enumerate(gradients) if gradient is None)
+            self._missed.update(index for index, gradient in enumerate(gradients) if gradient is None)
         summed = [self._sum_slice(places, with_flags) for places, with_flags in self._groups()]
         self._tree.nodes.clear()
         if self._slices:
@@ -129,8 +129,8 @@ class GradientSum:
     def _groups(self) -> Iterator[tuple[list[int], bool]]:
         """Yield the places of the parameters of each dtype, and whether the flags of all parameters go with them."""
         by_dtype: dict[torch.dtype, list[int]] = {}
-        for place, parameter in enumerate(self._parameters):
-            by_dtype.setdefault(parameter.dtype, []).append(place)
+        for index, parameter in enumerate(self._parameters):
+            by_dtype.setdefault(parameter.dtype, []).append(index)
         for number, places in enumerate(by_dtype.values()):
             yield places, number == 0
 

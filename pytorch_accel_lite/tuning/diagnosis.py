@@ -135,9 +135,9 @@ def diagnose(
     request = RunRequest(num_epochs=1)
     callbacks = CallbackTimes(self.callback_handler, lambda: _now(self))
     with trial(self, "diagnose", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
-        found = _measure(self, run, num_steps, callbacks)
-    report(self, found)
-    return found
+        result = _measure(self, run, num_steps, callbacks)
+    report(self, result)
+    return result
 
 
 def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: CallbackTimes) -> Diagnosis:
@@ -162,18 +162,18 @@ def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: Callback
     own = callbacks.seconds
     whole += sum(own.values())
     parts = data, forward, max(backward - forward, 0), max(update - backward, 0), whole
-    found = Diagnosis(count, samples, *parts, callbacks=own)
-    found.advice = [*_advise(trainer, found), *callbacks.describe_unmeasured()]
+    result = Diagnosis(count, samples, *parts, callbacks=own)
+    result.advice = [*_advise(trainer, result), *callbacks.describe_unmeasured()]
     # Several processes would have to agree on it, as the backward pass communicates.
     is_alone_on_cpu = trainer.device.type == "cpu" and trainer.ranks.world_size == 1
-    if is_alone_on_cpu and not _is_compiled(trainer) and forward + found.backward > _LONG_STEP:
+    if is_alone_on_cpu and not _is_compiled(trainer) and forward + result.backward > _LONG_STEP:
         share = fusible_share(lambda: _time(trainer, held, _backward))
         if share > _FUSIBLE_SHARE:
-            found.advice.append(
+            result.advice.append(
                 f"{100 * share:.0f} % of the computation are operations that a compiler can fuse, such as activations, "
                 "norms and pooling: try Trainer(..., compile_step=True)."
             )
-    return found
+    return result
 
 
 def _advise_on_the_rest(found: Diagnosis) -> Iterator[str]:

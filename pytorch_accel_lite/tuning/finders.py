@@ -109,9 +109,9 @@ def find_lr(
     batch_size = per_device_batch_size
     loader_kwargs = train_dataloader_kwargs
     with trial(self, "find_lr", train_dataset, batch_size, request, loader_kwargs, collate_fn) as run:
-        found = _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
-    report(self, found)
-    return found
+        result = _range_test(self, run, optimizer, min_lr, max_lr, num_steps, diverged)
+    report(self, result)
+    return result
 
 
 def _check_range_test(min_lr: float, max_lr: float, num_steps: int) -> None:

@@ -186,11 +186,11 @@ def estimate_memory(
         scenario = Scenario(world_size, how, device_type or _device_type(self), size, in_buckets)
         live = measure(self, run, batch, scenario)
         parts = {kind: live.at_peak[kind] for kind in KINDS}
-        found = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
+        result = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
         if advise:
-            _advise(self, found, run, batch, scenario)
-    report(self, found)
-    return found
+            _advise(self, result, run, batch, scenario)
+    report(self, result)
+    return result
 
 
 def _advise(trainer: TrainerLike, found: MemoryEstimate, run: Run, batch: Batch, scenario: Scenario) -> None:
