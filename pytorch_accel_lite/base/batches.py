@@ -296,8 +296,8 @@ class Batch(NamedTuple):
     """A batch of this process, with the number of samples of all processes in the same step.
 
     :param data: the batch, on the device
-    :param num_samples: number of samples of this process. 0 for a filler batch, which only keeps the process in step
-        with the others and must get no weight. ``None`` if only the step that uses the batch can tell.
+    :param num_samples: number of samples of this process. 0 for a filler batch, see :attr:`is_filler`. ``None`` if only
+        the step that uses the batch can tell.
     :param total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
     :param is_last: whether this is the last step of the epoch
     :param indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
@@ -318,6 +318,11 @@ class Batch(NamedTuple):
         """Return the number of samples of this process and of all processes, taken from ``output`` if unknown."""
         own = int(output["batch_size"]) if self.num_samples is None else self.num_samples
         return own, own if self.total_samples is None else self.total_samples
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the batch only keeps this process in step with the others, and must get no weight."""
+        return self.num_samples == 0
 
     @property
     def batch(self) -> Any:

@@ -46,7 +46,7 @@ def gather(self: TrainerLike, tensor: Any, padding_value: float | None = None, *
             "each process computes several of them, one after another. Call it in on_train_step_end, where it gathers "
             "the rows of all."
         )
-    is_filler = run.batch is not None and run.batch.num_samples == 0
+    is_filler = run.batch is not None and run.batch.is_filler
     if with_gradients and run.window.is_guarded and torch.is_grad_enabled():
         raise RuntimeError(
             "gather(with_gradients=True) does not work on several processes with auto_microbatch=True or "
@@ -85,7 +85,7 @@ def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object
     if batch is not None and not run.data.has_fillers:
         _check_all_have_batches(trainer, batch)
         run.data.has_fillers = True
-    is_filler = batch is not None and batch.num_samples == 0
+    is_filler = batch is not None and batch.is_filler
     leaves, structure = torch.utils._pytree.tree_flatten(input_data)
     if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         given = trainer.data_ranks.all_gather_object([] if is_filler else input_data)

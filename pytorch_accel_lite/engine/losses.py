@@ -248,7 +248,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Any =
         raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
     if not _is_real(value):
         raise TypeError(f"log({name!r}, {value!r}): the value must be a real number, or a tensor of them.")
-    if run.batch.num_samples == 0:  # a filler batch
+    if run.batch.is_filler:
         return
     if isinstance(value, torch.Tensor):
         value = value.detach().mean() if value.ndim else value.detach().clone()  # the step may change it

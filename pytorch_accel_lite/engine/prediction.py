@@ -208,7 +208,7 @@ def _outputs(trainer: TrainerLike, run: Run) -> Iterator[list[Any]]:
         else:
             if listeners["on_predict_step_end"]:
                 trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
-            if batch.num_samples != 0:
+            if not batch.is_filler:
                 size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
                 shares.append(to_cpu(output, size))
             del output

@@ -50,7 +50,7 @@ class PlainStep(Step):
         trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
         if trackers.unweighed:
             trackers.weigh()
-        if self.must_examine_batch and batch.num_samples != 0:
+        if self.must_examine_batch and not batch.is_filler:
             self.must_examine_batch = False
             examine_first_batch(trainer, batch, output)
         return output

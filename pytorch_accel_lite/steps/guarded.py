@@ -146,7 +146,7 @@ def _skip(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None)
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
     """Split a batch into parts that together count in the window as the full batch does."""
-    if parts <= 1 or batch.num_samples == 0:
+    if parts <= 1 or batch.is_filler:
         return [batch]
     begin = 0
     pieces: list[Batch] = []

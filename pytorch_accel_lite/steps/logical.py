@@ -93,7 +93,7 @@ class LogicalProcesses:
     def each_output(self) -> Iterator[BatchOutput]:
         """Yield the outputs of the latest training step; what is logged for one is logged by its logical process."""
         for number, (share, output) in self.outputs.items():
-            if share.num_samples:
+            if not share.is_filler:
                 self.current = number
                 yield output
 

@@ -220,7 +220,7 @@ class LogicalStep(PlainStep):
             for part in split_into_parts(share, self.num_microbatches if run.request.auto_microbatch else 1):
                 run.batch = part
                 output = self.forward(trainer, run, part)
-                if share.num_samples:
+                if not share.is_filler:
                     self.backward(trainer, run, part, output, *part.samples(output))
                 else:
                     window.scale(output["loss"], 0, 0, output.get("num_items_in_batch"))
@@ -228,7 +228,7 @@ class LogicalStep(PlainStep):
         finally:
             self._logical.is_computing = False
             run.batch = share
-        if share.num_samples:
+        if not share.is_filler:
             window.sums.take(window.number)
         return merge_outputs(outputs)
 
@@ -239,7 +239,7 @@ class LogicalStep(PlainStep):
         """
         for number, (share, output) in self._logical.outputs.items():
             self._logical.current = number
-            if share.num_samples:
+            if not share.is_filler:
                 run.loss_trackers.add(output)
         shares, outputs = zip(*self._logical.outputs.values(), strict=True)
         is_seen = trainer.callback_handler.listeners["on_train_step_end"]
@@ -250,7 +250,7 @@ class LogicalStep(PlainStep):
         run.loss_trackers.measure(batch, whole["batch_size"])
         run.batch = batch._replace(data=data)
         run.loss_trackers.measure(run.batch, whole["batch_size"])
-        if batch.num_samples:  # the loss of any share may be the one that is not finite
+        if not batch.is_filler:  # the loss of any share may be the one that is not finite
             loss = whole["loss"]
             run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss
         return whole
