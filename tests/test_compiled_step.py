@@ -465,7 +465,7 @@ def test_several_processes_compile_the_model_inside_their_wrapper(two_ranks):
 @pytest.mark.slow
 def test_inductor_gives_the_same_results_within_rounding_errors():
     """In a process of its own, as it loads inductor."""
-    found = json.loads(run_code("from tests.cases import compiled_step; inductor()").splitlines()[-1])
+    found = json.loads(run_code("from tests.test_compiled_step import inductor; inductor()").splitlines()[-1])
     assert found["repeated"]
     assert found["resumed"]
     assert 0 < found["difference"] < 1e-5

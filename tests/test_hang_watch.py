@@ -87,7 +87,9 @@ def test_a_step_that_takes_too_long_is_reported_with_its_place_and_stack(capsys)
     stuck_while_reading()
     said = capsys.readouterr().err
     assert "No progress for 0.3 seconds." in said
-    assert re.search(r"^  rank 0, epoch 1, step 3: reading data, in load_sample of hanging.py:\d+$", said, re.MULTILINE)
+    assert re.search(
+        r"^  rank 0, epoch 1, step 3: reading data, in load_sample of test_hang_watch.py:\d+$", said, re.MULTILINE
+    )
     assert re.search(r"Stack of rank 0:\n(.*\n)*.*in load_sample\n +time.sleep\(1.2\)", said)
     assert re.search(r"Rank 0 makes progress again after \d+ seconds\.", said)
 
@@ -102,7 +104,7 @@ def test_all_processes_are_named_those_that_are_behind_first(ranks):
     results = ranks(stuck_while_reading)
     last = ranks.world_size - 1
     others = "rank 0" if last == 1 else f"ranks 0-{last - 1}"
-    behind = rf"  rank {last}, epoch 1, step 3: reading data, in load_sample of hanging.py:\d+\n"
+    behind = rf"  rank {last}, epoch 1, step 3: reading data, in load_sample of test_hang_watch.py:\d+\n"
     waiting = rf"  {others}, epoch 1, step 3: backward pass, in _engine_run_backward of graph.py:\d+\n"
     assert re.search(behind + waiting, results.output)
     assert all(equal(results[0], weights) for weights in results)
@@ -122,7 +124,7 @@ def test_a_process_that_has_left_the_run_is_named_with_its_error(two_ranks):
     lines = two_ranks(one_has_left).output.splitlines()
     place = lines.index("  rank 1 has left the run: OSError: no disk")
     assert lines[place + 1].startswith("  rank 0, epoch 1, step 3: in barrier of distributed_c10d.py:")
-    assert lines[place + 1].partition(", called by ")[2].startswith("on_train_step_end of hanging.py:")
+    assert lines[place + 1].partition(", called by ")[2].startswith("on_train_step_end of test_hang_watch.py:")
 
 
 def timeouts() -> tuple[list[timedelta], timedelta]:

@@ -146,7 +146,7 @@ def _evaluate_batch(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     trackers.measured = batch, output["batch_size"]
     if trackers.unweighed:
         trackers.weigh()
-    if not batch.is_filler:
+    if batch.num_samples != 0:  # as is_filler tells, without a call for each batch
         trackers.add(output)
     if listeners["on_eval_step_end"]:
         trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
