@@ -194,15 +194,17 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: Any) -> None:
         is_due = is_multiple(trainer.progress.epochs_completed, self.save_every_n_epochs)
-        best = self._rank(trainer)
-        if is_due or best != self._best or (self.save_at_end and trainer.current_run.is_finished):
-            self._save(trainer, best)
+        value = self._new_value(trainer)
+        is_best = self._ranked(trainer, value) != self._best
+        if is_due or is_best or (self.save_at_end and trainer.current_run.is_finished):
+            self._save(trainer, value)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         if trainer.train_dataloader is None:  # an evaluation
             return
-        best = self._rank(trainer, mid_epoch=True) if trainer.current_run.epoch_phase else self._best
-        if not (best != self._best or self.save_at_end or trainer.current_run.end.pause is not None):
+        value = self._new_value(trainer, mid_epoch=True) if trainer.current_run.epoch_phase else None
+        is_best = self._ranked(trainer, value) != self._best
+        if not (is_best or self.save_at_end or trainer.current_run.end.pause is not None):
             return
         if trainer.progress.samples == self._resumed_at:  # its state can still be resumed; this one could not
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
@@ -214,7 +216,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 "on_train_step_checkpoint."
             )
             return
-        self._save(trainer, best)
+        self._save(trainer, value)
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: Any) -> None:
         try:
@@ -255,7 +257,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                 )
             )
 
-    def _save(self, trainer: TrainerLike, best: dict[str, float] | None = None) -> None:
+    def _save(self, trainer: TrainerLike, value: float | None = None) -> None:
         moment = trainer.progress.state_dict() | {"stop_reason": trainer.current_run.end.reason}
         if moment == self._saved:  # already saved
             return
@@ -265,7 +267,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         update = trainer.progress.update
         path = self._store.path_for(update)
         self._best_before = self._best
-        self._best = self._best if best is None else best
+        self._best = self._ranked(trainer, value)  # once it is known whether the state before this one was written
         rotate = self._rotation(trainer)
         how: dict[str, Any] = {} if self._created_weights is None else {"created_weights": self._created_weights}
         if self.sharded and _has_shards(trainer):
@@ -300,10 +302,14 @@ class SaveTrainingStateCallback(TrainerCallback):
                 raise
             trainer.print(f"The training state could not be saved; the run continues. {type(error).__name__}: {error}")
 
-    def _rank(self, trainer: TrainerLike, mid_epoch: bool = False) -> dict[str, float]:
-        """Return the best states, including one of the epoch that has just ended if it is among them."""
+    def _new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
+        """Return the value of the epoch that has just ended, if it may be among the best."""
         value = None if self.keep_best is None else self._watched.new_value(trainer, mid_epoch)
-        if self.keep_best is None or value is None or math.isnan(value):
+        return None if value is None or math.isnan(value) else value
+
+    def _ranked(self, trainer: TrainerLike, value: float | None) -> dict[str, float]:
+        """Return the best states, including one of the epoch with this value if it is among them."""
+        if self.keep_best is None or value is None:
             return self._best
         return self._watched.best_of(self._best | {state_name(trainer.progress.update): value}, self.keep_best.n)
 
