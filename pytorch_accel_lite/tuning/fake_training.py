@@ -220,7 +220,7 @@ class FakeCopies:
                 self._of_tensor(parameter)
             copied = {name: value for name, value in vars(optimizer).items() if name != "step"}
             hooks = {name: copy.copy(value) for name, value in copied.items() if name.endswith("_hooks")}
-            fresh = {"state": defaultdict(dict)} if "state" in copied else {}
+            fresh: dict[str, Any] = {"state": defaultdict(dict)} if "state" in copied else {}
             rest = {name: value for name, value in copied.items() if name not in {*hooks, *fresh}}
             vars(made).update(copy.deepcopy(rest, self.made), **hooks, **fresh)
         return self.made[id(optimizer)]
