@@ -27,7 +27,6 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
-from pytorch_accel_lite.callbacks.bars import _fitting
 from tests.cases.common import shared_folder, world_size
 from tests.cases.optimizers import two_optimizers
 from tests.launching import some_of
@@ -309,12 +308,6 @@ def test_the_bar_the_table_and_the_report_show_the_rate_of_each(capsys, tmp_path
     report = json.loads((tmp_path / "run.json").read_text())
     assert report["optimizer"].startswith("matrix: SGD(lr=0.05, momentum=0.9); rest: AdamW(lr=0.01 to 0.02")
     assert report["schedule"] == "matrix: ExponentialLR"
-
-
-def test_rates_are_left_out_of_a_bar_before_losses():
-    numbers = {"loss": "1.2", "lr_matrix": "0.05", "lr_rest": "0.02", "run left": "00:10"}
-    assert list(_fitting(numbers, 28)) == ["loss", "run left"]
-    assert list(_fitting(numbers, 44)) == ["loss", "lr_matrix", "run left"]
 
 
 # ------------------------------------------------------------------------------------------- schedulers

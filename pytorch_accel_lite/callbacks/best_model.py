@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.checkpoint.files import load_plain
+from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _STEP_EVENTS = ("on_train_step_start", "on_train_step_checkpoint")
 
 
-@answering
+@suggest_arguments
 class SaveBestModelCallback(TrainerCallback):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
@@ -228,6 +228,16 @@ class SaveBestModelCallback(TrainerCallback):
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = isinstance(kwargs["exception"], Exception)
+
+    def find_saved(self) -> list[Path]:
+        """Return the files of the best models that were saved, the best first."""
+        best = Path(self.save_path)
+        if not best.exists() or self.keep == 1:
+            return [best] if best.exists() else []
+        value = float(read_checkpoint(best)[self.watch_metric])
+        kept = find_kept_models(best).values()
+        distances = {path: abs(float(read_checkpoint(path)[self.watch_metric]) - value) for path in kept}
+        return [best, *sorted(kept, key=lambda path: (distances[path], path.name))[1:]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all kept models."""
