@@ -338,7 +338,7 @@ def test_where_there_is_no_terminal_a_line_is_printed_every_so_often(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert re.fullmatch(
-        r"Epoch 2/2, step 3/3: loss [\d.e+-]+, run left 00:00, eval_loss [\d.e+-]+, lr 0\.1, samples/s [\d,]+",
+        r"Epoch 2/2, step 3/3: loss [\d.e+-]+, run left 00:00, samples/s [\d,]+, eval_loss [\d.e+-]+, lr 0\.1",
         lines[-1],
     )
     train(make_trainer([ProgressBarCallback(line_every_seconds=None)]))

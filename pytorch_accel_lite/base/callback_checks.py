@@ -66,20 +66,19 @@ def check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
 
 
 def warn_of_unknown_events(trainer: Any, events: Collection[str]) -> None:
-    """Warn of methods that are called almost like an event, or like one of another library, and that nothing calls.
+    """Warn of methods that are called like events, but that neither the trainer nor the program calls.
 
     The first process warns for all.
     """
-    hints = {
-        (kind, name): suggest(name, [*events, "state_dict", "load_state_dict"], cutoff=0.88)
-        for kind in dict.fromkeys(map(type, trainer.callback_handler))
-        for name in _unknown_events(kind, events)
-    }
-    if not any(hints.values()) or trainer.ranks.rank:
+    found = {(kind, name) for kind in map(type, trainer.callback_handler) for name in _unknown_events(kind, events)}
+    if not found or trainer.ranks.rank:
         return
     program = list(_sources(trainer))
-    for (kind, name), hint in hints.items():
-        if hint and not any(_may_call(source, name) for source in program):
+    main = vars(sys.modules["__main__"])
+    is_whole = "__file__" in main or "In" in main  # rather than read from a pipe
+    for kind, name in sorted(found, key=str):
+        hint = suggest(name, [*events, "state_dict", "load_state_dict"], cutoff=0.88)
+        if (hint or is_whole) and not any(_may_call(source, name) for source in program):
             warnings.warn(
                 f"{kind.__name__}.{name} is not an event of the trainer, and no call_event() fires it, so it is never "
                 f"called.{hint}",

@@ -9,17 +9,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.checkpoint.files import load_plain
+from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.frozen import check_has_trainable
 
 
-@answering
+@suggest_arguments
 class SaveBestModelCallback(MetricWatcher):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
@@ -166,6 +166,16 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_exception(self, trainer: TrainerLike, **kwargs: Any) -> None:
         self._failed = isinstance(kwargs["exception"], Exception)
+
+    def find_saved(self) -> list[Path]:
+        """Return the files of the best models that were saved, the best first."""
+        best = Path(self.save_path)
+        if not best.exists() or self.keep == 1:
+            return [best] if best.exists() else []
+        value = float(read_checkpoint(best)[self.watch_metric])
+        kept = find_kept_models(best).values()
+        distances = {path: abs(float(read_checkpoint(path)[self.watch_metric]) - value) for path in kept}
+        return [best, *sorted(kept, key=lambda path: (distances[path], path.name))[1:]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch, and those of all kept models."""

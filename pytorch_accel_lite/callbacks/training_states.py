@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.text import wrapped
@@ -22,8 +22,8 @@ from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import StrPath, place
 from pytorch_accel_lite.checkpoint.frozen import model_fingerprints
 from pytorch_accel_lite.checkpoint.locations import open_store
-from pytorch_accel_lite.checkpoint.snapshot import check_states_are_possible
 from pytorch_accel_lite.checkpoint.store import state_name
+from pytorch_accel_lite.checkpoint.trainer_state import check_states_are_possible
 from pytorch_accel_lite.checkpoint.training_state import TrainingState
 
 
@@ -42,7 +42,7 @@ class KeepBest:
     greater_is_better: bool | None = None
 
 
-@answering
+@suggest_arguments
 class SaveTrainingStateCallback(TrainerCallback):
     """Save training states, from which ``train(resume_from="latest")`` resumes.
 
