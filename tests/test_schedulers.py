@@ -604,7 +604,7 @@ def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
     run(QUARTER, WSDCheckpointCallback(tmp_path))
     for name, error, message in (
         ("checkpoint_9_wsd_pre_decay.pt", ValueError, "would be overwritten by this run. Choose a save_dir other"),
-        ("", FileNotFoundError, "There is no checkpoint at"),
+        ("", ValueError, r"is a directory. .* use train\(resume_from=...\)"),
         ("missing.pt", FileNotFoundError, "There is no checkpoint at"),
     ):
         with pytest.raises(error, match=message):
@@ -654,11 +654,18 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
         (WSD, {"warmup_starting_lr": -1}, ValueError, "warmup_starting_lr=-1 must be at least 0"),
         (WSD, {"num_warmup_steps": -1}, ValueError, "num_warmup_steps=-1 must be at least 1"),
         (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be a whole number"),
-        (WSD, {"decay": "square"}, ValueError, "decay='square' must be 'inverse' or 'sqrt' or 'linear'"),
+        (
+            WSD,
+            {"decay": "square"},
+            ValueError,
+            "decay='square' is not known. Choose one of 'inverse', 'sqrt', 'linear'",
+        ),
+        (WSD, {"decay": "linear", "use_inverse_sqrt_decay": False}, ValueError, "asks for decay='inverse', not for"),
         (WSD, {"checkpoint_steps": [10]}, ValueError, "total_steps=20 contradicts the last of checkpoint_steps="),
         (WSD, {"checkpoint_steps": []}, ValueError, r"checkpoint_steps=\[\] must increase"),
         (WSD, {"checkpoint_steps": [8, 9]}, ValueError, r"checkpoint_steps=\[8, 9\] must increase by at least 2"),
         (WSD, {"checkpoint_steps": [8, 0]}, ValueError, r"checkpoint_steps\[1\]=0 must be at least 1"),
+        (WSD, {"checkpoint_steps": [8, 20], "num_checkpoints": 2}, ValueError, "pass only one of them"),
         (COS, {"total_num_epochs": 0}, ValueError, "total_num_epochs=0 must be greater than 0"),
         (
             COS,

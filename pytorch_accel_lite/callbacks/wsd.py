@@ -58,6 +58,11 @@ class WSDCheckpointCallback(TrainerCallback):
         self._save_due(trainer)  # a run may have been killed between saving its training state and this checkpoint
 
     def _load(self, trainer: TrainerLike, path: Path) -> None:
+        if path.is_dir():
+            raise ValueError(
+                f"initial_checkpoint={str(path)!r} is a directory. Pass a file written by WSDCheckpointCallback; to "
+                "resume from a training state, use train(resume_from=...)."
+            )
         if path.resolve() in {self._path(*kind).resolve() for kind in self._kinds}:
             raise ValueError(
                 f"initial_checkpoint={str(path)!r} would be overwritten by this run. Choose a save_dir other than "

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -65,22 +64,24 @@ class CosineLrScheduler(PlannedLrScheduler):
         warmup = round(check_range("num_warmup_epochs", num_warmup_epochs) * per_epoch)
         cooldown = round(check_range("num_cooldown_epochs", num_cooldown_epochs) * per_epoch)
         if warmup + cooldown >= total:
-            lengths = f"num_warmup_epochs={num_warmup_epochs!r} and num_cooldown_epochs={num_cooldown_epochs!r}"
+            given = f"num_warmup_epochs={num_warmup_epochs!r} and num_cooldown_epochs={num_cooldown_epochs!r}"
             shorter = total / (2 * (warmup + cooldown))
             warmup = int(warmup * shorter)
             cooldown = int(cooldown * shorter)
             warnings.warn(
-                f"{lengths} leave nothing of total_num_epochs={total_num_epochs!r} for the annealing. They are "
-                f"shortened to {warmup} and {cooldown} of {total} updates.",
+                f"{given} leave nothing of total_num_epochs={total_num_epochs!r} for the annealing. They are shortened "
+                f"to {warmup} and {cooldown} of {total} updates.",
                 stacklevel=2,
             )
         self.num_warmup_steps = warmup
         self.num_annealing_steps = total - warmup - cooldown
         self.k_decay = check_range("k_decay", k_decay, above=0)
         self.lr_min = check_range("lr_min", lr_min)
-        self.min_lr_ratio = _check_ratio("min_lr_ratio", min_lr_ratio)
+        self.min_lr_ratio = None if min_lr_ratio is None else check_range("min_lr_ratio", min_lr_ratio, most=1)
         self.warmup_starting_lr = check_range("warmup_starting_lr", warmup_starting_lr)
-        self.warmup_starting_lr_ratio = _check_ratio("warmup_starting_lr_ratio", warmup_starting_lr_ratio)
+        self.warmup_starting_lr_ratio = warmup_starting_lr_ratio
+        if warmup_starting_lr_ratio is not None:
+            check_range("warmup_starting_lr_ratio", warmup_starting_lr_ratio, most=1)
         self.step_update(0)
 
     def get_updated_values(self, num_updates: int) -> list[float]:
@@ -98,16 +99,30 @@ class CosineLrScheduler(PlannedLrScheduler):
 
     @classmethod
     def create_scheduler_fn(
-        cls, total_num_epochs: float = RUN_EPOCHS, num_update_steps_per_epoch: int = UPDATES_PER_EPOCH, **arguments: Any
+        cls,
+        total_num_epochs: float = RUN_EPOCHS,
+        num_update_steps_per_epoch: int = UPDATES_PER_EPOCH,
+        k_decay: float = 1.0,
+        lr_min: float = 1e-6,
+        min_lr_ratio: float | None = None,
+        num_warmup_epochs: float = 0,
+        warmup_starting_lr: float = 1e-6,
+        warmup_starting_lr_ratio: float | None = None,
+        num_cooldown_epochs: float = 0,
     ) -> Callable[[torch.optim.Optimizer], CosineLrScheduler]:
         """Return a scheduler factory for ``Trainer.train(create_scheduler_fn=...)``; by default it spans the run.
 
         The arguments are those of the constructor; any of them may be or contain placeholders.
         """
         return partial(
-            cls, total_num_epochs=total_num_epochs, num_update_steps_per_epoch=num_update_steps_per_epoch, **arguments
+            cls,
+            total_num_epochs=total_num_epochs,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            k_decay=k_decay,
+            lr_min=lr_min,
+            min_lr_ratio=min_lr_ratio,
+            num_warmup_epochs=num_warmup_epochs,
+            warmup_starting_lr=warmup_starting_lr,
+            warmup_starting_lr_ratio=warmup_starting_lr_ratio,
+            num_cooldown_epochs=num_cooldown_epochs,
         )
-
-
-def _check_ratio(name: str, ratio: float | None) -> float | None:
-    return None if ratio is None else check_range(name, ratio, most=1)

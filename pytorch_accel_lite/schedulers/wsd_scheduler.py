@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 
 #: Decay shapes: the fraction of the base rate as a function of t, from 0 to 1, and of the final fraction.
@@ -91,8 +91,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         checkpoint_steps: Sequence[int] | None = None,
     ) -> None:
         super().__init__(optimizer)
-        default = "sqrt" if use_inverse_sqrt_decay else "inverse"
-        self.decay = check_choice("decay", default if decay is None else decay, tuple(DECAYS))
+        self.decay = _choose_decay(decay, use_inverse_sqrt_decay)
         self.lr_min = check_range("lr_min", lr_min, most=1)
         if self.decay == "inverse" and not self.lr_min:
             raise ValueError(
@@ -106,7 +105,7 @@ class WSDLrScheduler(PlannedLrScheduler):
             total_steps = _count_updates(num_epochs, num_update_steps_per_epoch, total_steps)
             ends = estimate_checkpoint_steps(total_steps, num_checkpoints)
         else:
-            ends = _check_checkpoint_steps(checkpoint_steps, total_steps)
+            ends = _check_checkpoint_steps(checkpoint_steps, total_steps, num_checkpoints)
         self._ends = ends
         self._periods = [self._plan_period(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self.num_warmup_steps = 0 if is_continuation_from_checkpoint else self._count_warmup(num_warmup_steps)
@@ -227,7 +226,14 @@ class WSDLrScheduler(PlannedLrScheduler):
         total_num_epochs: float = RUN_EPOCHS,
         num_update_steps_per_epoch: int = UPDATES_PER_EPOCH,
         num_warmup_epochs: float | None = None,
-        **arguments: Any,
+        decay_phase_ratio: float = 0.1,
+        lr_min: float = 1e-6,
+        warmup_starting_lr: float = 1e-6,
+        use_inverse_sqrt_decay: bool = True,
+        num_checkpoints: int = 1,
+        is_continuation_from_checkpoint: bool = False,
+        *,
+        decay: str | None = None,
     ) -> Callable[[torch.optim.Optimizer], WSDLrScheduler]:
         """Return a scheduler factory for ``Trainer.train(create_scheduler_fn=...)``; by default it spans the run.
 
@@ -241,8 +247,26 @@ class WSDLrScheduler(PlannedLrScheduler):
             num_epochs=total_num_epochs,
             num_update_steps_per_epoch=num_update_steps_per_epoch,
             num_warmup_steps=warmup,
-            **arguments,
+            decay_phase_ratio=decay_phase_ratio,
+            lr_min=lr_min,
+            warmup_starting_lr=warmup_starting_lr,
+            use_inverse_sqrt_decay=use_inverse_sqrt_decay,
+            num_checkpoints=num_checkpoints,
+            is_continuation_from_checkpoint=is_continuation_from_checkpoint,
+            decay=decay,
         )
+
+
+def _choose_decay(decay: str | None, use_inverse_sqrt_decay: bool) -> str:
+    if decay is None:
+        return "sqrt" if use_inverse_sqrt_decay else "inverse"
+    if decay not in DECAYS:
+        raise ValueError(f"decay={decay!r} is not known. Choose one of {', '.join(map(repr, DECAYS))}.")
+    if not use_inverse_sqrt_decay and decay != "inverse":
+        raise ValueError(
+            f"use_inverse_sqrt_decay=False asks for decay='inverse', not for decay={decay!r}. Leave it out."
+        )
+    return decay
 
 
 def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps: int | None) -> int:
@@ -257,12 +281,14 @@ def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps:
     return round(check_range("num_epochs", num_epochs, above=0) * per_epoch)
 
 
-def _check_checkpoint_steps(steps: Sequence[int], total_steps: int | None) -> list[int]:
+def _check_checkpoint_steps(steps: Sequence[int], total_steps: int | None, num_checkpoints: int) -> list[int]:
     steps = [check_positive_int(f"checkpoint_steps[{i}]", step) for i, step in enumerate(steps)]
     if not steps or any(second - first < 2 for first, second in zip([0, *steps], steps, strict=False)):
         raise ValueError(
             f"checkpoint_steps={steps!r} must increase by at least 2 updates each: one stable, one of decay."
         )
+    if num_checkpoints != 1:
+        raise ValueError(f"num_checkpoints={num_checkpoints!r} and checkpoint_steps={steps!r}: pass only one of them.")
     if total_steps not in (None, steps[-1]):
         raise ValueError(
             f"total_steps={total_steps!r} contradicts the last of checkpoint_steps={steps!r}. Leave it out."
