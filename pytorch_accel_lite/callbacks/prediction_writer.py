@@ -141,7 +141,7 @@ class PredictionWriterCallback(TrainerCallback):
         outputs = concatenate(self._outputs) if self._outputs else None
         shard = {"indices": self._indices, **_stored(outputs), "failures": self._failures}
         samples = _samples_in(shard)
-        if samples and trainer.data_ranks.is_first_alike:
+        if samples and trainer.data_ranks.is_first_sharer:
             name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
             write_checkpoint(shard, self.directory / name)
         self._clear()

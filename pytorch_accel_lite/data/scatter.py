@@ -11,10 +11,11 @@ import torch
 from pytorch_accel_lite.base.batches import Batch, find_batch_size
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.messages import Message, read_message, write_number
+from pytorch_accel_lite.distributed.messages import Message, decode
 
 #: In place of the size of the next messages: there are none, or the data cannot be read.
 _ENDED, _FAILED = 0, -1
+_FRONT = 64  # bytes before a message, which hold the size of the next one
 
 
 def batch_of(rank: int, group: Sequence[Any], sizes: Sequence[int]) -> Batch:
@@ -40,7 +41,7 @@ class Deal:
         self._groups = groups
         self._ranks = ranks
         self._fill = fill
-        self._reads = ranks.rank == 0 and ranks.is_first_alike
+        self._reads = ranks.rank == 0 and ranks.is_first_sharer
         self._first_sent = 0 if ranks.replicas > 1 else 1  # the process that reads need not be sent its own batch
         self._next: tuple[Batch, int, list[Message]]
         self._error: Exception | None = None
@@ -80,20 +81,25 @@ class Deal:
         :return: waits for this process's batch, and returns it with the size of the next messages
         """
         if not self._reads:
-            receive = self._ranks.begin_scatter(None, size)
-            return lambda: (*read_message(receive()), 0)
+            receive = self._ranks.begin_scatter(None, _FRONT + size)
+
+            def receive_part() -> tuple[int, Batch, int]:
+                piece = receive()
+                return int(piece[:8].view(torch.int64)), decode(piece[_FRONT:]), 0
+
+            return receive_part
         batch, num_read, messages = self._next
-        pieces = torch.empty(self._ranks.world_size, size, dtype=torch.uint8).unbind()
+        pieces = torch.empty(self._ranks.world_size, _FRONT + size, dtype=torch.uint8).unbind()
         for piece, message in zip(pieces[self._first_sent :], messages, strict=True):
-            message.write(piece)
+            message.write(piece[_FRONT:])
         try:
             following = self._prepare()
         except Exception as error:
             self._error = error
             following = _FAILED
         for piece in pieces[self._first_sent :]:
-            write_number(piece, following)
-        finish = self._ranks.begin_scatter(pieces, size)
+            piece[:8].view(torch.int64).fill_(following)
+        finish = self._ranks.begin_scatter(pieces, _FRONT + size)
 
         def receive_own() -> tuple[int, Batch, int]:
             finish()
