@@ -28,6 +28,7 @@ from pytorch_accel_lite.callbacks.monitoring import ModelSummaryCallback as Mode
 from pytorch_accel_lite.callbacks.monitoring import ThroughputCallback as ThroughputCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback as MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback as NaNReportCallback
+from pytorch_accel_lite.callbacks.nan_report import replay as replay
 from pytorch_accel_lite.callbacks.outputs import LogOutputsCallback as LogOutputsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import PlotMetricsCallback as PlotMetricsCallback
 from pytorch_accel_lite.callbacks.plot_metrics import SnapshotCallback as SnapshotCallback
@@ -38,7 +39,6 @@ from pytorch_accel_lite.callbacks.prediction_writer import read_predictions as r
 from pytorch_accel_lite.callbacks.progress_bar import LogMetricsCallback as LogMetricsCallback
 from pytorch_accel_lite.callbacks.progress_bar import PrintProgressCallback as PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback as ProgressBarCallback
-from pytorch_accel_lite.callbacks.replay import replay as replay
 from pytorch_accel_lite.callbacks.replica_check import ReplicaCheckCallback as ReplicaCheckCallback
 from pytorch_accel_lite.callbacks.run_log import RunLogCallback as RunLogCallback
 from pytorch_accel_lite.callbacks.spikes import GradientSpikeCallback as GradientSpikeCallback

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from pytorch_accel_lite.base.reprs import table
 
 _LEAST = 9  # minimum width of a column of numbers
@@ -102,11 +100,11 @@ class EpochTable:
         layout = self.layout(width)
         earlier, rows = self._shown()
         cells = [[row.get(column, "").rstrip(" *") for column in layout] for row in rows]
-        for row, shown in zip(rows, cells, strict=True):
-            if row is self._best and self._marked in layout:
-                place = list(layout).index(self._marked)
-                shown[place] = Markup("<b>{}</b>").format(shown[place])
-        return table("", cells, list(layout), [*earlier, *self._notes(layout), *below])
+        columns = list(layout)
+        bold = None
+        if self._best in rows and self._marked in columns:
+            bold = rows.index(self._best), columns.index(self._marked)
+        return table("", cells, columns, [*earlier, *self._notes(layout), *below], bold)
 
 
 def _line(cells: Row, layout: dict[str, int]) -> str:
