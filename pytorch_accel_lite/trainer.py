@@ -42,7 +42,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.callbacks.limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, merge_loader_kwargs
-from pytorch_accel_lite.distributed import Ranks, collectives, launch, rewrapping, shutdown
+from pytorch_accel_lite.distributed import Ranks, collectives, ddp, launch, shutdown
 from pytorch_accel_lite.engine import (
     arguments,
     evaluation,
@@ -535,7 +535,7 @@ class Trainer:
     tensor_to_numeric = collectives.tensor_to_numeric
     sync_buffers = collectives.sync_buffers
     get_model = get_model
-    rewrap_model = rewrapping.rewrap_model
+    rewrap_model = ddp.rewrap_model
     skip_update = gradients.skip_update
     compare_replicas = replicas.compare_replicas
     can_rewrap_model = property(can_rewrap_model)

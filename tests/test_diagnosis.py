@@ -246,8 +246,6 @@ def test_a_stream_that_can_be_read_only_once_is_refused():
             return self.samples
 
     trainer = quiet_trainer(small_model())
-    with pytest.raises(
-        ValueError, match="train_dataset gave no batch: it is empty, or exhausted after it was read once"
-    ):
+    with pytest.raises(ValueError, match="exhausted after it was read once"):
         trainer.diagnose(Once(40), per_device_batch_size=4, num_steps=9)
     assert trainer.diagnose(Once(400), per_device_batch_size=4, num_steps=1).steps == 1

@@ -143,7 +143,6 @@ def test_a_shared_parameter_goes_with_the_first_group_that_has_it():
     [
         (lambda f: f.freeze(4), IndexError, "from_index=4 .* has 4, from 0 to 3 or from -4 to -1"),
         (lambda f: f.unfreeze(to_index=-5), IndexError, "to_index=-5"),
-        (lambda f: f.freeze("head"), TypeError, "from_index='head' must be a whole number"),
         (lambda f: ModelFreezer("m"), TypeError, "model='m' must be a torch.nn.Module"),
         (lambda f: ModelFreezer(nn.Linear(1, 1)).freeze(), ValueError, "Linear has no layer groups"),
         (lambda f: layer_group_parameters(f.model, lr=0), ValueError, "lr=0"),

@@ -85,7 +85,7 @@ GROUPS = {
 
 def modules(model: nn.Module, **kwargs: Any) -> list[str]:
     """The modules of each group, as the freezer shows them."""
-    return [line[5:].rsplit("  ", 1)[0].rstrip() for line in repr(ModelFreezer(model, **kwargs)).splitlines()[1:]]
+    return [line.split(maxsplit=2)[2] for line in repr(ModelFreezer(model, **kwargs)).splitlines()[1:]]
 
 
 def in_groups(model: nn.Module) -> list[set[str]]:
@@ -171,23 +171,22 @@ def test_groups_may_be_given():
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("given", "message"),
     [
-        (lambda model: ["bert"], TypeError, r"groups\[0\] has 'bert', which must be a torch.nn.Module"),
-        (lambda model: [[]], ValueError, r"groups=\[\[\]\] has no modules. Pass those of the model"),
-        (lambda model: [model.bert, nn.Tanh()], ValueError, r"groups\[1\] has Tanh, which is no part of the model"),
+        (lambda model: ["bert"], r"groups\[0\] has 'bert', which is no module of the model"),
+        (lambda model: [[]], r"groups=\[\[\]\] has no modules. Pass those of the model"),
+        (lambda model: [model.bert, nn.Tanh()], r"groups\[1\] has Tanh\(\), which is no module of the model"),
         (
             lambda model: [[model.classifier, model.bert], model.bert.pooler],
-            ValueError,
             r"groups\[1\] and groups\[0\] both have BertPooler. Pass each module in one group",
         ),
     ],
 )
-def test_groups_that_are_wrong_are_errors_before_training(given, error, message):
+def test_groups_that_are_wrong_are_errors_before_training(given, message):
     model = bert()
     trainer = quiet_trainer(model, callbacks=[GradualUnfreezingCallback(groups=given(model))])
     for attempt in (lambda: ModelFreezer(model, groups=given(model)), lambda: trainer.train(rows(), 1)):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             attempt()
 
 

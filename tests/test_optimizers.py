@@ -279,7 +279,7 @@ def test_a_state_of_other_groups_is_refused():
         optimizer.load_state_dict(single.state_dict())
     state = optimizer.state_dict()
     state["param_groups"][0]["params"] = [0]
-    with pytest.raises(ValueError, match="group 0 of the optimizer 'matrix' has 2 parameters, but had 1"):
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
         optimizer.load_state_dict(state)
 
 

@@ -205,14 +205,14 @@ def gather_unlike() -> dict[str, str]:
 
 def test_gather_refuses_tensors_that_differ_in_more_than_their_length(ranks):
     for said in ranks(gather_unlike):
-        assert (
-            "float32 with rows of shape (3,) on rank 0, but of torch.float32 with rows of shape (5,)" in said["shape"]
+        assert re.search(
+            r"float32 of shape \(3,\) on rank 0, but .*float32 of shape \(5,\) on rank 1. Only", said["shape"]
         )
-        assert "but of torch.float32 with rows of shape () on rank 1. Only the number of rows" in said["dimensions"]
-        assert "but of torch.float64 with rows of shape (3,) on rank 1" in said["type"]
-        assert "but of torch.int32 with rows of shape (3,) on rank 1" in said["second"]
-        assert re.search(r"nested as .*'a'.* on rank 0, but as .*'b'.* on rank 1. Nest them", said["keys"])
-        assert re.search(r"nested as .*\[\*\].* on rank 0, but as .*\[\*, \*\].* on rank 1. Nest them", said["number"])
+        assert "float32 of shape () on rank 1. Only the number of rows" in said["dimensions"]
+        assert "float64 of shape (3,) on rank 1" in said["type"]
+        assert "int32 of shape (3,) on rank 1" in said["second"]
+        assert re.search(r"'a'.* on rank 0, but .*'b'.* on rank 1. Only", said["keys"])
+        assert re.search(r"\[\*\].* on rank 0, but .*\[\*, \*\].* on rank 1. Only", said["number"])
 
 
 def test_gather_leaves_out_rows_that_are_padding(ranks):

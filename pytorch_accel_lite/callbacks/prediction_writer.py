@@ -136,7 +136,7 @@ class PredictionWriterCallback(TrainerCallback):
 
     def _write(self, trainer: TrainerLike) -> None:
         samples = _samples_in({"indices": self._indices, "failures": self._failures})
-        if samples and trainer.data_ranks.is_first_alike:
+        if samples and trainer.data_ranks.is_first_sharer:
             name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{trainer.ranks.rank}.pt"
             outputs = concatenate(self._outputs) if self._outputs else None
             _write_shard(self.directory / name, self._indices, outputs, self._failures)

@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
 from pytorch_accel_lite.optimizers.freezing import ModelFreezer, parameters_by_group
-from pytorch_accel_lite.optimizers.layer_groups import GivenGroup, find_groups
+from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.operations import is_made
 
 
@@ -42,7 +42,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         lr_decay: float = 1 / 2.6,
         freeze_batch_norms: bool = True,
         *,
-        groups: Sequence[GivenGroup] | None = None,
+        groups: Sequence[ModuleGroup] | None = None,
     ) -> None:
         self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
         self.lr_decay = check_positive_number("lr_decay", lr_decay)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from itertools import chain, count, islice, zip_longest
+from itertools import chain, count, islice
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import drawn_with, mix, preserving_generators, seed_all, seed_generators
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.lockstep import Announced, agreed_steps
+from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
 from pytorch_accel_lite.data.plan import skip_samples, with_last
 from pytorch_accel_lite.data.position import cannot_split, last_samples, skip_batches, track_position
 from pytorch_accel_lite.distributed import Ranks
@@ -73,6 +74,19 @@ class ReadInTurn(ShardedLoader):
             return ""
         reason = tracker.obstacle or "the training state holds no position for this process"
         return f"The samples of this epoch that the run had already seen are read again from {tracker.name}: {reason}."
+
+    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._set_epoch(epoch)
+        steps = self._steps_alone(start) if self._is_alone else self._steps_together(start)
+        return self._seeding(steps) if self._is_seeded else steps
+
+    @property
+    @abstractmethod
+    def _is_alone(self) -> bool:
+        """Whether this process reads by itself, without the others."""
+
+    @abstractmethod
+    def _steps_together(self, start: int) -> Iterator[Batch]: ...
 
     def _set_epoch(self, epoch: int) -> None:
         """Tell a stream or a sampler that shuffles itself which epoch begins; otherwise it might repeat an order."""
@@ -173,8 +187,7 @@ class PreShardedLoader(ReadInTurn):
     """The batches of any other iterable, assumed to be this process's own.
 
     In training, the processes agree on how many samples each step has, for several steps at once and while they compute
-    the one before; for a list of batches, they do so when the epoch begins. A process that has no batch left repeats
-    its last one with zero weight until the others are done.
+    the one before. A process that has no batch left repeats its last one with zero weight until the others are done.
 
     :param shared_by: name of the mechanism by which a stream shards itself, if that was detected
     """
@@ -192,16 +205,11 @@ class PreShardedLoader(ReadInTurn):
         if ranks.world_size > 1 and not (shared_by or is_marked):
             self.undivided = type(source).__name__
         length = find_length(source)
-        is_list = type(source) in (list, tuple) and ranks.replicas == 1
-        longest, is_other = ranks.max([-1 if length is None else length, not is_list])
-        self._length = int(longest)
-        self._is_list = not is_other  # on all processes
+        self._length = int(ranks.max([-1 if length is None else length])[0])
 
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._set_epoch(epoch)
-        is_alone = self._ranks.world_size == 1 or not self.options.fill
-        steps = self._steps_alone(start) if is_alone else self._steps_together(start)
-        return self._seeding(steps) if self._is_seeded else steps
+    @property
+    def _is_alone(self) -> bool:
+        return self._ranks.world_size == 1 or not self.options.fill
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
         done = 0
@@ -215,48 +223,29 @@ class PreShardedLoader(ReadInTurn):
 
     def _in_step(self, start: int) -> Iterator[Batch]:
         """Yield the steps from the position of a stateful source, or from the beginning if ``start`` is 0."""
-        limit = self._left if start else self.limit
-        if self._is_list:
-            yield from self._steps_of_list(limit)
-            return
         tracker = self._tracker
-        first = Announced(islice(self._read_when_asked(start), limit), self._ranks, find_batch_size)
+        source = islice(self._read_when_asked(start), self._left if start else self.limit)
         batch = None
-        for steps, place, is_last in agreed_steps(first):
-            if steps is first and first.without:
-                batch = self._filler(first)
-            if steps.items:
-                batch = steps.items.popleft()
+        for step in Lockstep(source, self._ranks, find_batch_size):
+            if batch is None and step.without:
+                batch = self._filler(step)
+            if step.item is not None:
+                batch = step.item
                 if tracker is not None:
                     tracker.advance()
-            if tracker is not None and tracker.is_used_up and not (is_last or self._finds_filler):
+            if tracker is not None and tracker.is_used_up and not (step.is_last or self._finds_filler):
                 tracker.position = None  # to resume, the last batch must be read again
-            yield Batch(batch, steps.numbers[place], steps.totals[place], is_last)
+            yield Batch(batch, step.number, step.total, step.is_last)
 
     def _read_when_asked(self, start: int) -> Iterator[Any]:
         """Open the source when its first batch is asked for: a failure is announced like one of reading that."""
         yield from self._read_identically(start)
 
-    def _steps_of_list(self, limit: int | None) -> Iterator[Batch]:
-        """Yield the steps of lists of batches, whose sizes are added up at once."""
-        batches = self.source[:limit]
-        sizes = self._ranks.run_together(lambda: [find_batch_size(batch) for batch in batches])
-        if (without := sizes.count([])) not in (0, len(sizes)):
-            raise self._lacks_batches(without)
-        own = zip(batches, sizes[self._ranks.rank], strict=True)
-        batch = None
-        for total, is_last in with_last(map(sum, zip_longest(*sizes, fillvalue=0))):
-            batch, size = next(own, (batch, 0))
-            yield Batch(batch, size, total, is_last)
-
-    def _filler(self, first: Announced[Any]) -> Any:
+    def _filler(self, first: AgreedStep) -> Any:
         """Return what a process computes that has no batch of its own, if some have none in the first step."""
-        raise self._lacks_batches(first.without)
-
-    def _lacks_batches(self, without: int) -> ValueError:
-        return ValueError(
-            f"{without} of {self._ranks.world_size} processes have no training batch at all. Give every process at "
-            "least one."
+        raise ValueError(
+            f"{first.without} of {self._ranks.world_size} processes have no training batch at all. Give every process "
+            "at least one."
         )
 
     def _num_steps(self) -> int:

@@ -1,16 +1,20 @@
-"""Agreeing with the other processes on what all read: for several steps at once, while an earlier one is computed."""
+"""What processes tell each other of what they read, a few steps ahead: how much each has, or the batches themselves."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from pytorch_accel_lite.base.batches import parts_in
+from pytorch_accel_lite.base.batches import Batch, find_batch_size, parts_in
+from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.messages import Message, decode
 
 T = TypeVar("T")
 
@@ -21,77 +25,110 @@ _LEAST_STEPS = 2  # of which one is computed while the processes agree
 _MOST_BYTES = 2**25
 
 
-class Announced(Generic[T]):
-    """What this process reads for some steps, described to the others.
+class AgreedStep(NamedTuple):
+    """A step for which any process has read something.
+
+    :param item: what this process has read; ``None`` if its source has ended
+    :param number: the number that describes it; 0 if there is none
+    :param total: the sum of the numbers of all processes
+    :param without: number of processes that have read nothing
+    """
+
+    item: Any
+    number: int
+    total: int
+    without: int
+    is_last: bool
+
+
+@dataclass
+class _Round(Generic[T]):
+    """Steps about which the processes agree at once: what this process has read for them, with a number for each."""
+
+    steps: int
+    items: deque[T] = field(default_factory=deque)
+    numbers: list[int] = field(default_factory=list)
+
+
+class Lockstep(Generic[T]):
+    """Reads in step with the other processes, which are told about each item that is read.
+
+    While the steps that the processes know about are computed, those that follow are read little by little.
 
     :param source: what is read in each step
     :param describe: returns a number for an item; not 0 if the numbers are to be equal
     :param unequal: the error to raise if the numbers for a step differ; ``None`` if they are to be added up
-    :param steps: number of steps
-    :ivar items: what was read, to be taken from the left in turn; fewer items than steps if the source has ended
-    :ivar numbers: a number for each step; 0 if there is no item
-    :ivar totals: the sums of the numbers of all processes
-    :ivar without: number of processes that have read nothing
     """
 
     def __init__(
-        self,
-        source: Iterator[T],
-        ranks: Ranks,
-        describe: Callable[[T], int],
-        unequal: ValueError | None = None,
-        steps: int = 1,
+        self, source: Iterator[T], ranks: Ranks, describe: Callable[[T], int], unequal: ValueError | None = None
     ) -> None:
         self._source = source
         self._ranks = ranks
         self._describe = describe
         self._unequal = unequal
         self._error: Exception | None = None
-        self._is_known = False
-        self.steps = steps
-        self.items: deque[T] = deque()
-        self.numbers: list[int] = []
 
-    def read(self, count: int) -> None:
-        """Read the first ``count`` items; after the last, begin to tell the other processes."""
+    def __iter__(self) -> Iterator[AgreedStep]:
+        """Yield the steps for which any process has read something."""
+        following = _Round[T](steps=1)
+        self._read(following, 1)
+        next_reports = self._begin_reporting(following)()
+        has_next = self._any_has_read(next_reports, 0)
+        while has_next:
+            known, reports = following, next_reports
+            following = _Round(self._steps_after(known, reports))
+            pauses = max(known.steps - 1, 1)
+            for place in range(known.steps):
+                if place < pauses:
+                    self._read(following, -(-following.steps * (place + 1) // pauses))
+                if place == pauses - 1:
+                    finish = self._begin_reporting(following)
+                if place + 1 < known.steps:
+                    has_next = self._any_has_read(reports, place + 1)
+                else:
+                    next_reports = finish()
+                    has_next = self._any_has_read(next_reports, 0)
+                item = known.items.popleft() if known.items else None
+                without = sum(count <= place for count, *_ in reports)
+                total = sum(report[3 + place] for report in reports)
+                yield AgreedStep(item, known.numbers[place], total, without, not has_next)
+                if not has_next:
+                    return
+
+    def _read(self, steps: _Round[T], count: int) -> None:
+        """Read the first ``count`` items for some steps."""
         try:
-            for item in islice(self._source, count - len(self.items)):
-                self.numbers.append(self._describe(item))
-                self.items.append(item)
+            for item in islice(self._source, count - len(steps.items)):
+                steps.numbers.append(self._describe(item))
+                steps.items.append(item)
         except Exception as error:
             self._error = error
             self._source = iter(())
-        if count == self.steps:
-            held = len(self.items)
-            self.numbers = self.numbers[:held] + [0] * (self.steps - held)
-            size = sum(map(_size_of, parts_in([*self.items][:1])))
-            self._finish = self._ranks.begin_gathering([held, self._error is not None, size, *self.numbers])
 
-    def has_items(self, place: int) -> bool:
+    def _begin_reporting(self, steps: _Round[T]) -> Callable[[], list[list[int]]]:
+        """Begin to tell the other processes what has been read for some steps."""
+        count = len(steps.items)
+        steps.numbers = steps.numbers[:count] + [0] * (steps.steps - count)
+        size = sum(map(_size_of, parts_in([*steps.items][:1])))
+        return self._ranks.begin_gathering([count, self._error is not None, size, *steps.numbers])
+
+    def _any_has_read(self, reports: list[list[int]], place: int) -> bool:
         """Whether any process has read something for a step.
 
         :raises Exception: on all processes, if one of them could not read for this step, or if the numbers differ
         """
-        if not self._is_known:
-            held, failed, sizes, *numbers = zip(*self._finish(), strict=True)
-            self.totals = [sum(of_all) for of_all in numbers]
-            self.without = held.count(0)
-            self._most_held: int = max(held)
-            self._failing = {place for place, has_failed in zip(held, failed, strict=True) if has_failed}
-            self._differing = {step for step, of_all in enumerate(numbers) if len(set(of_all)) > 1}
-            self._largest = max(sizes)
-            self._is_known = True
-        if place in self._failing:
+        if any(has_failed and count == place for count, has_failed, *_ in reports):
             self._ranks.run_together(self._fail)
-        if self._unequal is not None and place in self._differing:
+        if self._unequal is not None and len({report[3 + place] for report in reports}) > 1:
             raise self._unequal
-        return place < self._most_held
+        return any(count > place for count, *_ in reports)
 
-    def following(self) -> Announced[T]:
-        """Return the next steps, of which nothing has been read yet; the processes must know about these."""
-        most = min(_MOST_BYTES // max(self._largest, 1), _MOST_STEPS)
-        steps = min(2 * self.steps, max(most, _LEAST_STEPS))
-        return Announced(self._source, self._ranks, self._describe, self._unequal, steps)
+    def _steps_after(self, steps: _Round[T], reports: list[list[int]]) -> int:
+        """Return the number of steps about which to agree after others."""
+        largest = max(size for _, _, size, *_ in reports)
+        most = min(_MOST_BYTES // max(largest, 1), _MOST_STEPS)
+        return min(2 * steps.steps, max(most, _LEAST_STEPS))
 
     def _fail(self) -> None:
         if self._error is not None:
@@ -103,23 +140,101 @@ def _size_of(part: Any) -> int:
     return part.numel() * part.element_size() if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
 
 
-def agreed_steps(first: Announced[T]) -> Iterator[tuple[Announced[T], int, bool]]:
-    """Yield the steps for which any process has read something: where to find each, its place there, if it is the last.
+#: In place of the size of the next messages: there are none, or the data cannot be read.
+_ENDED, _FAILED = 0, -1
+_FRONT = 64  # bytes before a message, which hold the size of the next one
 
-    While the steps that the processes know about are computed, those that follow are read little by little.
 
-    :param first: the first step
+def batch_of(rank: int, group: Sequence[Any], sizes: Sequence[int]) -> Batch:
+    """Return the batch of a process in a step, a filler batch if there are fewer than processes.
+
+    :param group: the batches of all processes
+    :param sizes: their numbers of samples
     """
-    known = first
-    known.read(1)
-    while known.has_items(0):
-        following = known.following()
-        shares = max(known.steps - 1, 1)
-        for place in range(known.steps):
-            if place < shares:
-                following.read(-(-following.steps * (place + 1) // shares))
-            has_next = known.has_items(place + 1) if place + 1 < known.steps else following.has_items(0)
-            yield known, place, not has_next
-            if not has_next:
-                return
-        known = following
+    has_own = rank < len(group)
+    return Batch(group[rank if has_own else 0], sizes[rank] if has_own else 0, sum(sizes), is_last=False)
+
+
+class Deal:
+    """Reads the steps on rank 0, and sends all processes their batches a step ahead.
+
+    Each message holds the size of the next one, so a process can begin to receive that before it computes a step.
+
+    :param groups: the batches of all processes in each step, which only rank 0 reads
+    :param fill: whether a process that has no samples left in a step is sent a filler batch
+    """
+
+    def __init__(self, groups: Iterator[list[Any]], ranks: Ranks, fill: bool) -> None:
+        self._groups = groups
+        self._ranks = ranks
+        self._fill = fill
+        self._reads = ranks.rank == 0 and ranks.is_first_sharer
+        self._first_sent = 0 if ranks.replicas > 1 else 1  # the process that reads need not be sent its own batch
+        self._next: tuple[Batch, int, list[Message]]
+        self._error: Exception | None = None
+
+    def steps(self) -> Iterator[tuple[Batch, int]]:
+        """Yield this process's batch of each step, and how many batches it has itself read for the step."""
+        size = self._ranks.broadcast_object(self._prepare)
+        if size != _ENDED:
+            receive = self._begin(size)
+        while size != _ENDED:
+            size, batch, num_read = receive()
+            if size == _FAILED:
+                self._ranks.run_together(self._fail)
+            if size != _ENDED:
+                receive = self._begin(size)
+            yield batch._replace(is_last=size == _ENDED), num_read
+
+    def _prepare(self) -> int:
+        """Read the next step, and return the size of its messages."""
+        # Generators that must be the same on processes that do not read are left as they are.
+        with preserving_generators() if self._ranks.replicas > 1 else nullcontext():
+            group = next(self._groups, None)
+        if group is None:
+            return _ENDED
+        sizes = [find_batch_size(batch) for batch in group]
+        dealt = [batch_of(rank, group, sizes) for rank in range(self._ranks.world_size)]
+        if not self._fill:
+            dealt[len(group) :] = [batch._replace(data=None) for batch in dealt[len(group) :]]
+        messages = [Message(batch) for batch in dealt[self._first_sent :]]
+        self._next = dealt[0], len(group), messages
+        return max((message.size for message in messages), default=1)
+
+    def _begin(self, size: int) -> Callable[[], tuple[int, Batch, int]]:
+        """Begin to send and receive the messages of a step; the process that reads also prepares the next step.
+
+        :param size: number of bytes in each
+        :return: waits for this process's batch, and returns it with the size of the next messages
+        """
+        if not self._reads:
+            receive = self._ranks.begin_scatter(None, _FRONT + size)
+
+            def receive_part() -> tuple[int, Batch, int]:
+                piece = receive()
+                return int(piece[:8].view(torch.int64)), decode(piece[_FRONT:]), 0
+
+            return receive_part
+        batch, num_read, messages = self._next
+        pieces = torch.empty(self._ranks.world_size, _FRONT + size, dtype=torch.uint8).unbind()
+        for piece, message in zip(pieces[self._first_sent :], messages, strict=True):
+            message.write(piece[_FRONT:])
+        try:
+            following = self._prepare()
+        except Exception as error:
+            self._error = error
+            following = _FAILED
+        for piece in pieces[self._first_sent :]:
+            piece[:8].view(torch.int64).fill_(following)
+        finish = self._ranks.begin_scatter(pieces, _FRONT + size)
+
+        def receive_own() -> tuple[int, Batch, int]:
+            finish()
+            return following, batch, num_read
+
+        return receive_own
+
+    def _fail(self) -> None:
+        """Raise the error that reading has met, on the process that reads."""
+        if self._error is not None:
+            raise self._error

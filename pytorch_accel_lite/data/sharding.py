@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.data.consistency import check_same_data
+from pytorch_accel_lite.data.consistency import check_is_divided, check_same_data
 from pytorch_accel_lite.data.iterable_datasets import ReadByAll
 from pytorch_accel_lite.data.iterables import PreShardedLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, like
@@ -63,6 +63,7 @@ def _read_in_turn(
     :param is_loader: whether the source is a ``DataLoader`` of torch
     """
     if not is_loader:
+        check_is_divided(source, ranks)
         return PreShardedLoader(source, ranks, device, options)
     if ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
         source = like(source, sampler=of_all_processes(source.sampler, ranks.world_size))

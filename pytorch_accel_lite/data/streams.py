@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.batches import Batch, find_batch_size
 from pytorch_accel_lite.base.inspection import find_length
@@ -18,9 +18,8 @@ from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.iterable_datasets import ReadByAll
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import LoaderOptions, like
-from pytorch_accel_lite.data.lockstep import Announced, agreed_steps
+from pytorch_accel_lite.data.lockstep import AgreedStep, Deal, Lockstep, batch_of
 from pytorch_accel_lite.data.plan import count_global_batches, ends_in_one, grouped
-from pytorch_accel_lite.data.scatter import Deal, batch_of
 from pytorch_accel_lite.data.stream_shards import can_be_divided, how_divided, part_of
 from pytorch_accel_lite.distributed import Ranks
 
@@ -42,22 +41,21 @@ class StreamLoader(ReadInTurn):
         self._is_read_by_all = isinstance(source.dataset, ReadByAll) and ranks.world_size > 1
         if self._is_read_by_all:
             self._reader = 0
-        self._collates_all = True
         self._parts: list[_Part] = []  # of a resumed epoch
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if not start:
             self._parts = []
-        self._set_epoch(epoch)
-        is_alone = self._ranks.world_size == 1 and not self._parts
-        steps = self._steps_alone(start) if is_alone else self._steps_of_all(start)
-        return self._seeding(steps) if self._is_seeded else steps
+        return super()._steps(epoch, start)
 
-    def _steps_of_all(self, start: int) -> Iterator[Batch]:
+    @property
+    def _is_alone(self) -> bool:
+        return self._ranks.world_size == 1 and not self._parts
+
+    def _steps_together(self, start: int) -> Iterator[Batch]:
         """Yield the batches of this process, which it picks, or receives while it computes the step before."""
         groups = islice(self._groups(start), self._left)
         if self._is_read_by_all:
-            self._collates_all = bool(start) or not _is_collated_plainly(self.source)
             steps = self._pick_own(groups)
         else:
             steps = Deal(groups, self._ranks, self.options.fill).steps()
@@ -74,26 +72,14 @@ class StreamLoader(ReadInTurn):
             f"order on every process: seed its random numbers, pass {name} without ReadByAll, which the first process "
             "then reads for all, or give it a method shard(rank, world_size)."
         )
-        read = map(self._own_of, groups)
-        for steps, _, is_last in agreed_steps(Announced(read, self._ranks.everyone, itemgetter(2), unequal)):
-            batch, num_read, _ = steps.items.popleft()
-            yield batch._replace(is_last=is_last), num_read
+        for step in Lockstep(map(self._own_of, groups), self._ranks.everyone, itemgetter(2), unequal):
+            batch, num_read, _ = step.item
+            yield batch._replace(is_last=step.is_last), num_read
 
     def _own_of(self, group: list[Any]) -> tuple[Batch, int, int]:
         """Return this process's batch of a step, how many there are, and a number to compare all of them by."""
-        if self._collates_all:
-            sizes = [find_batch_size(batch) for batch in group]
-            return batch_of(self._ranks.rank, group, sizes), len(group), checksum_of_batches(group[:1], sizes)
-        sizes = [len(samples) for samples in group]
-        compared = [default_collate([sample]) for sample in (group[0][0], group[-1][-1])]
-        batch = batch_of(self._ranks.rank, group, sizes)
-        return batch._replace(data=default_collate(batch.data)), len(group), checksum_of_batches(compared, sizes)
-
-    def _start_reading(self, batches: Any) -> Iterator[Any]:
-        """Read samples instead of batches where those of the other processes need not be collated."""
-        if self._collates_all:
-            return super()._start_reading(batches)
-        return super()._start_reading(like(batches, collate_fn=list))
+        sizes = [find_batch_size(batch) for batch in group]
+        return batch_of(self._ranks.rank, group, sizes), len(group), checksum_of_batches(group[:1], sizes)
 
     def _groups(self, start: int) -> Iterator[list[Any]]:
         """Yield the batches of all processes in each step. Reads nothing before the first is asked for."""
@@ -228,10 +214,10 @@ class DividedLoader(PreShardedLoader):
     def _steps_together(self, start: int) -> Iterator[Batch]:
         return self._in_step(self._samples if start else 0)
 
-    def _filler(self, first: Announced[Any]) -> Any:
+    def _filler(self, first: AgreedStep) -> Any:
         """Return the last batch of a part that has ended before the epoch was resumed, or one of another part."""
-        (batch, *_) = [item for items in self._ranks.all_gather_object([*first.items]) for item in items]
-        if self._samples and not first.items:
+        batch = next(item for item in self._ranks.all_gather_object(first.item) if item is not None)
+        if self._samples and first.item is None:
             with preserving_generators():
                 (batch,) = deque(self._open(0), maxlen=1)
         return batch
@@ -256,9 +242,3 @@ class DividedLoader(PreShardedLoader):
         own = position[_PARTS][self._ranks.rank]
         self._samples, self._batches = int(own["samples"]), int(own.get("batches", 0))
         return super().move_to(own["position"])
-
-
-def _is_collated_plainly(loader: Any) -> bool:
-    """Whether a loader makes batches of samples in this process, one like the other, so that some may be left out."""
-    is_plain = type(loader) is DataLoader and loader.collate_fn is default_collate and loader.batch_size is not None
-    return is_plain and not (loader.num_workers or loader.pin_memory)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from pytorch_accel_lite.base.batches import Batch
 from pytorch_accel_lite.base.helpers import current_process, remove_padding
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.distributed.messages import Message, read_message
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 T = TypeVar("T")
@@ -64,15 +64,15 @@ def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
     if trainer.ranks.world_size == 1:
         yield
         return
-    held = vars(trainer.accelerator)
-    before = held.get("gather_for_metrics")
-    held["gather_for_metrics"] = partial(_gather_for_metrics, trainer)
+    attributes = vars(trainer.accelerator)
+    before = attributes.get("gather_for_metrics")
+    attributes["gather_for_metrics"] = partial(_gather_for_metrics, trainer)
     try:
         yield
     finally:
-        held["gather_for_metrics"] = before
+        attributes["gather_for_metrics"] = before
         if before is None:
-            del held["gather_for_metrics"]
+            del attributes["gather_for_metrics"]
 
 
 def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -88,8 +88,7 @@ def _gather_for_metrics(trainer: TrainerLike, input_data: Any, use_gather_object
     is_filler = batch is not None and batch.is_filler
     leaves, structure = torch.utils._pytree.tree_flatten(input_data)
     if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        given = trainer.data_ranks.all_gather_object([] if is_filler else input_data)
-        return [item for of_rank in given for item in of_rank]
+        return list(chain.from_iterable(trainer.data_ranks.all_gather_object([] if is_filler else input_data)))
     rows = [(leaf if leaf.ndim else leaf[None])[: 0 if is_filler else None].detach() for leaf in leaves]
     return trainer.gather(torch.utils._pytree.tree_unflatten(rows, structure))
 
@@ -159,36 +158,19 @@ def _gather(trainer: TrainerLike, data: Any, with_gradients: bool, counts: bool)
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"gather() takes tensors, or nested lists, tuples and dicts of them, not {leaf!r}.")
     leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
-    kinds = " ".join(str(structure).split()), [(leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves]
-    given = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, kinds))
-    _check_alike([of_rank for *_, of_rank in given])
-    counting = [of_rank for _, of_rank, _ in given]
-    lengths = zip(*(of_rank for of_rank, *_ in given), strict=True)
-    apply = _Gather.apply if with_gradients else _GatherConstant.apply
-    gathered = [apply(leaf, of_ranks, counting, trainer) for leaf, of_ranks in zip(leaves, lengths, strict=True)]
-    return torch.utils._pytree.tree_unflatten(gathered, structure)
-
-
-def _check_alike(given: Sequence[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]) -> None:
-    """Check that tensors of all ranks can be concatenated.
-
-    :param given: for each rank, how its tensors are nested, and the type and the shape of the rows of each
-    """
-    first = given[0]
-    for rank, of_rank in enumerate(given):
-        if of_rank == first:
-            continue
-        if of_rank[0] != first[0]:
+    rows = ", ".join(f"{leaf.dtype} of shape {tuple(leaf.shape[1:])}" for leaf in leaves)
+    layout = f"{' '.join(str(structure).split())} with rows of {rows}"
+    gathered = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, layout))
+    lengths, counting, layouts = zip(*gathered, strict=True)
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
             raise ValueError(
-                f"gather() was given tensors nested as {first[0]} on rank 0, but as {of_rank[0]} on rank {rank}. Nest "
-                "them in the same way on every process, with the same keys in the same order."
+                f"gather() was given {layouts[0]} on rank 0, but {other} on rank {rank}. Only the number of rows may "
+                "differ: nest the tensors in the same way, convert them to one dtype, and pad them to one shape."
             )
-        kinds = next(pair for pair in zip(first[1], of_rank[1], strict=True) if pair[0] != pair[1])
-        theirs, others = (f"{dtype} with rows of shape {shape}" for dtype, shape in kinds)
-        raise ValueError(
-            f"gather() was given a tensor of {theirs} on rank 0, but of {others} on rank {rank}. Only the number of "
-            "rows may differ: pad the tensors to one shape, and convert them to one dtype, before gathering."
-        )
+    apply = _Gather.apply if with_gradients else _GatherConstant.apply
+    per_leaf = zip(leaves, zip(*lengths, strict=True), strict=True)
+    return torch.utils._pytree.tree_unflatten([apply(leaf, of, counting, ranks) for leaf, of in per_leaf], structure)
 
 
 def _gather_pieces(ranks: Ranks, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -211,26 +193,25 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], trainer: TrainerLike
+        ctx: Any, tensor: torch.Tensor, lengths: Sequence[int], counting: Sequence[bool], ranks: Ranks
     ) -> torch.Tensor:
-        ranks = trainer.data_ranks
-        counts = counting[ranks.rank]
-        counted = [length if of_rank else 0 for length, of_rank in zip(lengths, counting, strict=True)]
-        ctx.own = slice(sum(counted[: ranks.rank]), sum(counted[: ranks.rank + 1])) if counts else None
-        ctx.own_shape = tensor.shape
-        ctx.shape = sum(counted), *tensor.shape[1:]
+        counted = [length if counts else 0 for length, counts in zip(lengths, counting, strict=True)]
         ctx.ranks = ranks
+        ctx.counts = counting[ranks.rank]
+        ctx.begin = sum(counted[: ranks.rank])
+        ctx.local_shape = tensor.shape
+        ctx.shape = sum(counted), *tensor.shape[1:]
         pieces = _gather_pieces(ranks, tensor, lengths)
-        return torch.cat([piece for piece, of_rank in zip(pieces, counting, strict=True) if of_rank or not counts])
+        return torch.cat([piece for piece, counts in zip(pieces, counting, strict=True) if counts or not ctx.counts])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mine = (
-            gradient.new_zeros(ctx.shape) if ctx.own is None else gradient.clone(memory_format=torch.contiguous_format)
-        )
-        total = ctx.ranks.sum_on_device(mine)
-        return gradient.new_zeros(ctx.own_shape) if ctx.own is None else total[ctx.own], None, None, None
+        if not ctx.counts:
+            ctx.ranks.sum_on_device(gradient.new_zeros(ctx.shape))
+            return gradient.new_zeros(ctx.local_shape), None, None, None
+        total = ctx.ranks.sum_on_device(gradient.clone(memory_format=torch.contiguous_format))
+        return total[ctx.begin : ctx.begin + ctx.local_shape[0]], None, None, None
 
 
 class _GatherConstant(_Gather):
@@ -252,28 +233,3 @@ def result_of_first(make: Callable[[], T]) -> T:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return make()
     return Ranks(current_process()).broadcast_object(make)
-
-
-def gather_outputs(
-    ranks: Ranks, mine: Any, numbers: Sequence[int], only_first: bool = False
-) -> tuple[list[list[int]], list[Any]]:
-    """Return the numbers and the nested outputs of all ranks, in rank order.
-
-    Received tensors are views of a buffer. They are sent from the CPU, without their gradients.
-
-    :param numbers: as many on every rank; returned with the number of bytes sent appended
-    :param only_first: return the outputs on the first rank only, and an empty list on the others
-    """
-    is_sent = not (only_first and ranks.rank == 0)
-    buffer = _as_bytes(mine) if is_sent else torch.empty(0, dtype=torch.uint8)
-    given = ranks.all_gather_numbers([*numbers, len(buffer)])
-    received = ranks.all_gather_bytes(buffer, [of_rank[-1] for of_rank in given], only_first)
-    outputs = [mine if rank == ranks.rank else read_message(sent, keeps=True)[1] for rank, sent in enumerate(received)]
-    return given, outputs
-
-
-def _as_bytes(value: Any) -> torch.Tensor:
-    message = Message(value, of_all_tensors=True)
-    buffer = torch.empty(message.size, dtype=torch.uint8)
-    message.write(buffer)
-    return buffer

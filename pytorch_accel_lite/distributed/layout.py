@@ -32,18 +32,18 @@ class DataRanks(Ranks):
     """
 
     def __init__(self, everyone: Ranks, peers: tuple[Peers, ...]) -> None:
-        own = next(each for each in peers if everyone.rank in each)
+        members = next(each for each in peers if everyone.rank in each)
         self._everyone = everyone
-        self.members = own
-        self.rank = own.index(everyone.rank)
-        self.world_size = len(own)
+        self.members = members
+        self.rank = members.index(everyone.rank)
+        self.world_size = len(members)
         self.replicas = len(peers)
         identical = tuple(zip(*peers, strict=True))
         self._places = [
             index for _, index in sorted((rank, index) for each in peers for index, rank in enumerate(each))
         ]
         self._sharers = everyone.within(identical[self.rank], _own_group(dist.group.WORLD, identical, "gloo"))
-        self.is_first_alike = self._sharers.rank == 0
+        self.is_first_sharer = self._sharers.rank == 0
         self._group = _own_group(dist.group.WORLD, peers, "gloo")
         self.device_group = _own_group(dist.group.WORLD, peers, None)
 
@@ -64,7 +64,7 @@ class DataRanks(Ranks):
     def barrier(self, timeout: timedelta | None = None) -> None:
         self._everyone.barrier(timeout)
 
-    def alike(self, value: T) -> T:
+    def broadcast_to_sharers(self, value: T) -> T:
         """Return the same value on all processes that share a batch: that of their first."""
         return self._sharers.broadcast_object(lambda: value)
 
@@ -75,11 +75,11 @@ class DataRanks(Ranks):
         """
 
         def read() -> list[T]:
-            held = list(islice(items, 1))
-            return held if self.is_first_alike else []
+            item = list(islice(items, 1))
+            return item if self.is_first_sharer else []
 
-        while held := self._sharers.run_together(read)[0]:
-            yield held[0]
+        while item := self._sharers.run_together(read)[0]:
+            yield item[0]
 
 
 @cache
@@ -104,11 +104,11 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
     if not meshes:  # Accelerate has yet to shard it
         return everyone
     by_fsdp = _largest(_fsdp_peers(model))
-    found = everyone.all_gather_object((by_fsdp, _largest(map(_model_peers, meshes))))
-    if found[0][0] is not None:
-        peers = tuple(sorted({own for own, _ in found}))
+    gathered = everyone.all_gather_object((by_fsdp, _largest(map(_model_peers, meshes))))
+    if gathered[0][0] is not None:
+        peers = tuple(sorted({own for own, _ in gathered}))
     else:
-        identical = sorted({own for _, own in found})
+        identical = sorted({own for _, own in gathered})
         peers = tuple(zip(*identical, strict=True)) if len({*map(len, identical)}) == 1 else ()
     together = {*(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist())}
     if sorted(rank for each in peers for rank in each) != [*range(everyone.world_size)] or (
@@ -143,9 +143,9 @@ def _largest(peers: Iterable[Peers]) -> Peers | None:
 
 def _along(mesh: Any, dims: Iterable[int]) -> Peers:
     """Return the processes of a mesh that differ from this one only along some of its dimensions, in order."""
-    here = mesh.get_coordinate()
-    kept = {*dims}
-    index = tuple(slice(None) if dim in kept else place for dim, place in enumerate(here))
+    coordinate = mesh.get_coordinate()
+    along = {*dims}
+    index = tuple(slice(None) if dim in along else index_here for dim, index_here in enumerate(coordinate))
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
@@ -161,8 +161,7 @@ def _fsdp_peers(model: nn.Module) -> Iterator[Peers]:
 
     for module in model.modules():
         for info in infos_of(module) if isinstance(module, FSDPModule) else ():
-            dims = getattr(info, "replicate_mesh_dim", None), getattr(info, "shard_mesh_dim", None)
-            yield _along(info.mesh, [dim for dim in dims if dim is not None])
+            yield _along(info.mesh, [dim for dim in _dims(info) if dim is not None])
 
 
 def infos_of(module: Any) -> list[Any]:
@@ -178,5 +177,9 @@ def infos_of(module: Any) -> list[Any]:
 
 def is_hybrid(info: Any) -> bool:
     """Whether weights are sharded over one dimension of a mesh and copied over another."""
-    dims = getattr(info, "replicate_mesh_dim", None), getattr(info, "shard_mesh_dim", None)
-    return None not in dims
+    return None not in _dims(info)
+
+
+def _dims(info: Any) -> tuple[int | None, int | None]:
+    """Return the dimensions of a mesh over which weights are copied and sharded."""
+    return getattr(info, "replicate_mesh_dim", None), getattr(info, "shard_mesh_dim", None)

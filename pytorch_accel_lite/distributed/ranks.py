@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from pytorch_accel_lite.base.inspection import distinct_elements
-from pytorch_accel_lite.distributed.messages import Message, read_message
+from pytorch_accel_lite.distributed.messages import decode, encode
 
 T = TypeVar("T")
 
@@ -63,11 +63,11 @@ class Ranks:
     :ivar members: the processes that read different data, by their ranks in the job
     :ivar device_group: the process group of those for tensors on a device; ``None`` for that of the job
     :ivar replicas: number of processes that share each batch, as in tensor parallelism
-    :ivar is_first_alike: whether this process is the first of those with which it shares batches
+    :ivar is_first_sharer: whether this process is the first of those with which it shares batches
     """
 
     replicas = 1
-    is_first_alike = True
+    is_first_sharer = True
     device_group: Any = None
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
@@ -95,25 +95,30 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up lists of numbers element by element, in float64."""
-        return self.begin_sum(values)()
-
-    def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to add up lists of numbers as :meth:`sum` does, and return a function that waits for the sums."""
-        return self._begin_reducing(values, dist.ReduceOp.SUM)
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Take the maximum of lists of numbers element by element, in float64."""
-        return self._begin_reducing(values, dist.ReduceOp.MAX)()
+        return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _begin_reducing(self, values: Sequence[float], operation: Any) -> Callable[[], list[float]]:
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.world_size == 1:
-            return lambda: list(values)
+            return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(tensor, operation, group=self._group, async_op=True)
+        dist.all_reduce(tensor, operation, group=self._group)
+        reduced: list[float] = tensor.tolist()
+        return reduced
 
-        def finish() -> list[float]:
+    def begin_gathering(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Begin to gather as many integers from each rank, and return a function that waits for those of all."""
+        if self.world_size == 1:
+            return lambda: [list(numbers)]
+        gathered = torch.empty(self.world_size, len(numbers), dtype=torch.int64)
+        work = dist.all_gather([*gathered], torch.tensor(numbers), group=self._group, async_op=True)
+
+        def finish() -> list[list[int]]:
             work.wait()
-            return tensor.tolist()
+            return gathered.tolist()
 
         return finish
 
@@ -125,14 +130,14 @@ class Ranks:
         :param pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
         :param size: that length
         """
-        mine = torch.empty(size, dtype=torch.uint8) if pieces is None else pieces[0]
+        piece = torch.empty(size, dtype=torch.uint8) if pieces is None else pieces[0]
         sent = None if pieces is None else list(pieces)
-        work = dist.scatter(mine, sent, src=0, group=self._group, async_op=True) if self.world_size > 1 else None
+        work = dist.scatter(piece, sent, src=0, group=self._group, async_op=True) if self.world_size > 1 else None
 
         def finish() -> torch.Tensor:
             if work is not None:
                 work.wait()
-            return mine
+            return piece
 
         return finish
 
@@ -146,53 +151,33 @@ class Ranks:
         """Copy the first rank's values to all ranks, in place."""
         if self.world_size > 1:
             for tensor in tensors:
-                copy_from(self.members[0], tensor.detach(), self.device_group)
+                _broadcast_in_place(self.members[0], tensor.detach(), self.device_group)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
-        if self.world_size == 1:
-            return [value]
-        return all_gather_encoded(encode(value), self.members, self.rank, self._group)
+    def all_gather_object(self, value: Any, only_first: bool = False) -> list[Any]:
+        """Return the values of all ranks, in rank order; on ranks other than the first, none if ``only_first``."""
+        return [value] if self.world_size == 1 else self._gather(encode(value), only_first)
 
-    def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the integers of all ranks, in rank order. Each rank must give as many."""
-        return self.begin_gathering(numbers)()
+    def _gather(self, encoded: torch.Tensor, only_first: bool = False) -> list[Any]:
+        """Return the values that all ranks have encoded."""
+        lengths = [length for (length,) in self.begin_gathering([len(encoded)])()]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(encoded)] = encoded
+        if only_first and self.rank:
+            dist.gather(padded, None, self.members[0], self._group)
+            return []
+        parts = [torch.empty_like(padded) for _ in lengths]
+        if only_first:
+            dist.gather(padded, parts, self.members[0], self._group)
+        else:
+            dist.all_gather(parts, padded, self._group)
+        return [decode(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
-    def begin_gathering(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Begin to gather integers as :meth:`all_gather_numbers` does, and return a function that waits for them."""
-        if self.world_size == 1:
-            return lambda: [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64)
-        of_all = [torch.empty_like(own) for _ in self.members]
-        work = dist.all_gather(of_all, own, group=self._group, async_op=True)
-
-        def finish() -> list[list[int]]:
-            work.wait()
-            return [of_rank.tolist() for of_rank in of_all]
-
-        return finish
-
-    def all_gather_bytes(
-        self, own: torch.Tensor, lengths: Sequence[int], only_first: bool = False
-    ) -> list[torch.Tensor]:
-        """Return the bytes of all ranks, in rank order; on ranks other than the first, none if ``only_first``.
-
-        :param lengths: the number of bytes of each rank
-        """
-        receives = self.rank == 0 or not only_first
-        of_all = [torch.empty(length if receives else 0, dtype=torch.uint8) for length in lengths]
-        of_all[self.rank] = own
-        under_way: list[Any] = []
-        for index, (member, length) in enumerate(zip(self.members, lengths, strict=True)):
-            if index == self.rank:
-                continue
-            if receives and length:
-                under_way.append(dist.irecv(of_all[index], member, group=self._group))
-            if len(own) and (index == 0 or not only_first):
-                under_way.append(dist.isend(own, member, group=self._group))
-        for transfer in under_way:
-            transfer.wait()
-        return of_all if receives else []
+    def _broadcast(self, encoded: torch.Tensor) -> Any:
+        """Return the value that the first rank has encoded, once all ranks have come this far."""
+        length = self.begin_gathering([len(encoded)])()[0][0]
+        encoded = encoded if self.rank == 0 else torch.empty(length, dtype=torch.uint8)
+        dist.broadcast(encoded, self.members[0], self._group)
+        return decode(encoded)
 
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
         """Run a function on every rank and return the results, in rank order.
@@ -212,11 +197,11 @@ class Ranks:
             kind = OSError if isinstance(error, OSError) else RuntimeError
             report = kind(f"Rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
             encoded = encode((None, report))
-        outcomes = all_gather_encoded(encoded, self.members, self.rank, self._group)
+        outcomes = [self._broadcast(encoded)] if only_first else self._gather(encoded)
         for problem in (failure, *(report for _, report in outcomes)):
             if problem is not None:
                 raise problem
-        return [value for value, _ in outcomes[: 1 if only_first else None]]
+        return [value for value, _ in outcomes]
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
@@ -233,61 +218,20 @@ class Ranks:
             dist.barrier(group=self._group)
 
 
-_LENGTH = 8  # bytes in which a row begins with the length of its object
-_SHORT = 1024 - _LENGTH
-
-
-def copy_from(giver: int, tensor: torch.Tensor, group: Any) -> None:
-    """Copy a rank's values of a tensor to all ranks of a group, in place.
+def _broadcast_in_place(source: int, tensor: torch.Tensor, group: Any) -> None:
+    """Copy the values that a rank has of a tensor to all ranks of a group.
 
     They are sent as bytes, as gloo knows few types, and from contiguous memory, or it would write beside the elements.
     """
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        dist.broadcast(tensor, giver, group)
+        dist.broadcast(tensor, source, group)
         return
     tensor = distinct_elements(tensor)
     is_dense = tensor.is_contiguous() and 0 not in tensor.stride()
     dense = tensor if is_dense else tensor.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(dense.reshape(-1).view(torch.uint8), giver, group)
+    dist.broadcast(dense.reshape(-1).view(torch.uint8), source, group)
     if dense is not tensor:
         tensor.copy_(dense)
-
-
-def encode(value: Any) -> torch.Tensor:
-    """Return a picklable value as bytes; of a view, its own elements rather than all that it is a view of."""
-    message = Message(value)
-    encoded = torch.zeros(message.size, dtype=torch.uint8)
-    message.write(encoded)
-    return encoded
-
-
-def all_gather_encoded(own: torch.Tensor, members: Sequence[int], place: int, group: Any) -> list[Any]:
-    """Return the values that all ranks of a group have encoded, in their order.
-
-    :param members: the ranks of the group in the job
-    :param place: the place of this rank among them
-    """
-    row = torch.zeros(_LENGTH + _SHORT, dtype=torch.uint8)
-    row[:_LENGTH] = torch.tensor([len(own)]).view(torch.uint8)
-    if len(own) <= _SHORT:
-        row[_LENGTH : _LENGTH + len(own)] = own
-    table = torch.empty(len(members), len(row), dtype=torch.uint8)
-    dist.gather(row, [*table] if place == 0 else None, members[0], group)
-    dist.broadcast(table, members[0], group)
-    lengths = table[:, :_LENGTH].contiguous().view(torch.int64).flatten().tolist()
-    given = [part[_LENGTH : _LENGTH + length] for part, length in zip(table, lengths, strict=True)]
-    longer = [other for other, length in enumerate(lengths) if length > _SHORT]
-    if len(longer) == 1:  # such as a batch that the first rank has read
-        (giver,) = longer
-        given[giver] = own if giver == place else torch.empty(lengths[giver], dtype=torch.uint8)
-        dist.broadcast(given[giver], members[giver], group)
-    elif longer:
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in members]
-        dist.all_gather(parts, padded, group)
-        given = [part[:length] for part, length in zip(parts, lengths, strict=True)]
-    return [read_message(part.clone())[1] for part in given]  # each with memory of its own, aligned for any type
 
 
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None
@@ -310,8 +254,8 @@ def connect(name: str) -> Any:
         store = store.underlying_store
     if not isinstance(store, _stores.TCPStore):
         return None
-    own = _stores.TCPStore(store.host, store.port, None, False, _PATIENCE, wait_for_workers=False)
-    return _stores.PrefixStore(name, own)
+    connection = _stores.TCPStore(store.host, store.port, None, False, _PATIENCE, wait_for_workers=False)
+    return _stores.PrefixStore(name, connection)
 
 
 class GroupTimeouts:

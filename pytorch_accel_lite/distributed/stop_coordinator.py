@@ -23,7 +23,7 @@ class StopCoordinator:
         self.ranks = ranks
         #: Whether :meth:`sync` may have anything to do: on several ranks always, otherwise once there is a request.
         self.must_sync = ranks.world_size > 1
-        self._asked: dict[str, tuple[int, Exception]] = {}
+        self._requests: dict[str, tuple[int, Exception]] = {}
         self._calls = 0
         self._updates = 0
         self._interval = 1
@@ -41,12 +41,12 @@ class StopCoordinator:
 
     def request(self, error: Exception) -> None:
         """Request a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
-        self._asked.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
+        self._requests.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
         self.must_sync = True
 
     def forget(self) -> None:
         """Discard all requests."""
-        self._asked.clear()
+        self._requests.clear()
 
     def sync(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error requested on any rank on all ranks. All ranks must call it at the same points.
@@ -58,7 +58,7 @@ class StopCoordinator:
         if not self.must_sync:
             return
         self._updates += 1
-        stop, pause = (float(what in self._asked) for what in ("stop", "pause"))
+        stop, pause = (float(what in self._requests) for what in ("stop", "pause"))
         if self.ranks.world_size > 1:
             if not now and self._updates < self._interval:
                 return
@@ -76,16 +76,16 @@ class StopCoordinator:
 
     def _raise_first(self, what: str) -> NoReturn:
         """Raise the error that was requested first; other ranks recreate it, as errors may not be picklable."""
-        mine = self._asked.pop(what, None)  # fulfilled: a later run or evaluation must not see it
-        answer: Any = None
-        if mine is not None:
-            calls, error = mine
+        request = self._requests.pop(what, None)  # fulfilled: a later run or evaluation must not see it
+        description: Any = None
+        if request is not None:
+            calls, error = request
             kind = next(kind for kind in _KINDS if isinstance(error, kind))
             source = getattr(error, "raised_by", None)
-            answer = calls, self.ranks.rank, kind, getattr(error, "signum", str(error)), source
-        _, rank, kind, argument, source = min(filter(None, self.ranks.all_gather_object(answer)))
-        if mine is not None and rank == self.ranks.rank:
-            raise mine[1]
-        again = kind(argument)
-        again.raised_by = source
-        raise again
+            description = calls, self.ranks.rank, kind, getattr(error, "signum", str(error)), source
+        _, rank, kind, argument, source = min(filter(None, self.ranks.all_gather_object(description)))
+        if request is not None and rank == self.ranks.rank:
+            raise request[1]
+        error = kind(argument)
+        error.raised_by = source
+        raise error

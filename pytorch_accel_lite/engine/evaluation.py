@@ -21,7 +21,7 @@ from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.data import Batch, FailedRead, ShardedLoader
 from pytorch_accel_lite.data.map import MapLoader
-from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
+from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
 from pytorch_accel_lite.distributed.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory, count_values
 from pytorch_accel_lite.engine.lifecycle import add_note, create_config, create_loader, ending, entering, prepare_model

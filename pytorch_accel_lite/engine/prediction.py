@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
 
-from pytorch_accel_lite.base.batches import find_batch_size
+from pytorch_accel_lite.base.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
-from pytorch_accel_lite.base.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
+from pytorch_accel_lite.base.splitting import Concatenation, concatenate, to_cpu
 from pytorch_accel_lite.data import FailedRead
-from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
-from pytorch_accel_lite.distributed.collectives import gather_outputs
+from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
 from pytorch_accel_lite.engine.evaluation import inference_run, is_skipped, preserving_randomness, unwrapped_model
 from pytorch_accel_lite.engine.lifecycle import close_failed
 from pytorch_accel_lite.engine.run import Run
@@ -150,22 +148,17 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_whole: bo
                 return
             yield from filter(None, mine)
             continue
-        has_any = sum(bool(parts) << step for step, parts in enumerate(mine))
-        microseconds = int(1e6 * (time.perf_counter() - begin))
-        numbers, found = gather_outputs(ranks, mine, [len(mine), has_any, microseconds], only_first)
-        counts, have_any, times, sizes = zip(*numbers, strict=True)
-        for step in range(max(counts)):
-            if any(of_rank >> step & 1 for of_rank in have_any):
-                yield [_of_its_own(part) for of_rank in found for part in chain(*of_rank[step : step + 1])]
-        if max(counts) < steps:
+        seconds = time.perf_counter() - begin
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(mine))
+        are_filled, times, sizes = zip(*ranks.all_gather_object(([*map(bool, mine)], seconds, size)), strict=True)
+        gathered = ranks.all_gather_object(mine, only_first)
+        for step, any_is_filled in enumerate(map(any, zip_longest(*are_filled))):
+            if any_is_filled:
+                yield [part for outputs_of_rank in gathered for part in chain(*outputs_of_rank[step : step + 1])]
+        if max(map(len, are_filled)) < steps:
             return
-        fraction = min(_BYTES_AT_ONCE / max(*sizes, 1), 1e6 * _SECONDS_AT_ONCE / max(*times, 1))
+        fraction = min(_BYTES_AT_ONCE / max(*sizes, 1), _SECONDS_AT_ONCE / max(*times, 1e-6))
         steps = int(min(max(steps * fraction, 1), _STEPS_AT_ONCE))
-
-
-def _of_its_own(part: Any) -> Any:
-    """Return outputs that are concatenated without a copy in memory of their own, not that of all received at once."""
-    return ListOfSamples(recursively_apply(torch.clone, part)) if isinstance(part, ListOfSamples) else part
 
 
 @contextmanager

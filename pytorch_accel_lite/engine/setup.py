@@ -63,7 +63,7 @@ def find_data(
     elif trainer.seed is None and (request.saves_training_states or run.data.ranks.replicas > 1):
         run.data.seed = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
     if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
-        restore_generators(run.data.ranks.alike(capture_generators()))  # type: ignore[attr-defined]
+        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
     create_train_loader(trainer, run, batch_size, train_loader_kwargs)
     if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)

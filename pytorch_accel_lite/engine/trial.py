@@ -24,6 +24,20 @@ from pytorch_accel_lite.engine.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers import attributes
 
 
+def check_can_try(trainer: TrainerLike, name: str, with_logical_processes: bool = False) -> None:
+    """Check that a trainer can make steps outside a run.
+
+    :param name: the calling method, for error messages
+    """
+    if trainer.is_running:
+        raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
+    if trainer.logical is not None and not with_logical_processes:
+        raise ValueError(
+            f"{name}() does not work with logical_processes={trainer.logical.count}. Use a trainer without them: the "
+            "step of one logical process is that of a trainer on one process."
+        )
+
+
 @contextmanager
 def trial(
     trainer: TrainerLike,
@@ -38,17 +52,11 @@ def trial(
 
     :param name: the calling method, for error messages
     """
-    if trainer.is_running:
-        raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
+    check_can_try(trainer, name, with_logical_processes=name == "find_lr")
     if is_overridden(trainer, "train_step") and name != "find_lr":
         raise TypeError(
             f"{name}() makes steps with one loss and one update, unlike {type(trainer).__name__}.train_step. Use a "
             "trainer without that method."
-        )
-    if trainer.logical is not None and name != "find_lr":
-        raise ValueError(
-            f"{name}() does not work with logical_processes={trainer.logical.count}. Use a trainer without them: the "
-            "step of one logical process is that of a trainer on one process."
         )
     check_training(trainer.optimizer, trainer.accelerator, request, None)
     check_data("train_dataset", train_dataset, batch_size, loader_kwargs, collate_fn, False)

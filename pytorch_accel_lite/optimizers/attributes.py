@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters
+from pytorch_accel_lite.optimizers.operations import is_made, optimized_parameters, set_mode
 
 _SAVED_BY_THEMSELVES = ("model", "optimizer", "scheduler", "registered_objects")
 
@@ -28,9 +29,9 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
 
 def optimizers(trainer: TrainerLike) -> dict[str, Any]:
     """Return the optimizers that are attributes, by name, except the trainer's own."""
-    own = getattr(trainer.optimizer, "param_groups", None)  # the same for Accelerate's wrapper
-    found = _find(trainer, lambda value: isinstance(value, torch.optim.Optimizer))
-    return {name: optimizer for name, optimizer in found.items() if optimizer.param_groups is not own}
+    groups = getattr(trainer.optimizer, "param_groups", None)  # the same for Accelerate's wrapper
+    attributes = _find(trainer, lambda value: isinstance(value, torch.optim.Optimizer))
+    return {name: optimizer for name, optimizer in attributes.items() if optimizer.param_groups is not groups}
 
 
 def registered(trainer: TrainerLike) -> dict[str, Any]:
@@ -39,22 +40,22 @@ def registered(trainer: TrainerLike) -> dict[str, Any]:
     Excludes the model, the optimizer and the scheduler, which are saved anyway.
     """
     optimizer = trainer.optimizer
-    own = [trainer.model, trainer.get_model(), optimizer, getattr(optimizer, "optimizer", None), trainer.scheduler]
-    known = set(map(id, [*own, *trainer.registered_objects.values()]))
+    saved = [trainer.model, trainer.get_model(), optimizer, getattr(optimizer, "optimizer", None), trainer.scheduler]
+    ids = set(map(id, [*saved, *trainer.registered_objects.values()]))
     others = enumerate(getattr(trainer.accelerator, "_custom_objects", ()))
-    named = {f"accelerator.{type(obj).__name__}.{number}": obj for number, obj in others if id(obj) not in known}
+    named = {f"accelerator.{type(obj).__name__}.{number}": obj for number, obj in others if id(obj) not in ids}
     return {**trainer.registered_objects, **named}
 
 
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
     """Return the parameters of the trainer's optimizer, which may be yet to be made, and of those in attributes."""
-    found = list(optimizers(trainer).values())
-    own: list[nn.Parameter] = []
     if is_made(trainer.optimizer):
-        found.insert(0, trainer.optimizer)
-    elif trainer.optimizer is not None:
-        own = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    return [*own, *(parameter for optimizer in found for parameter in optimized_parameters(optimizer))]
+        optimized = list(optimized_parameters(trainer.optimizer))
+    elif trainer.optimizer is None:
+        optimized = []
+    else:
+        optimized = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return [*optimized, *chain.from_iterable(map(optimized_parameters, optimizers(trainer).values()))]
 
 
 def weights_are_finite(trainer: TrainerLike) -> bool:
@@ -89,36 +90,34 @@ def trained(trainer: TrainerLike) -> dict[str, Any]:
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*registered(trainer).values(), trainer.loss_func, trainer.scheduler]))
-    known = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters(module)}
-    found: dict[str, Any] = {}
+    seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters(module)}
+    attributes: dict[str, Any] = {}
     for name, module in modules(trainer).items():
-        own = set(map(id, _parameters(module))) - known
-        if id(module) not in saved and own & optimized:
-            found[name] = module
-            known |= own
-    found |= {name: value for name, value in optimizers(trainer).items() if id(value) not in saved}
+        parameters = set(map(id, _parameters(module))) - seen
+        if id(module) not in saved and parameters & optimized:
+            attributes[name] = module
+            seen |= parameters
+    attributes |= {name: value for name, value in optimizers(trainer).items() if id(value) not in saved}
     schedulers = _find(trainer, is_scheduler)
-    return found | {name: value for name, value in schedulers.items() if id(value) not in saved}
+    return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
 def untrained(trainer: TrainerLike) -> list[str]:
     """Return the names of modules that have parameters but none that is trained: teachers, averaged weights."""
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*registered(trainer).values(), trainer.loss_func]))
-    known = set(map(id, trainer.model.parameters()))
+    in_model = set(map(id, trainer.model.parameters()))
     others = {name: module for name, module in modules(trainer).items() if id(module) not in saved}
-    own = {name: set(map(id, _parameters(module))) - known for name, module in others.items()}
-    return [name for name, parameters in own.items() if parameters and not parameters & optimized]
+    parameters_by_name = {name: set(map(id, _parameters(module))) - in_model for name, module in others.items()}
+    return [name for name, parameters in parameters_by_name.items() if parameters and not parameters & optimized]
 
 
 def set_optimizer_modes(trainer: TrainerLike, training: bool) -> None:
-    """Set the mode of optimizers that have modes, such as schedule-free ones, which use other weights for training."""
+    """Set the mode of all optimizers that have modes."""
     if trainer.prepared_model is not None:
         trainer.prepared_model.trains = training
     for optimizer in (trainer.optimizer, *optimizers(trainer).values()):
-        set_mode = getattr(optimizer, "train" if training else "eval", None)
-        if callable(set_mode):
-            set_mode()
+        set_mode(optimizer, training)
 
 
 @contextmanager

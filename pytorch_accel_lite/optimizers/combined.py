@@ -15,6 +15,7 @@ from pytorch_accel_lite.optimizers.operations import (
     follows_metric,
     optimized_parameters,
     parts_of,
+    set_mode,
     take_step,
 )
 
@@ -29,8 +30,6 @@ class CombinedOptimizer(OfParts, Optimizer):
     :raises ValueError: if there are no optimizers, or two have the same parameter
     """
 
-    _parts: dict[str, Optimizer]
-
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         _check_parts(optimizers)
         parts = dict(optimizers)
@@ -39,21 +38,11 @@ class CombinedOptimizer(OfParts, Optimizer):
         # Unlike Optimizer.__init__, this sets up everything except parameter groups.
         super().__setstate__({"_parts": parts, "defaults": common})
 
-    def __getitem__(self, name: str) -> Optimizer:
-        if name not in self._parts:
-            raise KeyError(f"There is no optimizer {name!r}, only {_listed(self._parts)}.")
-        return self._parts[name]
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 
     def __len__(self) -> int:
         return len(self._parts)
-
-    @property
-    def parts(self) -> dict[str, Optimizer]:
-        """The optimizers, by name."""
-        return dict(self._parts)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -98,24 +87,26 @@ class CombinedOptimizer(OfParts, Optimizer):
 
     def train(self) -> None:
         """Set the parts that have modes to training mode."""
-        _set_mode(self._parts.values(), "train")
+        for part in self._parts.values():
+            set_mode(part, training=True)
 
     def eval(self) -> None:
         """Set the parts that have modes to evaluation mode."""
-        _set_mode(self._parts.values(), "eval")
+        for part in self._parts.values():
+            set_mode(part, training=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as that of a single optimizer, with parameters numbered across all parts."""
         whole: dict[str, Any] = {"state": {}, "param_groups": []}
         extra = {}
         for name, part in self._parts.items():
-            own = part.state_dict()
+            state = part.state_dict()
             first = _count(whole["param_groups"])
-            whole["state"] |= {number + first: kept for number, kept in own.pop("state").items()}
-            groups = own.pop("param_groups")
+            whole["state"] |= {number + first: kept for number, kept in state.pop("state").items()}
+            groups = state.pop("param_groups")
             whole["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
-            if own:  # other entries of an optimizer, such as a step count
-                extra[name] = own
+            if state:  # other entries of an optimizer, such as a step count
+                extra[name] = state
         return whole | ({"parts": extra} if extra else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,12 +128,6 @@ class CombinedOptimizer(OfParts, Optimizer):
                 "state": {n - first: kept for n, kept in state_dict["state"].items() if first <= n < end},
                 "param_groups": [{**g, "params": [n - first for n in g["params"]]} for g in groups],
             }
-            for number, (own, group) in enumerate(zip(part.param_groups, groups, strict=True)):
-                if len(own["params"]) != len(group["params"]):
-                    raise ValueError(
-                        f"group {number} of the optimizer {name!r} has {len(own['params'])} parameters, but had "
-                        f"{len(group['params'])}."
-                    )
             first = end
         for name, share in shares.items():
             self._parts[name].load_state_dict(share)
@@ -172,14 +157,6 @@ class CombinedScheduler(OfParts):
     def __init__(self, optimizer: Any, schedulers: Mapping[str, Any]) -> None:
         self.optimizer = optimizer
         self._parts = dict(schedulers)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._parts[name]
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The schedulers, by optimizer name."""
-        return dict(self._parts)
 
     def step(self, metrics: Any = None) -> None:
         """Step each scheduler.
@@ -247,13 +224,6 @@ def _check_parts(optimizers: Mapping[str, Any]) -> None:
                     f"{tuple(parameter.shape)}: both would update it. Give each parameter to one of them."
                 )
             owners[parameter] = name
-
-
-def _set_mode(optimizers: Iterable[Any], mode: str) -> None:
-    for optimizer in optimizers:
-        set_mode = getattr(optimizer, mode, None)
-        if callable(set_mode):
-            set_mode()
 
 
 def _count(groups: Iterable[dict[str, Any]]) -> int:

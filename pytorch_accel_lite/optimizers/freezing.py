@@ -9,7 +9,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.validation import check_positive_number
-from pytorch_accel_lite.optimizers.layer_groups import GivenGroup, Group, find_groups, has_adapters
+from pytorch_accel_lite.optimizers.layer_groups import Group, ModuleGroup, find_groups, has_adapters
 
 #: The modules affected by ``freeze_batch_norms``.
 BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -55,7 +55,7 @@ class ModelFreezer:
     """
 
     def __init__(
-        self, model: nn.Module, freeze_batch_norms: bool = False, *, groups: Sequence[GivenGroup] | None = None
+        self, model: nn.Module, freeze_batch_norms: bool = False, *, groups: Sequence[ModuleGroup] | None = None
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r} must be a torch.nn.Module, not {type(model).__name__}.")
@@ -72,21 +72,12 @@ class ModelFreezer:
 
     def __repr__(self) -> str:
         names = {module: name for name, module in self.model.named_modules()}
-        rows = [
-            (
-                str(index),
-                ", ".join(names[module] for module in group.modules),
-                f"{sum(parameter.numel() for parameter in group.parameters):,}",
-                "frozen" if _is_frozen(parameters) else "",
-            )
-            for index, group, parameters in self._groups()
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            f"  {index:>{widths[0]}}  {modules:<{widths[1]}}  {size:>{widths[2]}}  {state}".rstrip()
-            for index, modules, size, state in rows
-        ]
-        return "\n".join([f"ModelFreezer of {type(self.model).__name__}: group, modules, parameters", *lines])
+        lines = [f"ModelFreezer of {type(self.model).__name__}: group, parameters, modules"]
+        for index, group, parameters in self._groups():
+            size = sum(parameter.numel() for parameter in group.parameters)
+            modules = ", ".join(names[module] for module in group.modules)
+            lines.append(f"  {index:>2}  {size:>13,}  {modules}{' (frozen)' if _is_frozen(parameters) else ''}")
+        return "\n".join(lines)
 
     def get_layer_groups(self) -> list[LayerGroup]:
         """Return the layer groups, from the input to the head."""
@@ -153,8 +144,6 @@ class ModelFreezer:
             )
         ends = []
         for name, index in (("from_index", from_index), ("to_index", to_index)):
-            if isinstance(index, bool) or not isinstance(index, int):
-                raise TypeError(f"{name}={index!r} must be a whole number, not {type(index).__name__}.")
             if not -len(groups) <= index < len(groups):
                 raise IndexError(
                     f"{name}={index} is not a layer group: {type(self.model).__name__} has {len(groups)}, from 0 to "
@@ -201,18 +190,18 @@ def _release_from_eval(module: nn.Module) -> None:
         del module._forward_pre_hooks[key]
 
 
-def parameters_by_group(model: nn.Module, groups: Sequence[GivenGroup] | None = None) -> list[list[nn.Parameter]]:
+def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer group that has some, each parameter once.
 
     :param groups: the groups, as in :class:`ModelFreezer`
     """
     model = unwrap(model, keep_torch_compile=False)
-    found = [group.parameters for group in find_groups(model, groups) if group.parameters]
-    return found or [list(model.parameters())]
+    divided = [group.parameters for group in find_groups(model, groups) if group.parameters]
+    return divided or [list(model.parameters())]
 
 
 def layer_group_parameters(
-    model: nn.Module, lr: float, decay: float = 1 / 2.6, *, groups: Sequence[GivenGroup] | None = None
+    model: nn.Module, lr: float, decay: float = 1 / 2.6, *, groups: Sequence[ModuleGroup] | None = None
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
 

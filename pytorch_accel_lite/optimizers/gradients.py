@@ -125,15 +125,15 @@ def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window:
 
 def parameters_not_in_model(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer that are not in the model, such as those of the loss function."""
-    own = set(model.parameters())
-    return [parameter for parameter in optimized_parameters(optimizer) if parameter not in own]
+    in_model = set(model.parameters())
+    return [parameter for parameter in optimized_parameters(optimizer) if parameter not in in_model]
 
 
 def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     """Return the parameters that an update changes: the optimizer's, and the model's if it optimizes copies of them."""
     optimized = list(optimized_parameters(trainer.optimizer))
-    known = set(map(id, optimized))
-    has_model = any(id(parameter) in known for parameter in trainer.model.parameters())
+    ids = set(map(id, optimized))
+    has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
     if has_model or trainer.current_run.step.optimizers:  # it may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
@@ -163,8 +163,8 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Sort parameters as the model has them, as the last bits of their norm depend on it; those of others come last."""
-    places = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-    return sorted(parameters, key=lambda parameter: places.get(id(parameter), len(places)))
+    positions = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    return sorted(parameters, key=lambda parameter: positions.get(id(parameter), len(positions)))
 
 
 def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
@@ -174,8 +174,8 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
-    identical = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
-    if device is None or device.type not in ("cpu", "cuda") or len(identical) < len(gradients):
+    alike_gradients = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
+    if device is None or device.type not in ("cpu", "cuda") or len(alike_gradients) < len(gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
     with torch.no_grad():
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
@@ -249,12 +249,12 @@ def clip_shards(
     # Accelerate compares them with the parameters of every model it knows, which fails if there are several.
     accelerator.unscale_gradients()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own = [local(gradient) for gradient in gradients]
+    shards = [local(gradient) for gradient in gradients]
     if value is not None:
-        torch._foreach_clamp_min_(own, -value)
-        torch._foreach_clamp_max_(own, value)
+        torch._foreach_clamp_min_(shards, -value)
+        torch._foreach_clamp_max_(shards, value)
     if norm is None:
         return None
     total = total_norm_of_shards(gradients)
-    torch._foreach_mul_(own, torch.clamp(norm / (total + 1e-6), max=1.0))
+    torch._foreach_mul_(shards, torch.clamp(norm / (total + 1e-6), max=1.0))
     return total

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from pytorch_accel_lite.base.reprs import short
+
 #: A group as users pass it: a module, or several.
-GivenGroup = nn.Module | Sequence[nn.Module]
+ModuleGroup = nn.Module | Sequence[nn.Module]
 
 # Lists with less than this share of the layers of the largest one are not blocks of the model, but its heads, perhaps.
 _LEAST_SHARE = 0.25
@@ -40,30 +42,28 @@ class Group:
         return self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
 
 
-def find_groups(model: nn.Module, given: Sequence[GivenGroup] | None = None) -> list[Group]:
+def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[Group]:
     """Divide a model into groups, from the input to the head.
 
     Parameters of no group, such as a class token, belong to the first; shared ones to the first group that has them.
 
-    :param given: the groups; by default, those of :class:`~pytorch_accel_lite.optimizers.freezing.ModelFreezer`
-    :raises TypeError: if something given is no module
+    :param groups: the groups; by default, those of :class:`~pytorch_accel_lite.optimizers.freezing.ModelFreezer`
     :raises ValueError: if a given module is not in the model, or is in two groups
     """
-    if given is not None:
-        return _with_parameters(model, _check_given(model, given))
+    if groups is not None:
+        return _with_parameters(model, _check_groups(model, groups))
     root = _skip_wrappers(model)
     blocks = _find_blocks(root)
     if not blocks:
         return _with_parameters(model, [[child] for child in model.children()])
-    groups = _with_parameters(model, _group_around(root, blocks))
-    return [group for group in groups if group.parameters]
+    return [group for group in _with_parameters(model, _group_around(root, blocks)) if group.parameters]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model, in order: layers of a transformer, stages of a ResNet, or else its children."""
     root = _skip_wrappers(model)
-    found = _find_blocks(root) or list(root.children())
-    return [block for block in found if next(block.parameters(), None) is not None]
+    blocks = _find_blocks(root) or list(root.children())
+    return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
 def _with_parameters(model: nn.Module, divided: list[list[nn.Module]]) -> list[Group]:
@@ -78,18 +78,16 @@ def _with_parameters(model: nn.Module, divided: list[list[nn.Module]]) -> list[G
     return groups
 
 
-def _check_given(model: nn.Module, given: Sequence[GivenGroup]) -> list[list[nn.Module]]:
+def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[nn.Module]]:
     parts = set(model.modules())
-    divided = [_modules_of(group, parts) for group in given]
+    divided = [_modules_of(group, parts) for group in groups]
     if not any(divided):
-        raise ValueError(f"groups={given!r} has no modules. Pass those of the model, from the input to the head.")
+        raise ValueError(f"groups={groups!r} has no modules. Pass those of the model, from the input to the head.")
     seen: dict[nn.Module, int] = {}
     for index, modules in enumerate(divided):
         for module in modules:
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"groups[{index}] has {module!r}, which must be a torch.nn.Module.")
             if module not in parts:
-                raise ValueError(f"groups[{index}] has {type(module).__name__}, which is no part of the model.")
+                raise ValueError(f"groups[{index}] has {short(module)}, which is no module of the model.")
             for part in module.modules():
                 if seen.setdefault(part, index) != index:
                     raise ValueError(
@@ -134,8 +132,8 @@ def _block_class(module: nn.Module) -> type | None:
 
 def _find_blocks(root: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model in order; none if its children are its layers, or most of it is in no list."""
-    found = [] if _block_class(root) is not None or _has_stages(root) else list(_lists_in(root))
-    sizes = {module: _num_layers(module) for module in found}
+    lists = [] if _block_class(root) is not None or _has_stages(root) else list(_lists_in(root))
+    sizes = {module: _num_layers(module) for module in lists}
     trunk = [module for module, size in sizes.items() if size >= _LEAST_SHARE * max(sizes.values())]
     if 2 * sum(sizes[module] for module in trunk) < _num_layers(root):
         return []
@@ -164,12 +162,12 @@ def _group_around(root: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Modu
     is_block = set(blocks)
     around = {module for module in root.modules() if not is_block.isdisjoint(module.modules())} - is_block
 
-    def place(module: nn.Module, is_outermost: bool) -> None:
+    def assign(module: nn.Module, is_outermost: bool) -> None:
         if module in is_block:
             groups.append([module])
         elif module in around:
             for child in module.children():
-                place(child, is_outermost=False)
+                assign(child, is_outermost=False)
         elif any(isinstance(part, nn.Embedding) for part in module.modules()):
             groups[0].append(module)
         elif is_outermost and len(groups) > len(blocks) and (head or not _is_norm(module)):
@@ -178,7 +176,7 @@ def _group_around(root: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Modu
             groups[-1].append(module)
 
     for child in root.children():
-        place(child, is_outermost=True)
+        assign(child, is_outermost=True)
     return [list(dict.fromkeys(group)) for group in (*groups, head) if group]
 
 

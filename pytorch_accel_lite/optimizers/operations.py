@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torchs
+from torch.optim import optimizer as torch_optimizer
 
 #: An optimizer, or several by name or number, as a trainer takes them.
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
@@ -19,17 +19,26 @@ SchedulerFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 #: The code of what torch wraps around the ``step`` of every class of optimizers.
 _WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 # torch has no public names for these. If one of them is ever gone, every step is wrapped.
-_GLOBAL_HOOKS = [getattr(torchs, f"_global_optimizer_{when}_hooks", {"": "unknown"}) for when in ("pre", "post")]
+_GLOBAL_HOOKS = [
+    getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {"": "unknown"}) for when in ("pre", "post")
+]
 _is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 class OfParts:
-    """What consists of several optimizers, or of their schedulers."""
+    """Several optimizers, or their schedulers, by optimizer name."""
+
+    _parts: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._parts:
+            raise KeyError(f"There is no optimizer {name!r}, only {', '.join(map(repr, self._parts))}.")
+        return self._parts[name]
 
     @property
     def parts(self) -> dict[str, Any]:
         """The optimizers or schedulers, by optimizer name."""
-        raise NotImplementedError
+        return dict(self._parts)
 
 
 def is_made(optimizer: Any) -> bool:
@@ -55,6 +64,13 @@ def _needs_closure(kind: type) -> bool:
     except (AttributeError, ValueError):  # it is not a method, or not written in Python
         return False
     return closure is not None and closure.default is closure.empty
+
+
+def set_mode(optimizer: Any, training: bool) -> None:
+    """Set the mode of an optimizer that has modes, such as a schedule-free one, which trains with other weights."""
+    method = getattr(optimizer, "train" if training else "eval", None)
+    if callable(method):
+        method()
 
 
 def clear_gradients(optimizer: Any) -> None:
@@ -126,9 +142,7 @@ def schedulers_in(scheduler: Any) -> dict[str, Any]:
 
 def group_names(optimizer: Any) -> list[str]:
     """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
-    parts = parts_of(optimizer)
-    if not parts:
-        return _numbered(optimizer.param_groups)
+    parts = parts_of(optimizer) or {"": optimizer}
     return [
         "_".join(filter(None, (name, number)))
         for name, part in parts.items()

@@ -35,19 +35,23 @@ class ModelEma(nn.Module):
     :ivar module: the averaged model, in evaluation mode
     """
 
-    _known: SortedPairs | None = None
+    _cached: SortedPairs | None = None
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, warmup: bool = False) -> None:
         super().__init__()
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ValueError(f"decay={decay!r} must be a number from 0 to 1.")
-        self.module = copy.deepcopy(model).eval().requires_grad_(False)
-        for buffer in self.module.buffers():  # elements of an expanded buffer share memory
-            buffer.data = buffer.contiguous()
-        warn_of_rounding(model, decay)
+        _warn_of_rounding(model, decay)
+        self.module = self._copy(model)
         self.decay = decay
         self.warmup = warmup
         self.num_updates = 0
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        module = copy.deepcopy(model).eval().requires_grad_(False)
+        for buffer in module.buffers():  # elements of an expanded buffer share memory
+            buffer.data = buffer.contiguous()
+        return module
 
     def update(self, model: nn.Module) -> None:
         """Update the average from the model, after each update of the model."""
@@ -72,24 +76,24 @@ class ModelEma(nn.Module):
                 torch._foreach_lerp_(*pairs.learned, 1 - decay)
             for dtype, (averages, values) in pairs.others.items():
                 # These may be infinite, as in masks, which lerp would turn into NaN.
-                kept, added = _factors(decay, dtype)
+                weight, added = _factors(decay, dtype)
                 if dtype.itemsize > 2:
-                    torch._foreach_mul_(averages, kept)
+                    torch._foreach_mul_(averages, weight)
                     torch._foreach_add_(averages, values, alpha=added)
                     continue
                 for average, value in zip(averages, values, strict=True):
-                    torch.add(average.float().mul_(kept), value, alpha=added, out=average)
+                    torch.add(average.float().mul_(weight), value, alpha=added, out=average)
 
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
-        known = self._known
-        if known is None or not known.are_of(model):
-            known = SortedPairs(self._pairs(model))
-            vars(self)["_known"] = known if known.note(model, self.module) else None
-        return known
+        pairs = self._cached
+        if pairs is None or not pairs.are_of(model):
+            pairs = SortedPairs(self._pairs(model))
+            vars(self)["_cached"] = pairs if pairs.note(model, self.module) else None
+        return pairs
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied and pickled, without the tensors of the model."""
-        return {**vars(self), "_known": None}
+        return {**vars(self), "_cached": None}
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
         """Return the new average of one tensor. Override it to change the rule; it is then applied tensor by tensor."""
@@ -108,7 +112,7 @@ class ModelEma(nn.Module):
         return zip(averages, values, [value.requires_grad for value in values], strict=True)
 
 
-def warn_of_rounding(model: nn.Module, decay: float) -> None:
+def _warn_of_rounding(model: nn.Module, decay: float) -> None:
     """Warn if the weights being trained, and so the average, have too few digits for what an update adds."""
     trained = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
     coarsest = max(trained, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
@@ -146,7 +150,7 @@ class SortedPairs:
         self.learned: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.others: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.counts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._are_alike = True
+        self._are_reusable = True
         for average, value, is_learned in pairs:
             dtype = average.dtype
             if not (dtype.is_floating_point or dtype.is_complex):
@@ -154,7 +158,7 @@ class SortedPairs:
                 continue
             if value.dtype is not dtype or value.device != average.device:
                 value = value.to(average.device, dtype)
-                self._are_alike = False
+                self._are_reusable = False
             averages, values = self.learned if is_learned else self.others.setdefault(dtype, ([], []))
             averages.append(average)
             values.append(value)
@@ -167,7 +171,7 @@ class SortedPairs:
             self._tables += [part._parameters, part._buffers, part._modules]
         self._tensors = [*chain(*self.learned, *chain(*self.others.values()))]
         self._entries, self._kinds = self._look()
-        return self._are_alike
+        return self._are_reusable
 
     def are_of(self, model: nn.Module) -> bool:
         """Whether these are still all tensors of the average and of this model, of the same types and devices."""
@@ -188,14 +192,9 @@ class ShardedEma(ModelEma):
         use the model itself within :meth:`in_place_of`.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.9999, warmup: bool = False) -> None:
-        nn.Module.__init__(self)
-        warn_of_rounding(model, decay)
+    def _copy(self, model: nn.Module) -> nn.Module:
         reshard(model)
-        self.module = _copy_of_tensors(model, {})
-        self.decay = decay
-        self.warmup = warmup
-        self.num_updates = 0
+        return _copy_of_tensors(model, {})
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
         reshard(model)

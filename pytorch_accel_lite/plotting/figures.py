@@ -101,22 +101,14 @@ def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def choose_scale(axis: Any, curves: Sequence[Sequence[float]]) -> None:
-    """Make the vertical axis logarithmic if that shows more.
-
-    It is logarithmic if most values of the largest curve, or all of another curve, would lie at the bottom of a linear
-    axis.
+    """Make the vertical axis logarithmic if most values would lie at the bottom of a linear one.
 
     :param curves: values of each curve; non-finite ones are ignored
     """
-    finite = [sorted(filter(math.isfinite, curve)) for curve in curves]
-    finite = [curve for curve in finite if curve]
-    low, high = min((curve[0] for curve in finite), default=0), max((curve[-1] for curve in finite), default=0)
+    values = sorted(value for curve in curves for value in curve if math.isfinite(value))
     axis.ticklabel_format(axis="y", style="plain", useOffset=False)
-    if low <= 0 or high < 30 * low:
-        return
-    largest = max(finite, key=lambda curve: curve[-1])
-    are_squashed = largest[len(largest) // 2] < low + (high - low) / 10
-    if are_squashed or any(curve[-1] < high / 30 for curve in finite):
+    low, high = (values[0], values[-1]) if values else (0, 0)
+    if 0 < 30 * low < high and values[len(values) // 2] < low + (high - low) / 10:
         axis.set_yscale("log")
         # A few values near 0, such as at the end of a schedule, must not squash all others.
-        axis.set_ylim(bottom=max(low, min(curve[len(curve) // 20] for curve in finite) / 10) / 1.5)
+        axis.set_ylim(bottom=max(low, values[len(values) // 20] / 10) / 1.5)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.plotting.figures import GRID, INK, new_figure, save
+from pytorch_accel_lite.plotting.figures import INK, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Largest number of classes for which the counts are legible.
 _MOST_WITH_COUNTS = 30
-_LETTER = 0.07  # inches of width
 
 
 def plot_confusion_matrix(
     predictions: Any, targets: Any, classes: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
 ) -> Figure:
-    """Plot a confusion matrix, computed with torchmetrics.
+    """Plot a confusion matrix, computed and drawn with torchmetrics.
 
-    Colours show the fraction of each true class; with up to 30 classes, the counts are written into the cells.
+    Colours show the counts; with up to 30 classes, these are written into the cells, too.
 
     :param predictions: classes of shape ``(samples,)``, or scores of shape ``(samples, classes)`` as from ``predict``
     :param targets: classes of shape ``(samples,)``
@@ -33,6 +32,7 @@ def plot_confusion_matrix(
     """
     import torch
     from torchmetrics.functional.classification import multiclass_confusion_matrix
+    from torchmetrics.utilities.plot import plot_confusion_matrix as draw_counts
 
     predictions = torch.as_tensor(predictions)
     targets = torch.as_tensor(targets)
@@ -43,43 +43,20 @@ def plot_confusion_matrix(
     names = [str(number) for number in range(size)] if classes is None else list(classes)
     if len(names) != size:
         raise ValueError(f"classes has {len(names)} names, but there are {size} classes.")
-    counts = multiclass_confusion_matrix(predictions, targets, size).cpu().numpy()
+    counts = multiclass_confusion_matrix(predictions, targets, size)
     right = int(counts.diagonal().sum())
-    title = f"accuracy {right / len(targets):.1%}: {right:,} of {len(targets):,} samples"
-    return save(_draw_matrix(counts, names, title), path)
-
-
-def _draw_matrix(counts: np.ndarray[Any, Any], names: Sequence[str], title: str) -> Figure:
-    colours = import_extra("matplotlib.colors", "plot", "plot()")
-    shares = counts / counts.sum(1, keepdims=True).clip(min=1)
-    size = len(names)
-    side = max(0.36 * size, 2.6) if size <= _MOST_WITH_COUNTS else 5.5
-    longest = max(map(len, names))
-    for_names = min(_LETTER * longest, 1.5)
-    is_upright = longest <= 2 or for_names < side / size - 0.05
-    figure = new_figure((side + for_names + 1.45, side + 1.0 + (not is_upright) * for_names))
+    side = min(max(0.5 * size, 3.0), 15.0)
+    figure = new_figure((side + 1.0, side + 1.0))
     axis = figure.add_subplot()
-    # The square root makes rare confusions visible.
-    picture = axis.imshow(shares, cmap="Blues", norm=colours.PowerNorm(0.5, 0, 1))
-    if size <= _MOST_WITH_COUNTS:
-        for row, column in np.argwhere(counts):
-            colour = "white" if shares[row, column] > 0.4 else INK
-            text = str(counts[row, column])
-            axis.text(column, row, text, ha="center", va="center", fontsize=8 - len(text) // 3, color=colour)
-    shown = range(0, size, -(-size // 40))
-    marked = [names[number] for number in shown]
-    axis.set_xticks(shown, marked, rotation=0 if is_upright else 90)
-    axis.set_yticks(shown, marked)
-    axis.tick_params(labelsize=8 if len(marked) <= 20 else 7, color=INK, labelcolor=INK)
-    axis.spines[:].set_color(GRID)
-    axis.set_xlabel("predicted", fontsize=9, color=INK)
-    axis.set_ylabel("true", fontsize=9, color=INK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of tensors that are drawn without a copy
+        draw_counts(counts, axis, size <= _MOST_WITH_COUNTS, names, "Blues")
+    for text in (axis.xaxis.label, axis.yaxis.label, *axis.texts):
+        text.set_fontsize(9)
+    axis.tick_params(labelsize=8 if size <= _MOST_WITH_COUNTS else 5, color=INK, labelcolor=INK)
+    title = f"accuracy {right / len(targets):.1%}: {right:,} of {len(targets):,} samples"
     axis.set_title(title, loc="left", fontsize=10, color=INK)
-    bar = figure.colorbar(picture, ticks=(0, 0.05, 0.25, 0.5, 1), format="%.2f", aspect=30)
-    bar.outline.set_visible(False)
-    bar.set_label("share of the true class", fontsize=8, color=INK)
-    bar.ax.tick_params(labelsize=7, color=INK, labelcolor=INK)
-    return figure
+    return save(figure, path)
 
 
 def plot_sheet(

@@ -27,7 +27,7 @@ from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.engine.step import loss_of
 from pytorch_accel_lite.engine.training import train_step
 from pytorch_accel_lite.engine.trial import report, trial
-from pytorch_accel_lite.tuning.finders import repeat_epochs
+from pytorch_accel_lite.tuning.finders import repeat_epochs, update_from
 from pytorch_accel_lite.tuning.reports import Report
 
 if TYPE_CHECKING:
@@ -145,22 +145,22 @@ def diagnose(
 
 def _measure(trainer: TrainerLike, run: Run, num_steps: int, callbacks: Sequence[TrainerCallback]) -> Diagnosis:
     """Measure the trainer's steps, and the callbacks that it has in a run."""
-    held = list(itertools.islice(run.data.train_loader.steps(1), 8))
-    if not held:
+    batches = list(itertools.islice(run.data.train_loader.steps(1), 8))
+    if not batches:
         raise ValueError("train_dataset gave no batch: it is empty, or exhausted.")
-    in_memory = list(itertools.islice(itertools.cycle(held), num_steps))
+    in_memory = list(itertools.islice(itertools.cycle(batches), num_steps))
     trainer.train_epoch_start()
-    for step in (_forward, _backward, _update):
+    for step in (_forward, _backward, update_from):
         _time(trainer, in_memory[:10], step)
     data = _time(trainer, itertools.islice(repeat_epochs(trainer, run), num_steps), lambda *_: None)
     forward = _time(trainer, in_memory, _forward)
     backward = _time(trainer, in_memory, _backward)
-    update = _time(trainer, in_memory, _update)
-    step_time = _time(trainer, itertools.islice(repeat_epochs(trainer, run), num_steps), _update)
+    update = _time(trainer, in_memory, update_from)
+    step_time = _time(trainer, itertools.islice(repeat_epochs(trainer, run), num_steps), update_from)
     in_callbacks, failures = _time_callbacks(trainer, run, in_memory, callbacks)
     result = Diagnosis(
         steps=num_steps,
-        samples=sum(find_batch_size(batch.data) for batch in held) / len(held),
+        samples=sum(find_batch_size(batch.data) for batch in batches) / len(batches),
         data=data,
         forward=forward,
         backward=max(backward - forward, 0),
@@ -202,34 +202,28 @@ def _backward(trainer: TrainerLike, batch: Batch) -> None:
     trainer.optimizer_zero_grad()
 
 
-def _update(trainer: TrainerLike, batch: Batch) -> None:
-    trainer.backward_step(loss_of(trainer, batch))
-    trainer.optimizer_step()
-    trainer.optimizer_zero_grad()
-
-
-def _advise(trainer: TrainerLike, found: Diagnosis) -> Iterable[str]:
+def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterable[str]:
     on_gpu = trainer.device.type == "cuda"
-    compute = found.forward + found.backward + found.update
-    if found.waiting > 0.1:
+    compute = result.forward + result.backward + result.update
+    if result.waiting > 0.1:
         advice = faster_data(trainer)
-        yield f"The model waits for data during {100 * found.waiting:.0f} % of a step. {advice}"
-    in_callbacks = sum(found.callbacks.values())
-    if in_callbacks > 0.1 * found.step:
-        slowest = max(found.callbacks, key=found.callbacks.__getitem__)
+        yield f"The model waits for data during {100 * result.waiting:.0f} % of a step. {advice}"
+    in_callbacks = sum(result.callbacks.values())
+    if in_callbacks > 0.1 * result.step:
+        slowest = max(result.callbacks, key=result.callbacks.__getitem__)
         yield (
-            f"Callbacks take {100 * in_callbacks / found.step:.0f} % of a step, most of all {slowest}: "
-            f"{found.callbacks[slowest] * 1e3:.3g} ms. Let it work less often, such as every hundredth step, and read "
+            f"Callbacks take {100 * in_callbacks / result.step:.0f} % of a step, most of all {slowest}: "
+            f"{result.callbacks[slowest] * 1e3:.3g} ms. Let it work less often, such as every hundredth step, and read "
             "numbers from the device only then."
         )
-    if found.unexplained > 0.2:
+    if result.unexplained > 0.2:
         yield (
-            f"{100 * found.unexplained:.0f} % of a step are explained by none of its parts, which are faster when "
+            f"{100 * result.unexplained:.0f} % of a step are explained by none of its parts, which are faster when "
             "measured alone: they may compete for cores or memory. ProfilerCallback shows what a run does meanwhile."
         )
-    if found.update > 0.1 * compute and (name := not_fused(trainer.optimizer)):
+    if result.update > 0.1 * compute and (name := not_fused(trainer.optimizer)):
         yield (
-            f"The update takes {100 * found.update / compute:.0f} % of the computation. Fused optimizers are faster: "
+            f"The update takes {100 * result.update / compute:.0f} % of the computation. Fused optimizers are faster: "
             f"{name}(..., fused=True)."
         )
     if on_gpu and trainer.accelerator.mixed_precision == "no":
@@ -255,10 +249,10 @@ def _time_callbacks(
     """
     handler = CallbackHandler()
     for callback in callbacks:
-        own = [event for event in _OF_A_STEP if is_overridden(callback, event)]
-        if own:
+        overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
+        if overridden:
             handler.callbacks.append(callback)
-            handler.set_listening(callback, False, *(event for event in EVENTS if event not in own))
+            handler.set_listening(callback, False, *(event for event in EVENTS if event not in overridden))
     if trainer.ranks.world_size > 1:  # one whose callback fails would leave the others waiting
         return {}, dict.fromkeys(handler.callback_list, "several processes")
     totals: dict[str, float] = defaultdict(float)

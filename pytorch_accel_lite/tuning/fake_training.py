@@ -75,7 +75,7 @@ class Scenario:
     """How the steps are made.
 
     :param world_size: number of processes
-    :param sharding: ``"own"``: as the trainer's ``parallelize_model`` does; ``"blocks"``: by ``fully_shard`` for each
+    :param sharding: ``"custom"``: by the trainer's ``parallelize_model``; ``"blocks"``: by ``fully_shard`` for each
         block and the model; ``"none"``: a copy of the model on each process
     :param device_type: the kind of device, for which optimizers choose their implementation
     :param batch_size: number of samples in a batch of one process
@@ -85,7 +85,7 @@ class Scenario:
     """
 
     world_size: int
-    sharding: Literal["own", "blocks", "none"]
+    sharding: Literal["custom", "blocks", "none"]
     device_type: str
     batch_size: int
     gradients_in_buckets: bool = False
@@ -286,7 +286,7 @@ class FakeTrainer:
 
         model = self.trainer.model
         mesh = init_device_mesh(self.trainer.device.type, (self._scenario.world_size,), mesh_dim_names=("dp",))
-        if self._scenario.sharding == "own":
+        if self._scenario.sharding == "custom":
             shard_model(self.trainer, mesh)
         else:
             for block in find_blocks(model):
@@ -367,8 +367,8 @@ class FakeTrainer:
                 optimizer.register_step_post_hook(lambda *_: setattr(live, "is_updating", False))
 
     def _optimizers(self) -> list[Any]:
-        own = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
-        return [*(parts_of(own).values() or [own]), *attributes.optimizers(self.trainer).values()]
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        return [*(parts_of(optimizer).values() or [optimizer]), *attributes.optimizers(self.trainer).values()]
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """Yield the tensors that are known, with what they are for."""

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data import Batch, NamedDatasets
-from pytorch_accel_lite.distributed.averaging import sync_ddp_buffers
+from pytorch_accel_lite.distributed.ddp import sync_ddp_buffers
 from pytorch_accel_lite.engine.batch_norm_shares import smallest_share
 from pytorch_accel_lite.engine.evaluation import unwrapped_model
 from pytorch_accel_lite.engine.losses import create_trackers
@@ -294,6 +294,13 @@ def largest_fitting_size(fits: Callable[[int], bool], start: int, most: int) -> 
     return fitting
 
 
+def update_from(trainer: TrainerLike, batch: Batch) -> None:
+    """Update the weights from one batch."""
+    trainer.backward_step(loss_of(trainer, batch))
+    trainer.optimizer_step()
+    trainer.optimizer_zero_grad()
+
+
 def _fits(trainer: TrainerLike, batch: Batch, num_steps: int) -> bool:
     """Make a few updates with a batch, independently on each process, so that a failing one leaves none waiting."""
     failed = False
@@ -301,9 +308,7 @@ def _fits(trainer: TrainerLike, batch: Batch, num_steps: int) -> bool:
     with unwrapped_model(trainer):
         try:
             for _ in range(num_steps):
-                trainer.backward_step(loss_of(trainer, batch))
-                trainer.optimizer_step()
-                trainer.optimizer_zero_grad()
+                update_from(trainer, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
-from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.batches import find_batch_size, is_as_long, parts_in
 from pytorch_accel_lite.base.devices import module_of
@@ -27,7 +26,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.engine.arguments import check_data, check_training
 from pytorch_accel_lite.engine.run import Run
 from pytorch_accel_lite.engine.setup import create_train_loader
-from pytorch_accel_lite.engine.trial import report
+from pytorch_accel_lite.engine.trial import check_can_try, report
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
 from pytorch_accel_lite.tuning.finders import largest_fitting_size
@@ -62,7 +61,7 @@ class MemoryEstimate(Report):
         the batch and copies of weights in another precision), ``"communication"`` (gathered weights and buffers of
         communication) and ``"temporary"`` (other results of the backward pass and of the update)
     :param stage: when the peak is: ``"forward pass"``, ``"backward pass"`` or ``"update"``
-    :param world_size: number of processes that were pretended
+    :param world_size: number of processes
     :param per_device_batch_size: number of samples in a batch of one process
     :param is_sharded: whether the model is divided over the processes
     :param device_memory: the memory of a device, if it is known
@@ -86,18 +85,18 @@ class MemoryEstimate(Report):
         return None if self.device_memory is None else self.peak <= _usable(self.device_memory)
 
     def summary(self) -> str:
-        """Return the peak and what was pretended in a sentence."""
+        """Return the peak and its conditions in a sentence."""
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
         over = f"{processes}{' that share the model' if self.is_sharded else ''}"
         return (
-            f"At most {as_text(self.peak)} per device, in the {self.stage}: {over}, batches of "
+            f"At most {format_bytes(self.peak)} per device, in the {self.stage}: {over}, batches of "
             f"{self.per_device_batch_size} (an experimental estimate)."
         )
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the name of each part of the peak, with its size and its share as text."""
         sizes = [(_NAMES.get(kind, kind), size) for kind, size in self.parts.items() if size]
-        return [(name, f"{as_text(size)}, {100 * size / max(self.peak, 1):3.0f} %") for name, size in sizes]
+        return [(name, f"{format_bytes(size)}, {100 * size / max(self.peak, 1):3.0f} %") for name, size in sizes]
 
     @property
     def advice(self) -> list[str]:
@@ -106,14 +105,14 @@ class MemoryEstimate(Report):
         if self.device_memory is not None:
             verdict = "This fits" if self.fits else "This does not fit"
             advice.append(
-                f"{verdict} in {as_text(self.device_memory)}, {100 * _RESERVE:.0f} % of which are left for fragments, "
-                "libraries and the driver."
+                f"{verdict} in {format_bytes(self.device_memory)}, {100 * _RESERVE:.0f} % of which are left for "
+                "fragments, libraries and the driver."
             )
         if self.largest_batch is not None:
             size = f"batches of up to {self.largest_batch}" if self.largest_batch else "not even a batch of one sample"
             advice.append(f"With these settings, {size} {'fit' if self.largest_batch != 0 else 'fits'}.")
         for change, peak in self.alternatives.items():
-            advice.append(f"{change}: {as_text(peak)}, which saves {as_text(self.peak - peak)}.")
+            advice.append(f"{change}: {format_bytes(peak)}, which saves {format_bytes(self.peak - peak)}.")
         return advice
 
     def notes(self) -> list[str]:
@@ -121,7 +120,7 @@ class MemoryEstimate(Report):
         return self.advice
 
 
-def as_text(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return a number of bytes as text, in the largest binary unit of which there is one."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -155,15 +154,15 @@ def estimate_memory(
     Experimental. Two updates are made on copies of the model and the optimizer with fake tensors, which have shapes but
     no memory, so the model may be on the meta device and of any size. Nothing is changed. Call it in a single process.
 
-    :param world_size: number of processes to pretend
+    :param world_size: number of processes
     :param sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by
         an overridden :meth:`parallelize_model`; block by block if the accelerator has an FSDP plugin; or not at all.
-    :param device_type: the kind of device to pretend; by default the trainer's, or ``"cuda"`` if that is a CPU
+    :param device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
     :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
         trainer's GPU, if it has one. The largest batch that fits is only known with it.
     :param advise: find out what would lower the peak, by an estimate for each change
     :return: the estimate; also printed, unless a console or a notebook shows the return value
-    :raises NotImplementedError: if the step needs the values of tensors, as ``.item()`` does; names the line
+    :raises NotImplementedError: if the step needs the values of tensors, as ``.item()`` does
     """
     check_positive_int("world_size", world_size)
     request = RunRequest(
@@ -178,14 +177,13 @@ def estimate_memory(
     request.gradient_accumulation_steps = min(gradient_accumulation_steps, 2)  # more of them take as much as two
     run = Run.create(self.ranks, request, train_dataset, collate_fn=collate_fn)
     how = _sharding(self, world_size, sharded)
-    if how != "none":
-        _check_can_shard(self)
     with preserving_generators():
         batch = _read_batch(self, run, per_device_batch_size, train_dataloader_kwargs)
         size = find_batch_size(batch.data, batch.num_samples)
         ddp = self.accelerator.ddp_handler
         in_buckets = ddp is not None and ddp.gradient_as_bucket_view
-        scenario = Scenario(world_size, how, device_type or _device_type(self), size, in_buckets)
+        kind = device_type or self.device.type.replace("cpu", "cuda")
+        scenario = Scenario(world_size, how, kind, size, in_buckets)
         live = measure_step(self, run, batch, scenario)
         parts = {kind: live.at_peak[kind] for kind in KINDS}
         result = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
@@ -244,72 +242,52 @@ def _changes(trainer: TrainerLike, scenario: Scenario) -> Iterator[tuple[str, Sc
 
 
 def _check(trainer: TrainerLike, request: RunRequest) -> None:
-    """Check that the steps can be pretended."""
-    if trainer.is_running:
-        raise RuntimeError("estimate_memory() cannot be called within a run. Call it before train().")
+    """Check that the steps can be made with fake tensors."""
+    check_can_try(trainer, "estimate_memory")
     if trainer.ranks.world_size > 1 or dist.is_initialized():
         raise RuntimeError(
-            "estimate_memory() pretends other processes, so it cannot be called in a job of several, or once there is "
-            "a process group. Start the script as a single one: python script.py, without a launcher."
-        )
-    if trainer.logical is not None:
-        raise ValueError(
-            f"estimate_memory() does not work with logical_processes={trainer.logical.count}. Use a trainer without "
-            "them: the step of one logical process is that of a trainer on one process."
+            "estimate_memory() cannot be called in a job of several processes, or once there is a process group. Start "
+            "the script as a single one: python script.py, without a launcher."
         )
     if trainer.accelerator.distributed_type not in PLAIN:
         raise ValueError(
             f"estimate_memory() does not know {trainer.accelerator.distributed_type.value}. Use a plain Accelerator."
         )
-    parameters = list(trainer.get_model().parameters())
-    if are_sharded(parameters):
+    if are_sharded(trainer.get_model().parameters()):
         raise ValueError(
             f"{type(trainer.get_model()).__name__} is sharded already. Shard it in an overridden "
             "parallelize_model(mesh) of the trainer, which estimate_memory() calls for a copy of the model."
         )
-    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     check_training(trainer.optimizer, trainer.accelerator, request, None)
 
 
-def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["own", "blocks", "none"]:
+def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["custom", "blocks", "none"]:
     """Return how the model is divided over the processes."""
-    own = type(trainer).__name__
     if is_overridden(trainer, "parallelize_model"):
         if sharded is False:
-            raise ValueError(f"sharded=False, but {own}.parallelize_model shards the model. Use another trainer.")
-        return "own"
+            owner = type(trainer).__name__
+            raise ValueError(f"sharded=False, but {owner}.parallelize_model shards the model. Use another trainer.")
+        return "custom"
     if sharded and world_size == 1:
         raise ValueError("sharded=True needs several processes to divide the model over: pass world_size=8, say.")
     by_accelerate = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     return "blocks" if world_size > 1 and (by_accelerate if sharded is None else sharded) else "none"
 
 
-def _check_can_shard(trainer: TrainerLike) -> None:
-    """Check that torch can shard a model on the device of the trainer."""
-    if trainer.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise RuntimeError(
-            f"torch {torch.__version__} cannot shard a model on a CPU, not even a fake one. Call estimate_memory() on "
-            "a machine with a GPU, or with a newer torch."
-        )
-
-
-def _device_type(trainer: TrainerLike) -> str:
-    return "cuda" if trainer.device.type == "cpu" else trainer.device.type
-
-
-def _device_memory(trainer: TrainerLike, given: int | str | None) -> int | None:
+def _device_memory(trainer: TrainerLike, requested: int | str | None) -> int | None:
     """Return the memory of a device in bytes.
 
-    :raises ValueError: if what is given is no size
+    :raises ValueError: if what is requested is no size
     """
-    if given is not None:
+    if requested is not None:
         try:
-            size: int = convert_file_size_to_int(given)
+            size: int = convert_file_size_to_int(requested)
         except (ValueError, AttributeError):
             size = 0
         if size <= 0:
-            raise ValueError(f"device_memory={given!r} must be a number of bytes, or a size such as '80GB' or '24GiB'.")
+            raise ValueError(
+                f"device_memory={requested!r} must be a number of bytes, or a size such as '80GB' or '24GiB'."
+            )
         return size
     properties = getattr(module_of(trainer.device), "get_device_properties", None)
     return getattr(properties(trainer.device), "total_memory", None) if properties is not None else None
