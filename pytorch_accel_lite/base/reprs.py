@@ -56,8 +56,14 @@ class _Short(reprlib.Repr):
             return f"partial({self.repr1(x.func, level)}, ...)"
         if isinstance(x, np.generic):
             return self.repr1(x.item(), level)
-        if isinstance(x, (torch.Tensor, np.ndarray)):  # without its values, which may be on a device
-            return f"{name}(shape={tuple(x.shape)})"
+        if isinstance(x, torch.Tensor):  # without its values, which may be on a device
+            return f"{name}(shape={tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')} on {x.device})"
+        if isinstance(x, np.ndarray):
+            return f"{name}(shape={x.shape}, {x.dtype})"
+        if isinstance(x, Mapping):
+            return f"{name}({self.repr_dict(x, level)})"
+        if isinstance(x, tuple):
+            return f"{name}{self.repr_tuple(x, level)}"
         if isinstance(x, type) or inspect.isroutine(x):
             return str(x.__name__)
         is_large = isinstance(x, nn.Module) and any(x.children())
