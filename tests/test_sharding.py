@@ -193,7 +193,6 @@ def test_they_also_share_what_is_random(job, how, processes):
     ("part", 4, "sharded over 2 of 4 processes, and nothing connects these to the others. Use a mesh of all"),
     ("meta", 2, "has parameters on the meta device, which have no values. Shard it in an overridden"),
     ("accelerate_meta", 2, "cannot tell the parameters of an optimizer apart (accelerate issue 3930)"),
-    ("accelerate_buffers", 2, "fails for buffers that are part of the model's state (accelerate issue 3898), as '6."),
     ("tp_config", 2, "has tp_size=2, but 1 process(es) share the weights of Sequential by tensor parallelism"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused(job, how, processes, message):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _STEP_EVENTS = ("on_train_step_start", "on_train_step_checkpoint")
 
 
-@answering
+@suggest_arguments
 class SaveBestModelCallback(TrainerCallback):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from pytorch_accel_lite.base.events import CallbackHandler, TrainerCallback
 from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.validation import check_choice
 from pytorch_accel_lite.base.watched_metric import WatchedMetric
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytorch_accel_lite.base.run_settings import RunRequest
 
 
-@answering
+@suggest_arguments
 class ModelEmaCallback(TrainerCallback):
     """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
 

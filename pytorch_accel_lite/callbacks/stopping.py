@@ -14,7 +14,7 @@ import torch
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
@@ -121,7 +121,7 @@ class TerminateOnNaNCallback(TrainerCallback):
 _ADVICE = "Lower the learning rate, clip the gradients, or inspect the data of this step."
 
 
-@answering
+@suggest_arguments
 class EarlyStoppingCallback(TrainerCallback):
     """Stop the run when a metric has stopped improving.
 

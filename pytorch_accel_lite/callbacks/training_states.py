@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pytorch_accel_lite.base.events import TrainerCallback
 from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.other_libraries import answering
+from pytorch_accel_lite.base.other_libraries import suggest_arguments
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
@@ -45,7 +45,7 @@ class KeepBest:
     greater_is_better: bool | None = None
 
 
-@answering
+@suggest_arguments
 class SaveTrainingStateCallback(TrainerCallback):
     """Save training states, from which ``train(resume_from="latest")`` resumes.
 

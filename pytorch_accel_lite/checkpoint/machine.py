@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ def fingerprint(trainer: TrainerLike) -> dict[str, Any]:
     threads = torch.get_num_threads() if trainer.logical is None else 1
     on_cpu = {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": threads}
     on_cuda = {"CUDA": torch.version.cuda, "cuDNN": _cudnn_version()} if is_cuda else {}
-    with nullcontext() if trainer.backend_settings is None else trainer.backend_settings.in_force():
+    with trainer.backend_settings.in_force():
         settings = describe_settings(is_cuda)
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,

@@ -255,9 +255,6 @@ def error_of(how: str) -> str:
     elif how == "accelerate_meta":
         model = model.to("meta")
         accelerator = sharding_accelerator()
-    elif how == "accelerate_buffers":
-        model.append(nn.BatchNorm1d(1).double())
-        accelerator = sharding_accelerator(cpu_ram_efficient_loading=True)
     elif how == "tp_config":
         from accelerate.parallelism_config import ParallelismConfig  # not in all versions
 
