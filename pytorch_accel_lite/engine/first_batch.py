@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 _NONE, _SUM = 0, 2  # torch's numbers of reductions
 # Operations of autograd that leave a term of a loss what it is.
 _TERMS = {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0"}
-# Those that leave the loss of each sample what it is; means over other dimensions than the first do, too.
+# Those that leave the loss of each sample what it is.
 _OF_EACH = _TERMS | {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "RsubBackward1", "SumBackward1"}
 _WEIGHING = ("Mul", "Div", "Softmax", "Mean", "torch::autograd::AccumulateGrad")
-_HEARING = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
+_BATCH_EVENTS = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
 
 
 def warn_of_sum(trainer: TrainerLike) -> None:
@@ -38,12 +38,12 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
     if isinstance(size, int) and not is_known and adds_up_samples(loss, size):
         _warn_of_sum("The loss adds up the samples of a batch")
     if is_default and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
-        hears_batches = any(
+        callbacks_get_batches = any(
             not is_ours(type(getattr(listener, "__self__", None)))
-            for event in _HEARING
+            for event in _BATCH_EVENTS
             for listener in trainer.callback_handler.listeners[event]
         )
-        if not hears_batches and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):
+        if not callbacks_get_batches and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):
             warn_outside(
                 "loss_func is called with the second of the three elements of a batch, but the third looks like the "
                 "target; it is not used. Let the dataset return (inputs, targets), or a dict if the model takes "
@@ -89,15 +89,7 @@ def _is_weighed(node: Any) -> bool:
 
 def _is_of_each(node: Any) -> bool:
     """Whether an operation leaves the loss of each sample what it is."""
-    if node.name() == "MeanBackward1":
-        return not _includes_first(node)
     return node.name() in _OF_EACH or getattr(node, "_saved_reduction", None) == _NONE
-
-
-def _includes_first(node: Any) -> bool:
-    """Whether a mean over some dimensions is one over the first, too; autograd keeps negative ones unsigned."""
-    count = len(node._saved_self_sym_sizes)
-    return any((dim if dim < 2**63 else dim - 2**64) % count == 0 for dim in node._saved_dim)
 
 
 def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:
@@ -117,9 +109,8 @@ def _is_used_as_it_is(trainer: TrainerLike) -> bool:
 
 
 def _has_sum(loss_func: Any) -> bool:
-    if isinstance(loss_func, partial):
-        return bool(loss_func.keywords.get("reduction") == "sum")
-    return bool(getattr(loss_func, "reduction", None) == "sum")
+    reduction = loss_func.keywords.get("reduction") if isinstance(loss_func, partial) else None
+    return bool((reduction or getattr(loss_func, "reduction", None)) == "sum")
 
 
 def _warn_of_sum(what: str) -> None:
