@@ -7,17 +7,37 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
-from tests import cases
+from tests.cases.common import rank, world_size
 from tests.launching import two_are_enough
-from tests.tasks import Rows, Stream, equal, quiet_trainer, regression_data, small_model
+from tests.tasks import Rows, Stream, equal, own_clock, quiet_trainer, regression_data, small_model, weights
+
+
+class SlowOnTheLast(nn.Module):
+    """Takes long on the last rank alone, by a clock that stands still otherwise."""
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        super().__init__()
+        self.inner, self.spend = small_model(), spend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.spend(0.02 if rank() == world_size() - 1 else 1e-5)
+        return self.inner(x)
+
+
+class Speaks(TrainerCallback):
+    """Communicates, which a process whose callback fails no longer does."""
+
+    def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
+        trainer.barrier()
 
 
 class Slow(nn.Module):
@@ -165,21 +185,6 @@ def test_what_no_part_explains_is_shown_and_said(spend):
     assert re.search(r"\d\d % of a step are explained by none of its parts", " ".join(found.advice))
 
 
-@pytest.mark.parametrize(
-    ("layer", "advises"), [(nn.Sequential(*(nn.GELU() for _ in range(12))), True), (nn.Linear(2048, 2048), False)]
-)
-def test_compilation_is_suggested_where_there_is_much_to_fuse(layer, advises):
-    model = nn.Sequential(nn.Linear(1, 2048), layer, nn.Linear(2048, 1))
-    data = TensorDataset(torch.ones(256, 1), torch.ones(256, 1))
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    found = trainer.diagnose(data, per_device_batch_size=256, num_steps=3)
-    assert any("compile_step=True" in text for text in found.advice) == advises
-    if advises:
-        compiled = quiet_trainer(model, compile_step={"backend": "eager"})
-        again = compiled.diagnose(data, per_device_batch_size=256, num_steps=3)
-        assert not any("compile_step" in text for text in again.advice)
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_nothing_is_changed(trained):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double().eval()
@@ -203,10 +208,19 @@ def test_nothing_is_changed(trained):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def diagnosis() -> Any:
+    with own_clock() as spend:
+        model = SlowOnTheLast(spend)
+        before = weights(model)
+        found = quiet_trainer(model, callbacks=[Speaks]).diagnose(regression_data(48), num_steps=4)
+    unchanged, said = equal(weights(model), before), " ".join(found.advice)
+    return {"unchanged": unchanged, "steps": found.steps, "step": found.step, "advice": said}
+
+
 @pytest.mark.processes
 @two_are_enough
 def test_it_works_on_several_processes(ranks):
-    for found in ranks(cases.tools.diagnosis):
+    for found in ranks(diagnosis):
         assert found["unchanged"]
         assert found["steps"] == 4
         assert found["step"] > 0
@@ -232,6 +246,8 @@ def test_a_stream_that_can_be_read_only_once_is_refused():
             return self.samples
 
     trainer = quiet_trainer(small_model())
-    with pytest.raises(ValueError, match="train_dataset is exhausted: it gave no batch when it was read again"):
+    with pytest.raises(
+        ValueError, match="train_dataset gave no batch: it is empty, or exhausted after it was read once"
+    ):
         trainer.diagnose(Once(40), per_device_batch_size=4, num_steps=9)
     assert trainer.diagnose(Once(400), per_device_batch_size=4, num_steps=1).steps == 1
