@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
-    MetricsCallback,
     ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
@@ -297,12 +296,6 @@ def test_a_create_scheduler_of_ones_own_may_give_the_class_what_it_needs():
     trainer = make_trainer(trainer_class=Own)
     train(trainer, create_scheduler_fn=StepLR)
     assert trainer.scheduler.step_size == 2
-
-
-def test_a_class_in_place_of_a_callback_that_needs_arguments():
-    assert message(TypeError, lambda: make_trainer(callbacks=[MetricsCallback])) == (
-        "callbacks: MetricsCallback is a class, which needs arguments. Pass an instance: MetricsCallback(metrics)."
-    )
 
 
 def test_of_targets_that_are_missing_only_that_is_said():

@@ -127,6 +127,15 @@ def constructor_call(made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     return join_wrapped(f"{type(made).__name__}(", parts, ")")
 
 
-def table(title: str, rows: Iterable[Sequence[Any]], columns: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Return an HTML table; without columns, its rows are names and values."""
-    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes)
+def table(
+    title: str,
+    rows: Iterable[Sequence[Any]],
+    columns: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    bold: tuple[int, int] | None = None,
+) -> str:
+    """Return an HTML table; without columns, its rows are names and values.
+
+    :param bold: row and column of the cell to be shown in bold
+    """
+    return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=bold)

@@ -24,6 +24,7 @@ import torch
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.checkpoint.background import HostMemory
 from pytorch_accel_lite.checkpoint.files import (
+    FROZEN,
     FileHashes,
     StrPath,
     checksum,
@@ -313,6 +314,22 @@ def read_weights(state: TrainingState, own: Mapping[str, Any] | None = None) -> 
 def restore_whole_tensors(state: TrainingState) -> None:
     """Read the tensors taken out of a state, other than the weights, each of them whole."""
     state.shared = restore_tensors(state.shared, state.pieces, lambda path: None)
+
+
+def read_learned(directory: StrPath) -> dict[str, Any]:
+    """Return what a training state has learned, as the content of a checkpoint without optimizers and schedulers.
+
+    :raises DamagedStateError: if the state is damaged; names the file
+    """
+    state = open_state(Path(directory), verify_state(directory))
+    weights = read_weights(state)
+    restore_whole_tensors(state)
+    return {
+        "model_state_dict": weights,
+        "loss_func_state_dict": state.shared.get("loss_func", {}),
+        "attribute_state_dicts": state.shared.get("attributes", {}),
+        FROZEN: state.shared.get(FROZEN, {}),
+    }
 
 
 def restore_sharded_tensors(state: TrainingState, trainer: TrainerLike) -> None:

@@ -99,8 +99,7 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
 def _check_modes(model: nn.Module) -> None:
     """Check that the parts of a model can be switched between training and evaluation mode."""
     for name, part in model.named_modules():
-        is_usual = getattr(part.train, "__func__", None) is nn.Module.train
-        if not (is_usual or (accepts(part.train) and accepts(part.train, False))):
+        if not (accepts(part.train) and accepts(part.train, False)):
             where = f"model, in its part {name!r}" if name else "model"
             raise TypeError(
                 f"{where}: {type(part).__name__}.train{inspect.signature(part.train)} takes the place of the method of "
