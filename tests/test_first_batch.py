@@ -53,6 +53,7 @@ def vae(outputs, targets):
 SUMS = {
     "squares": lambda o, t: ((o - t) ** 2).sum(),
     "of features first": lambda o, t: (o - t).abs().sum(1).sum(),
+    "of means": lambda o, t: (o - t).square().mean(-1).sum(0),
     "of each": lambda o, t: functional.mse_loss(o, t, reduction="none").sum(),
     "vae": vae,
     "negative": lambda o, t: -(-((o - t) ** 2)).sum(),

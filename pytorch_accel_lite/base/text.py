@@ -6,7 +6,6 @@ import difflib
 import shutil
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NONE, _SUM = 0, 2  # torch's numbers of reductions
 # Operations of autograd that leave a term of a loss what it is.
 _TERMS = {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0"}
-# Those that leave the loss of each sample what it is.
+# Those that leave the loss of each sample what it is; means over other dimensions than the first do, too.
 _OF_EACH = _TERMS | {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "RsubBackward1", "SumBackward1"}
 _WEIGHING = ("Mul", "Div", "Softmax", "Mean", "torch::autograd::AccumulateGrad")
 _BATCH_EVENTS = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
@@ -89,7 +89,15 @@ def _is_weighed(node: Any) -> bool:
 
 def _is_of_each(node: Any) -> bool:
     """Whether an operation leaves the loss of each sample what it is."""
+    if node.name() == "MeanBackward1":
+        return not _includes_first(node)
     return node.name() in _OF_EACH or getattr(node, "_saved_reduction", None) == _NONE
+
+
+def _includes_first(node: Any) -> bool:
+    """Whether a mean over some dimensions is one over the first, too; autograd keeps negative ones unsigned."""
+    count = len(node._saved_self_sym_sizes)
+    return any((dim if dim < 2**63 else dim - 2**64) % count == 0 for dim in node._saved_dim)
 
 
 def _third_is_target(second: Any, third: Any, outputs: Any) -> bool:
