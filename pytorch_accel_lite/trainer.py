@@ -61,9 +61,9 @@ from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.engine.optimizer_factories import combine_or_defer
 from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, get_model
 from pytorch_accel_lite.engine.run import Run, Step
-from pytorch_accel_lite.engine.run_attributes import Offered, offered, run_property, settable
+from pytorch_accel_lite.engine.run_attributes import Shadowable, run_property, settable, shadowable
 from pytorch_accel_lite.engine.scheduling import check_scheduler
-from pytorch_accel_lite.engine.trainer_repr import html_of_trainer, of_trainer
+from pytorch_accel_lite.engine.trainer_repr import of_trainer
 from pytorch_accel_lite.optimizers import gradients
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.steps import closures, compiled, manual
@@ -160,18 +160,18 @@ class Trainer:
     _train_dl_kwargs: dict[str, Any] | None = settable("data.train_loader_kwargs")
     _eval_dl_kwargs: dict[str, Any] | None = settable("data.eval_loader_kwargs")
     # A subclass may use these names for its own attributes, as nothing in the package reads them.
-    recorded_losses: dict[str, float] = offered("recorded_losses")
-    loss_trackers: LossTrackers = offered("loss_trackers")
-    stop_reason: str | None = offered("end.reason")
-    gradient_norm = Offered(gradients.total_norm)
-    num_microbatches: int = offered("step.num_microbatches")
-    is_finished: bool = offered("is_finished")
-    evaluation_is_due: bool = offered("evaluation_is_due")
-    train_dataset_name: str | None = offered("train_dataset_name")
-    eval_dataset_name: str | None = offered("data.eval_dataset_name")
-    is_sanity_evaluation: bool = offered("is_sanity_evaluation")
-    batch_indices: list[Any] | None = offered("batch_indices")
-    clock: float = offered("clock")
+    recorded_losses: dict[str, float] = shadowable("recorded_losses")
+    loss_trackers: LossTrackers = shadowable("loss_trackers")
+    stop_reason: str | None = shadowable("end.reason")
+    gradient_norm = Shadowable(gradients.total_norm)
+    num_microbatches: int = shadowable("step.num_microbatches")
+    is_finished: bool = shadowable("is_finished")
+    evaluation_is_due: bool = shadowable("evaluation_is_due")
+    train_dataset_name: str | None = shadowable("train_dataset_name")
+    eval_dataset_name: str | None = shadowable("data.eval_dataset_name")
+    is_sanity_evaluation: bool = shadowable("is_sanity_evaluation")
+    batch_indices: list[Any] | None = shadowable("batch_indices")
+    clock: float = shadowable("clock")
 
     def __init__(
         self,
@@ -567,7 +567,7 @@ class Trainer:
     def _loss_tracker(self, tracker: LossTracker) -> None:
         self.current_run.loss_trackers["loss"] = tracker
 
-    @Offered
+    @Shadowable
     def running_loss(self) -> float:
         """The mean loss of the epoch so far, on this process. Reads from the device, so avoid it in every step."""
         return self._loss_tracker.average
@@ -608,13 +608,12 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @Offered
+    @Shadowable
     def callbacks(self) -> tuple[TrainerCallback, ...]:
         """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
         return tuple(self.callback_handler)
 
     __repr__ = of_trainer
-    _repr_html_ = html_of_trainer
 
 
 class TrainerWithTimmScheduler(Trainer):
@@ -624,7 +623,7 @@ class TrainerWithTimmScheduler(Trainer):
     number of finished epochs and the latest loss. The scheduler's ``t_in_epochs`` determines which takes effect.
     """
 
-    @Offered
+    @Shadowable
     def num_updates(self) -> int:
         """The number of updates so far, scaled if the run was resumed with a different number of updates per epoch."""
         return self.progress.update + self.current_run.schedule.shift

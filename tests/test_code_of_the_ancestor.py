@@ -241,13 +241,13 @@ def test_a_timm_trainers_count_may_be_set():
 # ------------------------------------------------------------------------------------------- overrides
 
 IGNORED = {
-    "_clip_gradients": r"Override clip_gradients\(\)",
-    "_prepare_model_optimizer_and_dataloaders": r"Trainer\(accelerator=Accelerator\(...\)\)",
-    "_perform_forward_and_backward_passes": r"Override calculate_train_batch_loss\(batch\) or backward_step\(loss\)",
-    "_run_evaluation": r"Override evaluation_run_start\(\)",
-    "_update_loss_tracker": r"whose 'loss' and 'batch_size' are tracked",
-    "_add_epoch_loss_to_run_history": r"run_history\.update_metric\(\)",
-    "_check_eval_batch_size": r"Remove it",
+    "_clip_gradients": "Override clip_gradients instead",
+    "_prepare_model_optimizer_and_dataloaders": "Override _create_accelerator or training_run_start instead",
+    "_perform_forward_and_backward_passes": "Override calculate_train_batch_loss or backward_step instead",
+    "_run_evaluation": "Override evaluation_run_start or evaluation_run_end or evaluate instead",
+    "_update_loss_tracker": "Override calculate_train_batch_loss or calculate_eval_batch_loss instead",
+    "_add_epoch_loss_to_run_history": "Override train_epoch_end or eval_epoch_end instead",
+    "_check_eval_batch_size": "Remove it",
 }
 
 

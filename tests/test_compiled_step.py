@@ -404,6 +404,7 @@ def test_who_asks_for_one_graph_gets_the_compilers_error():
         train(AS_PLAIN | {"fullgraph": True}, Reads)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")  # torch's, before ours
 @pytest.mark.parametrize(
     ("data", "error"),
     [

@@ -343,6 +343,16 @@ def test_outputs_and_targets_that_would_be_broadcast_are_an_error(loss_func, sta
     assert trainer.progress.update == 1
 
 
+def test_targets_of_a_dict_are_looked_at_too():
+    class Named(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    data = [{"x": x, "y": y[0]} for x, y in zip(INPUTS, TARGETS, strict=True)]
+    with pytest.raises(ValueError, match=r"would be broadcast to \(2, 2\)"):
+        train(make_trainer(model=Named(4, 1)), train_dataset=data)
+
+
 def test_they_are_an_error_in_a_step_of_ones_own_too():
     class Own(Trainer):
         def calculate_train_batch_loss(self, batch):

@@ -19,12 +19,10 @@ from torchmetrics import MeanSquaredError
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, RunHistory, Trainer, TrainerCallback
-from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
     KeepBest,
-    LimitBatchesCallback,
     MetricsCallback,
     SaveTrainingStateCallback,
     TrackerCallback,
@@ -297,52 +295,6 @@ class Read(HTMLParser):
             self.rows[-1][-1] += data
         elif self.open and data.strip():
             self.rest[self.open[-1]] = data
-
-
-def test_a_notebook_shows_trainers_and_settings_as_tables():
-    class Own(TrainerCallback):
-        def __init__(self, text: str) -> None:
-            pass
-
-    trainer = make_trainer([Own("<script>alert(1)</script>"), LimitBatchesCallback(2)], seed=1)
-    shown = dict(Read(trainer._repr_html_()).rows)
-    assert shown["model"] == "Sequential"
-    assert shown["parameters"] == "49"
-    assert shown["loss_func"] == "MSELoss()"
-    assert shown["seed"] == "1"
-    assert shown["callbacks"] == "Own(text='<script>alert(1)</script>')\nLimitBatchesCallback(num_batches=2)"
-    assert "<script>" not in trainer._repr_html_()
-    train(trainer, gradient_clip_norm=0.5)
-    settings = dict(Read(trainer.run_config._repr_html_()).rows)
-    assert settings["gradient_clip_norm"] == "0.5"
-    assert settings["num_epochs"] == "1"
-    assert "seed" in settings
-    assert Trainer.__new__(Trainer)._repr_html_() is None
-
-
-def test_a_notebook_shows_a_row_for_each_epoch_of_a_history():
-    history = InMemoryRunHistory()
-    assert "nothing has been recorded yet" in Read(history._repr_html_()).rest["caption"]
-    train(make_trainer(run_history=history), 4, eval_dataset=True, eval_every_n_epochs=2)
-    history.update_metric("table", torch.zeros(2, 3))  # of an epoch that is not over
-    head, *rows = Read(history._repr_html_()).rows
-    assert head == ["epoch", "train_loss_epoch", "eval_loss_epoch", "table"]
-    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
-    assert [bool(row[2]) for row in rows] == [False, True, False, True, False]
-    assert rows[3][1] == format_metric(history.get_latest_metric("train_loss_epoch"))
-    assert rows[4][3] == "Tensor(shape=(2, 3), float32 on cpu)"
-    assert rows[4][1] == ""
-
-
-def test_of_a_long_history_the_last_epochs_are_shown():
-    history = InMemoryRunHistory()
-    for _ in range(200):
-        history.update_metric("loss", 1)
-        history._increment_epoch()
-    shown = Read(history._repr_html_())
-    assert shown.rows[-1] == ["200", "1"]
-    assert len(shown.rows) == 51
-    assert "50 epochs of 200" in shown.rest["p"]
 
 
 def test_a_notebook_shows_the_worst_samples():

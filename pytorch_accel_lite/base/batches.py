@@ -142,6 +142,8 @@ class BatchAdapter:
                 f"The batch ({type(batch).__name__}) holds no targets for loss_func. Let the dataset return "
                 "(inputs, targets), or override calculate_train_batch_loss."
             )
+        if self.is_new:
+            self.is_new = not shapes_are_known(loss_func, outputs, targets)
         return {"loss": loss_func(outputs, targets), "model_outputs": outputs}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:

@@ -363,7 +363,7 @@ class CallbackHandler:
                 _note_source(stop, listeners[0])
                 raise
             except TypeError:
-                _check_call(listeners[0], event, args, kwargs)
+                check_call(listeners[0], event, args, kwargs)
                 raise
             return
         raised: list[Exception] = []
@@ -390,7 +390,7 @@ class CallbackHandler:
             except Exception as error:
                 self._failed = listener
                 if isinstance(error, TypeError):
-                    _check_call(listener, event, args, kwargs)
+                    check_call(listener, event, args, kwargs)
                 raise
 
     def notify_all(self, event: str, *args: Any, **kwargs: Any) -> list[Exception]:
@@ -443,8 +443,3 @@ def _note_source(error: Exception, listener: Listener) -> None:
     callback = getattr(listener, "__self__", None)
     if isinstance(error, StopTrainingError) and isinstance(callback, TrainerCallback):
         error.raised_by = callback._as_created()  # noqa: SLF001
-
-
-def _check_call(listener: Listener, event: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After a ``TypeError``, raise a clearer one if the listener does not accept the arguments of its event."""
-    check_call(listener, event, args, kwargs)

@@ -18,53 +18,43 @@ _OF_EACH_ELEMENT = {
 _OF_CLASSES = {nn.CrossEntropyLoss, functional.cross_entropy}
 
 
-def watch_first_call(loss_func: Any) -> None:
-    """Make a loss module of torch check the shapes of its first inputs, wherever it is called."""
-    if isinstance(loss_func, nn.Module) and type(loss_func) in _OF_EACH_ELEMENT | _OF_CLASSES:
-        for hook in loss_func._forward_pre_hooks.values():
-            if isinstance(hook, _FirstCall):
-                return
-        _FirstCall(loss_func)
+def watch_shapes(loss_func: Any, always: bool) -> None:
+    """Let a loss module of torch check the shapes of its first inputs, wherever it is called.
 
-
-def watch_every_call(loss_func: Any) -> None:
-    """Let the check of a loss module stay: without it, torch would compile the module once more."""
-    for hook in loss_func._forward_pre_hooks.values() if isinstance(loss_func, nn.Module) else ():
-        if isinstance(hook, _FirstCall):
-            hook.stays = True
-
-
-class _FirstCall:
-    """A hook that checks the first inputs of a loss module and removes itself.
-
-    :ivar stays: whether it checks all inputs instead
+    :param always: whether it checks all inputs; torch would compile the module again once the check is gone
     """
+    is_watched = any(isinstance(hook, _ShapeCheck) for hook in getattr(loss_func, "_forward_pre_hooks", {}).values())
+    if type(loss_func) in _OF_EACH_ELEMENT | _OF_CLASSES and not is_watched:
+        _ShapeCheck(loss_func, always)
 
-    def __init__(self, loss_func: nn.Module) -> None:
-        self.stays = False
+
+class _ShapeCheck:
+    """A hook on a loss module, which removes itself once shapes are known."""
+
+    def __init__(self, loss_func: nn.Module, always: bool) -> None:
+        self._always = always
         self._handle = loss_func.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, loss_func: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outputs = args[0] if args else kwargs.get("input", kwargs.get("log_input"))  # the latter of a PoissonNLLLoss
         targets = args[1] if len(args) > 1 else kwargs.get("target")
-        if shapes_are_known(type(loss_func), outputs, targets) and not self.stays:
+        if shapes_are_known(loss_func, outputs, targets) and not self._always:
             self._handle.remove()
 
 
 def shapes_are_known(loss: Any, outputs: Any, targets: Any) -> bool:
     """Check shapes; return whether that settles it, as a batch with a single element is inconclusive.
 
-    :param loss: a loss function, or the class of a loss module
+    :param loss: a loss function, or a loss module
     :raises ValueError: if the loss accepts these shapes, but does not compute the loss of each sample
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True
-    while isinstance(loss, partial):
-        loss = loss.func
-    if loss in _OF_EACH_ELEMENT:
+    kind = type(loss) if isinstance(loss, nn.Module) else loss.func if isinstance(loss, partial) else loss
+    if kind in _OF_EACH_ELEMENT:
         _check_broadcasting(tuple(outputs.shape), tuple(targets.shape))
         return outputs.numel() > 1
-    if loss in _OF_CLASSES and outputs.ndim > 1 and outputs.shape[1] == 1:
+    if kind in _OF_CLASSES and outputs.ndim > 1 and outputs.shape[1] == 1:
         raise ValueError(
             f"loss_func: cross entropy over the single class of outputs of shape {tuple(outputs.shape)} is always 0. "
             "For binary classification with one output use BCEWithLogitsLoss, with targets of the same shape, or give "

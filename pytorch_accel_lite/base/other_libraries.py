@@ -108,32 +108,15 @@ _ADVICE = {
     "args training_args": "there is no arguments object: pass the arguments to Trainer() and train().",
 }
 
-#: Methods of pytorch-accelerated that are not called here: what replaces them, and advice.
+#: Methods of pytorch-accelerated that are not called here, with those to override instead.
 _REPLACED = {
-    "_clip_gradients": ("clip_gradients", "Override clip_gradients(), which is called once per update."),
-    "_prepare_model_optimizer_and_dataloaders": (
-        "",
-        "Configure Accelerate with Trainer(accelerator=Accelerator(...)), build loaders in create_train_dataloader() "
-        "and create_eval_dataloader(), and prepare anything else in training_run_start().",
-    ),
-    "_perform_forward_and_backward_passes": (
-        "calculate_train_batch_loss backward_step",
-        "Override calculate_train_batch_loss(batch) or backward_step(loss).",
-    ),
-    "_run_evaluation": (
-        "evaluation_run_start evaluation_run_end evaluate",
-        "Override evaluation_run_start() and evaluation_run_end(), or evaluate().",
-    ),
-    "_update_loss_tracker": (
-        "calculate_train_batch_loss calculate_eval_batch_loss",
-        "Override calculate_train_batch_loss() and calculate_eval_batch_loss(), whose 'loss' and 'batch_size' are "
-        "tracked.",
-    ),
-    "_add_epoch_loss_to_run_history": (
-        "train_epoch_end eval_epoch_end",
-        "Record your own metrics with run_history.update_metric() in train_epoch_end() and eval_epoch_end().",
-    ),
-    "_check_eval_batch_size": ("", "Remove it: every sample is evaluated exactly once, whatever the batch size."),
+    "_clip_gradients": "clip_gradients",
+    "_prepare_model_optimizer_and_dataloaders": "_create_accelerator training_run_start",
+    "_perform_forward_and_backward_passes": "calculate_train_batch_loss backward_step",
+    "_run_evaluation": "evaluation_run_start evaluation_run_end evaluate",
+    "_update_loss_tracker": "calculate_train_batch_loss calculate_eval_batch_loss",
+    "_add_epoch_loss_to_run_history": "train_epoch_end eval_epoch_end",
+    "_check_eval_batch_size": "",
 }
 
 
@@ -227,10 +210,12 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     own = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: value for c in reversed(own) for name, value in vars(c).items()}
     for name in defined.keys() & _REPLACED.keys():
-        methods, advice = _REPLACED[name]
-        if not defined.keys() & set(methods.split()):
-            text = f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}"
-            warnings.warn(text, stacklevel=3)
+        methods = _REPLACED[name].split()
+        if not defined.keys() & set(methods):
+            advice = f"Override {' or '.join(methods)} instead." if methods else "Remove it: nothing needs it."
+            warnings.warn(
+                f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}", stacklevel=3
+            )
     for name, value in defined.items() if not is_ours(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)

@@ -85,10 +85,10 @@ def short(value: Any, name: str = "") -> str:
 
 def call(name: str, arguments: Mapping[str, Any]) -> str:
     """Represent a call with these arguments, each abbreviated."""
-    return wrapped(f"{name}(", [f"{key}={short(value, key)}" for key, value in arguments.items()], ")")
+    return join_wrapped(f"{name}(", [f"{key}={short(value, key)}" for key, value in arguments.items()], ")")
 
 
-def wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
+def join_wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
     """Join parts with commas, in one line if it is short enough, otherwise over several indented lines."""
     parts = list(parts)
     line = f"{opening}{', '.join(parts)}{closing}"
@@ -110,21 +110,21 @@ def constructor_call(made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     :param is_current: whether an attribute with the name and type of an argument is shown in place of the argument, as
         it may have changed since
     """
-    given = inspect.signature(type(made).__init__).bind_partial(made, *args, **kwargs)
-    kinds = {name: given.signature.parameters[name].kind for name in given.arguments}
-    has_rest = inspect.Parameter.VAR_POSITIONAL in kinds.values()
-    parts: list[str] = []
-    for name, value in islice(given.arguments.items(), 1, None):
-        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-            parts.extend(map(short, value))
-            continue
-        named = value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
-        by_place = has_rest and kinds[name] is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        for key, passed in named.items():
-            current = vars(made).get(key)
-            shown = short(current if is_current and type(current) is type(passed) else passed, key)
-            parts.append(shown if by_place else f"{key}={shown}")
-    return wrapped(f"{type(made).__name__}(", parts, ")")
+    signature = inspect.signature(type(made).__init__)
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    if inspect.Parameter.VAR_POSITIONAL in kinds.values():
+        positional, named = args, kwargs
+    else:
+        positional, named = (), {}
+        bound = signature.bind_partial(made, *args, **kwargs).arguments
+        for name, value in islice(bound.items(), 1, None):
+            named |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+    parts = [short(value) for value in positional]
+    for name, value in named.items():
+        current = vars(made).get(name)
+        shown = current if is_current and type(current) is type(value) else value
+        parts.append(f"{name}={short(shown, name)}")
+    return join_wrapped(f"{type(made).__name__}(", parts, ")")
 
 
 def table(

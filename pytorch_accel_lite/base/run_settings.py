@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from pytorch_accel_lite.base import reprs
 from pytorch_accel_lite.base.expected_metrics import ExpectedMetrics
-from pytorch_accel_lite.base.reprs import table
+from pytorch_accel_lite.base.reprs import call
 
 
 @dataclass
@@ -137,10 +136,7 @@ class TrainerRunConfig:
     tf32: bool | None = None
 
     def __repr__(self) -> str:
-        return reprs.call(type(self).__name__, self.notable())
-
-    def _repr_html_(self) -> str:
-        return table(type(self).__name__, [(name, reprs.short(value, name)) for name, value in self.notable().items()])
+        return call(type(self).__name__, self.notable())
 
     def notable(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults and, with several processes, which one this is."""

@@ -6,7 +6,6 @@ import difflib
 import shutil
 import sys
 import textwrap
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,13 +45,3 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest of the known words, or an empty string if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
-
-
-def warn_of_metric_name(name: str) -> None:
-    """Warn of a metric with the name of the column of epochs; code for the ancestor may record one."""
-    if name == "epoch":
-        warnings.warn(
-            "The metric 'epoch' is left out of tables and files, whose column of epochs has this name. Record it under "
-            "another name.",
-            stacklevel=3,
-        )

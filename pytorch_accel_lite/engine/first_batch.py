@@ -21,7 +21,7 @@ _TERMS = {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "Vi
 # Those that leave the loss of each sample what it is; means over other dimensions than the first do, too.
 _OF_EACH = _TERMS | {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "RsubBackward1", "SumBackward1"}
 _WEIGHING = ("Mul", "Div", "Softmax", "Mean", "torch::autograd::AccumulateGrad")
-_HEARING = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
+_BATCH_EVENTS = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
 
 
 def warn_of_sum(trainer: TrainerLike) -> None:
@@ -38,12 +38,12 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
     if isinstance(size, int) and not is_known and adds_up_samples(loss, size):
         _warn_of_sum("The loss adds up the samples of a batch")
     if is_default and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
-        hears_batches = any(
+        callbacks_get_batches = any(
             not is_ours(type(getattr(listener, "__self__", None)))
-            for event in _HEARING
+            for event in _BATCH_EVENTS
             for listener in trainer.callback_handler.listeners[event]
         )
-        if not hears_batches and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):
+        if not callbacks_get_batches and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):
             warn_outside(
                 "loss_func is called with the second of the three elements of a batch, but the third looks like the "
                 "target; it is not used. Let the dataset return (inputs, targets), or a dict if the model takes "
@@ -117,9 +117,8 @@ def _is_used_as_it_is(trainer: TrainerLike) -> bool:
 
 
 def _has_sum(loss_func: Any) -> bool:
-    if isinstance(loss_func, partial):
-        return bool(loss_func.keywords.get("reduction") == "sum")
-    return bool(getattr(loss_func, "reduction", None) == "sum")
+    reduction = loss_func.keywords.get("reduction") if isinstance(loss_func, partial) else None
+    return bool((reduction or getattr(loss_func, "reduction", None)) == "sum")
 
 
 def _warn_of_sum(what: str) -> None:

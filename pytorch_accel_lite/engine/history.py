@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,15 +12,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.reprs import short, table, wrapped
-from pytorch_accel_lite.base.text import did_you_mean, format_metric, warn_of_metric_name
+from pytorch_accel_lite.base.reprs import join_wrapped
+from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.plotting import plot_curves
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-_MOST_EPOCHS = 50  # that notebooks show
 
 
 class RunHistory(ABC):
@@ -111,7 +110,7 @@ class RunHistory(ABC):
 
     def __repr__(self) -> str:
         latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)
-        return wrapped(f"{type(self).__name__}(", latest, ")")
+        return join_wrapped(f"{type(self).__name__}(", latest, ")")
 
 
 def count_values(history: RunHistory) -> dict[str, int]:
@@ -152,7 +151,12 @@ class InMemoryRunHistory(RunHistory):
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
         name = f"{self.metric_name_prefix}{metric_name}"
-        warn_of_metric_name(name)
+        if name == "epoch":  # as code for pytorch-accelerated may record
+            warnings.warn(
+                "The metric 'epoch' is left out of tables and files, whose column of epochs has this name. Record it "
+                "under another name.",
+                stacklevel=2,
+            )
         if self._is_apart:
             self._apart.setdefault(name, set()).add(len(self._metrics.get(name, ())))
         self._metrics.setdefault(name, []).append(metric_value)
@@ -231,19 +235,6 @@ class InMemoryRunHistory(RunHistory):
                     table.setdefault(epoch, {"epoch": epoch})[name] = value
         return [table[epoch] | {"epoch": epoch} for epoch in sorted(table)]
 
-    def _repr_html_(self) -> str:
-        """Show the last value of every metric in each epoch."""
-        by_metric = {name: dict(zip(self._epochs[name], values, strict=True)) for name, values in self._metrics.items()}
-        epochs = sorted({epoch for values in by_metric.values() for epoch in values})
-        rows = [
-            (epoch, *(_cell(values[epoch]) if epoch in values else "" for values in by_metric.values()))
-            for epoch in epochs[-_MOST_EPOCHS:]
-        ]
-        left_out = len(epochs) - len(rows)
-        notes = [f"The last {len(rows)} epochs of {len(epochs)}; to_dict() has all."] if left_out else []
-        title = type(self).__name__ + ("" if rows else ": nothing has been recorded yet")
-        return table(title, rows, ["epoch", *by_metric] if rows else [], notes)
-
     def to_dataframe(self) -> pd.DataFrame:
         """Return :meth:`rows` as a ``pandas.DataFrame`` indexed by epoch. Needs the extra ``dataframe``."""
         pandas = import_extra("pandas", "dataframe", "to_dataframe()")
@@ -285,10 +276,6 @@ class InMemoryRunHistory(RunHistory):
         """Return the places of values that evaluations outside the run have recorded, if the metric has others."""
         apart = self._apart.get(name, ())
         return apart if len(apart) < len(self._metrics[name]) else ()
-
-
-def _cell(value: Any) -> str:
-    return format_metric(value) if getattr(value, "ndim", 0) == 0 and not isinstance(value, str) else short(value)
 
 
 def _no_values_of(metric_name: str, history: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.events import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.loss_checks import watch_first_call
+from pytorch_accel_lite.base.loss_checks import watch_shapes
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.base.run_settings import TrainerRunConfig
 from pytorch_accel_lite.data import ShardedLoader, shard
@@ -128,7 +128,7 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
         return
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
-        watch_first_call(trainer.loss_func)
+        watch_shapes(trainer.loss_func, always=trainer.compiled_forward is not None)
     apply_model_options(trainer)
     averages = is_overridden(trainer, "train_step") or trainer.logical is not None  # the step does so by itself
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)

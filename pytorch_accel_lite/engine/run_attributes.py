@@ -11,7 +11,7 @@ from pytorch_accel_lite.engine.run import Run, RunData
 T = TypeVar("T")
 
 
-class Offered(Generic[T]):
+class Shadowable(Generic[T]):
     """An attribute that the trainer never reads itself, so that a subclass may use its name for something else."""
 
     def __init__(self, read: Callable[[Any], T], doc: str | None = None) -> None:
@@ -19,16 +19,16 @@ class Offered(Generic[T]):
         self.__doc__ = read.__doc__ if doc is None else doc
 
     @overload
-    def __get__(self, trainer: None, owner: type) -> Offered[T]: ...
+    def __get__(self, trainer: None, owner: type) -> Shadowable[T]: ...
     @overload
     def __get__(self, trainer: object, owner: type) -> T: ...
-    def __get__(self, trainer: Any, owner: type) -> T | Offered[T]:
+    def __get__(self, trainer: Any, owner: type) -> T | Shadowable[T]:
         return self if trainer is None else self._read(trainer)
 
 
-def offered(name: str) -> Any:
-    """Return an :class:`Offered` attribute of the current or last run."""
-    return Offered(attrgetter(f"current_run.{name}"), _doc(name))
+def shadowable(name: str) -> Any:
+    """Return a :class:`Shadowable` attribute of the current or last run."""
+    return Shadowable(attrgetter(f"current_run.{name}"), _doc(name))
 
 
 def run_property(name: str) -> Any:

@@ -1,52 +1,36 @@
-"""What is shown of a trainer, as text and in notebooks."""
+"""What is shown of a trainer."""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.protocols import TrainerLike
-from pytorch_accel_lite.base.reprs import short, table, wrapped
+from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.optimizers.operations import is_made
 
 
-def html_of_trainer(trainer: TrainerLike) -> str | None:
-    """Show the model, optimizer, device and callbacks of a trainer."""
-    if "current_run" not in vars(trainer):  # its constructor has not finished
-        return None
-    parts = parts_of(trainer)
-    listening = "\n".join(map(repr, trainer.callback_handler)) or "none"
-    rows = {"model": parts.pop("model"), "parameters": parts.pop("parameters"), "loss_func": short(trainer.loss_func)}
-    return table(type(trainer).__name__, (rows | parts | {"callbacks": listening}).items())
-
-
-def parameter_count(model: nn.Module) -> str:
-    """Return the number of parameters of a model as text; lazy modules have theirs after the first batch."""
-    parameters = list(model.parameters())
-    known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
-    return f"{sum(p.numel() for p in known):,}{'' if len(known) == len(parameters) else ' + ?'}"
-
-
-def parts_of(trainer: TrainerLike) -> dict[str, str]:
-    """Return the parts of a trainer as text, by name, omitting defaults."""
-    model = trainer.get_model(keep_torch_compile=False)
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper, in a run
-    precision = trainer.accelerator.mixed_precision
-    return {
-        "model": type(model).__name__,
-        "parameters": parameter_count(model),
-        "optimizer": type(optimizer).__name__ if is_made(optimizer) else repr(optimizer),
-        "device": str(trainer.device),
-        **({"processes": str(trainer.ranks.world_size)} if trainer.ranks.world_size > 1 else {}),
-        **({"mixed_precision": precision} if precision != "no" else {}),
-        **({} if trainer.seed is None else {"seed": str(trainer.seed)}),
-    }
-
-
 def of_trainer(trainer: TrainerLike) -> str:
-    """Represent a trainer by its model, optimizer, device and callbacks."""
+    """Represent a trainer by its model, optimizer, device and callbacks, omitting defaults."""
     if "current_run" not in vars(trainer):  # its constructor has not finished
         return object.__repr__(trainer)
-    parts = [f"{name}={value}" for name, value in parts_of(trainer).items()]
-    listening = wrapped("callbacks=[", map(repr, trainer.callback_handler), "]")
-    return wrapped(f"{type(trainer).__name__}(", [*parts, listening], ")")
+    model = trainer.get_model(keep_torch_compile=False)
+    sizes = [0 if isinstance(p, UninitializedParameter) else p.numel() for p in model.parameters()]
+    lazy = " + ?" if any(isinstance(p, UninitializedParameter) for p in model.parameters()) else ""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper, in a run
+    parts: dict[str, Any] = {
+        "model": type(model).__name__,
+        "parameters": f"{sum(sizes):,}{lazy}",
+        "optimizer": type(optimizer).__name__ if is_made(optimizer) else repr(optimizer),
+        "device": trainer.device,
+    }
+    if trainer.ranks.world_size > 1:
+        parts["processes"] = trainer.ranks.world_size
+    if trainer.accelerator.mixed_precision != "no":
+        parts["mixed_precision"] = trainer.accelerator.mixed_precision
+    if trainer.seed is not None:
+        parts["seed"] = trainer.seed
+    listening = join_wrapped("callbacks=[", map(repr, trainer.callback_handler), "]")
+    described = [f"{name}={value}" for name, value in parts.items()]
+    return join_wrapped(f"{type(trainer).__name__}(", [*described, listening], ")")

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.batches import BatchAdapter, BatchOutput, find_batch_size
 from pytorch_accel_lite.base.inspection import is_overridden
-from pytorch_accel_lite.base.loss_checks import shapes_are_known, watch_every_call
+from pytorch_accel_lite.base.loss_checks import shapes_are_known
 from pytorch_accel_lite.base.protocols import TrainerLike
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.steps.combinations import Conflict
@@ -150,7 +150,6 @@ class CompiledForward:
         trainer = self._trainer
         self._run = run
         self._copied_in = -1
-        watch_every_call(trainer.loss_func)
         if isinstance(self._adapter, BatchAdapter) and self._adapter.is_new:
             self._adapter.is_new = False  # or the check would be compiled, too
             self._is_unchecked = self._is_default
