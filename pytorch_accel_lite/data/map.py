@@ -77,8 +77,8 @@ class _EpochShares:
         epoch, position, limit, min_share, planned = self._next
         num_shares, numbers = self._divided
         at_least = min(min_share, self.per_step // num_shares)
-        place = None if self._seed is None else mix(self._seed, epoch)
-        is_seeded = place is not None and self._rows is None
+        epoch_seed = None if self._seed is None else mix(self._seed, epoch)
+        is_seeded = epoch_seed is not None and self._rows is None
         lengths: list[int] = []
         name = seed = share = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
@@ -91,18 +91,18 @@ class _EpochShares:
             size = len(indices)
             for number in numbers:
                 begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least, lengths)
-                own = end - begin
-                if not own and (number != numbers[0] or not self._fill):
+                count = end - begin
+                if not count and (number != numbers[0] or not self._fill):
                     continue
-                mine = indices if own == size else indices[begin:end]
-                first, to_read = (position + begin, mine) if own else (position, indices[:at_least])
-                if place is not None:
-                    seed = mix(first, after=place)
+                local = indices if count == size else indices[begin:end]
+                first, to_read = (position + begin, local) if count else (position, indices[:at_least])
+                if epoch_seed is not None:
+                    seed = mix(first, after=epoch_seed)
                 if self._is_logical:
                     ends_step = end == size or number == numbers[-1]
                     share = Share(number, mix(self._seed or 0, epoch, 0, position), ends_step)
-                planned.append((seed, (own, size, is_last, mine, name, share)))
-                yield (seed, place, first, to_read) if is_seeded else to_read
+                planned.append((seed, (count, size, is_last, local, name, share)))
+                yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
@@ -257,11 +257,11 @@ class MapLoader(ShardedLoader):
         return {"order": shares.resumed or shares.drawn} if shares.mixture is None else shares.mixture.state_dict()
 
     def move_to(self, position: Any) -> str:
-        holds = position if isinstance(position, dict) else {}  # nothing in states of earlier versions
+        state = position if isinstance(position, dict) else {}  # nothing in states of earlier versions
         if self._shares.mixture is None:
-            self._shares.resumed = holds.get("order")
-        elif "parts" in holds:
-            self._shares.mixture.load_state_dict(holds)
+            self._shares.resumed = state.get("order")
+        elif "parts" in state:
+            self._shares.mixture.load_state_dict(state)
         return ""
 
     def steps_left(self, start: int) -> int | None:
