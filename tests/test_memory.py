@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -151,18 +150,11 @@ def test_the_peak_of_a_sharded_model_is_that_of_several_processes(two_ranks, ste
 
 
 def test_replicas_have_buckets_for_their_gradients():
-    """All the time, in place of the gradients or beside them."""
-    found = []
     window = {"gradient_accumulation_steps": 2, "gradient_clip_norm": 1.0}
-    for in_place in (False, True):
-        options = DistributedDataParallelKwargs(gradient_as_bucket_view=in_place)
-        trainer = make_trainer(accelerator=Accelerator(cpu=True, kwargs_handlers=[options]))
-        found.append(trainer.estimate_memory(rows(), BATCH, 8, sharded=False, **window, **quick))
-    assert [estimate.parts["communication"] for estimate in found] == [NUM_BYTES, 0]
-    assert found[1].parts["gradients"] == NUM_BYTES
+    found = make_trainer().estimate_memory(rows(), BATCH, 8, sharded=False, **window, **quick)
+    assert found.parts["communication"] == NUM_BYTES
     alone = make_trainer().estimate_memory(rows(), BATCH, **window, **quick)
-    assert found[0].peak == alone.peak + NUM_BYTES
-    assert found[1].peak == pytest.approx(alone.peak, rel=0.02)
+    assert found.peak == alone.peak + NUM_BYTES
 
 
 @CAN_SHARD
@@ -358,8 +350,8 @@ def test_a_step_that_needs_values_is_named():
     [
         ({"world_size": 0}, ValueError, "world_size=0 must be at least 1"),
         ({"sharded": True}, ValueError, "sharded=True needs several processes"),
-        ({"device_memory": "80 gigs"}, ValueError, "device_memory='80 gigs' must be"),
-        ({"device_memory": 0}, ValueError, "device_memory=0 must be"),
+        ({"device_memory": "80 gigs"}, ValueError, "80 gigs.* is not in a valid format"),
+        ({"device_memory": 0}, ValueError, "device_memory=0 must be at least 1"),
         ({"num_steps": 3}, TypeError, "estimate_memory\\(\\) has no argument 'num_steps'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

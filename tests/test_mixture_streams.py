@@ -109,8 +109,8 @@ def test_a_mixture_of_streams_goes_on_with_any_number_of_processes(two_ranks, tm
 @pytest.mark.parametrize(
     ("streams", "kwargs", "error", "message"),
     [
-        ({}, {}, ValueError, "needs at least one stream"),
-        ([Shelf(())], {}, TypeError, "a dict of streams by name, not list"),
+        ({}, {}, ValueError, "must have at least one"),
+        ([Shelf(())], {}, TypeError, "must be in a dict by name, not a list"),
         ({"a": TensorDataset(torch.zeros(1))}, {}, TypeError, "'a' .* is not an IterableDataset.* with Mixture"),
         ({"a": Shelf(())}, {"weights": {"b": 1}}, ValueError, "weights has 'b', which is none of the datasets 'a'"),
     ],

@@ -71,15 +71,15 @@ def check_same_order(sampler: Any, order: list[Any], ranks: Ranks) -> int:
 
     :raises OtherOrderError: on all processes, for example if it has a generator of its own, or gives a part by rank
     """
-    mine = len(order), checksum(order)
-    of_all = ranks.all_gather_object(mine)
-    if any(other != mine for other in of_all):
+    local = len(order), checksum(order)
+    of_all = ranks.all_gather_object(local)
+    if any(other != local for other in of_all):
         raise OtherOrderError(
             f"The sampler {type(sampler).__name__} gives another order on each process, of lengths "
             f"{[length for length, _ in of_all]}. Each would read only a share of its own order, so samples would be "
             f"lost and others repeated. {_DRAW_FROM} {IF_OWN_PART}"
         )
-    return mine[1]
+    return local[1]
 
 
 def check_order(
@@ -179,6 +179,6 @@ def _described(dataset: Any) -> tuple[str, int]:
         compared = checksum(dataset.indices)
     elif _is_table(dataset):  # compared as stored, before any transform
         stored = dataset.with_format("arrow")
-        places = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
-        compared = crc32(repr([stored[index].to_pydict() for index in places]).encode())
+        positions = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
+        compared = crc32(repr([stored[index].to_pydict() for index in positions]).encode())
     return type(dataset).__qualname__, compared

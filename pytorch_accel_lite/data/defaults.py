@@ -54,22 +54,24 @@ def default_loader_kwargs(dataset: Any, batch_size: int, shuffle: bool, accelera
     return kwargs
 
 
-def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
+def merge_loader_kwargs(dataset: Any, defaults: dict[str, Any], arguments: dict[str, Any] | None) -> dict[str, Any]:
     """Return the user's arguments merged with all defaults that are compatible with them."""
-    given = dict(given or {})
-    if isinstance(dataset, NamedDatasets) and "shuffle" in given:
-        given["sampler"] = dataset.create_sampler(given.pop("shuffle"))
-    elif isinstance(dataset, Mixture) and defaults.get("shuffle") and not given.keys() & {"sampler", "batch_sampler"}:
-        merged = defaults | given
+    arguments = dict(arguments or {})
+    if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
+        arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
+    elif (
+        isinstance(dataset, Mixture) and defaults.get("shuffle") and not arguments.keys() & {"sampler", "batch_sampler"}
+    ):
+        merged = defaults | arguments
         requested = {name: merged[name] for name in ("batch_size", "shuffle", "drop_last") if name in merged}
-        given = {name: value for name, value in given.items() if name not in requested} | dataset.loader_kwargs(
+        arguments = {name: value for name, value in arguments.items() if name not in requested} | dataset.loader_kwargs(
             **requested
         )
     excluded = set()
-    if "sampler" in given or "batch_sampler" in given:
+    if "sampler" in arguments or "batch_sampler" in arguments:
         excluded = {"shuffle"}
-    if "batch_sampler" in given:
+    if "batch_sampler" in arguments:
         excluded |= {"batch_size", "drop_last", "sampler"}
-    if not (defaults | given).get("num_workers"):
+    if not (defaults | arguments).get("num_workers"):
         excluded |= {"persistent_workers", "prefetch_factor"}
-    return {name: value for name, value in defaults.items() if name not in excluded} | given
+    return {name: value for name, value in defaults.items() if name not in excluded} | arguments

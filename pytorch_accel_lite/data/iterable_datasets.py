@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_generators
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.mixtures import check_weights
+from pytorch_accel_lite.data.mixtures import check_are_named, check_weights
 from pytorch_accel_lite.data.plan import ended
 from pytorch_accel_lite.data.position import can_return, open_stream
 from pytorch_accel_lite.data.stream_shards import part_of
@@ -82,7 +82,7 @@ class ShuffledStream(_AroundStream):
 
     def __iter__(self) -> Iterator[Any]:
         start, self._state = self._state, {}
-        place = mix(self.seed, self._epoch)
+        epoch_seed = mix(self.seed, self._epoch)
         number = start.get("block", 0)
         given = start.get("given", 0)
         state = start.get("stream")
@@ -90,14 +90,14 @@ class ShuffledStream(_AroundStream):
 
         def skip_blocks(reader: Iterator[Any]) -> None:
             for skipped in range(number):
-                _, block = self._read_block(reader, mix(skipped, after=place))
+                _, block = self._read_block(reader, mix(skipped, after=epoch_seed))
                 if len(block) < self.block_size:
                     seen = skipped * self.block_size + len(block)
                     raise ended("stream", f"{seen} samples", number * self.block_size)
 
         reader = open_stream(self.stream, state, skip_blocks)
         while True:
-            order, block = self._read_block(reader, mix(number, after=place))
+            order, block = self._read_block(reader, mix(number, after=epoch_seed))
             for index in order[given:]:
                 given += 1
                 self._position = {"block": number, "given": given, "stream": state}
@@ -147,10 +147,7 @@ class MixtureStream(IterableDataset[Any]):
     def __init__(
         self, streams: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, repeat: bool = True
     ) -> None:
-        if not isinstance(streams, Mapping):
-            raise TypeError(f"A mixture needs a dict of streams by name, not {type(streams).__name__}.")
-        if not streams:
-            raise ValueError("A mixture needs at least one stream.")
+        check_are_named(streams)
         for name, stream in streams.items():
             if not isinstance(stream, IterableDataset):
                 raise TypeError(

@@ -177,9 +177,9 @@ class ReadInTurn(ShardedLoader):
 
     def _seeding(self, steps: Iterator[Batch]) -> Iterator[Batch]:
         """Seed Python's and NumPy's generators for each step: reading ahead has drawn from them, or seeded them."""
-        place = mix(self.options.seed or 0, self._epoch, self._ranks.rank)
+        epoch_seed = mix(self.options.seed or 0, self._epoch, self._ranks.rank)
         for number, step in enumerate(steps, start=self._steps_done):
-            seed_generators(~mix(number, after=place), with_torch=False)
+            seed_generators(~mix(number, after=epoch_seed), with_torch=False)
             yield step
 
 

@@ -76,23 +76,23 @@ class Lockstep(Generic[T]):
         next_reports = self._begin_reporting(following)()
         has_next = self._any_has_read(next_reports, 0)
         while has_next:
-            known, reports = following, next_reports
-            following = _Round(self._steps_after(known, reports))
-            pauses = max(known.steps - 1, 1)
-            for place in range(known.steps):
-                if place < pauses:
-                    self._read(following, -(-following.steps * (place + 1) // pauses))
-                if place == pauses - 1:
+            current, reports = following, next_reports
+            following = _Round(self._steps_after(current, reports))
+            pauses = max(current.steps - 1, 1)
+            for index in range(current.steps):
+                if index < pauses:
+                    self._read(following, -(-following.steps * (index + 1) // pauses))
+                if index == pauses - 1:
                     finish = self._begin_reporting(following)
-                if place + 1 < known.steps:
-                    has_next = self._any_has_read(reports, place + 1)
+                if index + 1 < current.steps:
+                    has_next = self._any_has_read(reports, index + 1)
                 else:
                     next_reports = finish()
                     has_next = self._any_has_read(next_reports, 0)
-                item = known.items.popleft() if known.items else None
-                without = sum(count <= place for count, *_ in reports)
-                total = sum(report[3 + place] for report in reports)
-                yield AgreedStep(item, known.numbers[place], total, without, not has_next)
+                item = current.items.popleft() if current.items else None
+                without = sum(count <= index for count, *_ in reports)
+                total = sum(report[3 + index] for report in reports)
+                yield AgreedStep(item, current.numbers[index], total, without, not has_next)
                 if not has_next:
                     return
 
@@ -107,22 +107,26 @@ class Lockstep(Generic[T]):
             self._source = iter(())
 
     def _begin_reporting(self, steps: _Round[T]) -> Callable[[], list[list[int]]]:
-        """Begin to tell the other processes what has been read for some steps."""
+        """Begin to tell the other processes what has been read for some steps.
+
+        :return: waits for the reports of all: how many items each has read, whether it failed to read more, the bytes
+            of an item, and the number for each step
+        """
         count = len(steps.items)
         steps.numbers = steps.numbers[:count] + [0] * (steps.steps - count)
         size = sum(map(_size_of, parts_in([*steps.items][:1])))
         return self._ranks.begin_gathering([count, self._error is not None, size, *steps.numbers])
 
-    def _any_has_read(self, reports: list[list[int]], place: int) -> bool:
+    def _any_has_read(self, reports: list[list[int]], index: int) -> bool:
         """Whether any process has read something for a step.
 
         :raises Exception: on all processes, if one of them could not read for this step, or if the numbers differ
         """
-        if any(has_failed and count == place for count, has_failed, *_ in reports):
+        if any(has_failed and count == index for count, has_failed, *_ in reports):
             self._ranks.run_together(self._fail)
-        if self._unequal is not None and len({report[3 + place] for report in reports}) > 1:
+        if self._unequal is not None and len({report[3 + index] for report in reports}) > 1:
             raise self._unequal
-        return any(count > place for count, *_ in reports)
+        return any(count > index for count, *_ in reports)
 
     def _steps_after(self, steps: _Round[T], reports: list[list[int]]) -> int:
         """Return the number of steps about which to agree after others."""

@@ -46,15 +46,15 @@ class _EpochShares:
 
     def __init__(self, source: DataLoader[Any], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
         self._divided = options.shares or (ranks.world_size, range(ranks.rank, ranks.rank + 1))
-        self._is_batched = source.batch_size is None  # the user's batch sampler
-        self._sampler: Any = source.batch_sampler if self._is_batched else source.sampler
-        if type(self._sampler) not in (RandomSampler, SequentialSampler):
-            self._sampler = of_all_processes(self._sampler, self._divided[0], options.split_batches)
-        self._per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
-        self._drop_last = source.drop_last
-        self.mixture = self._sampler if hasattr(self._sampler, "name_of_batch") else None
-        if self.mixture is not None or (options.split_batches and self._is_batched):
-            self._per_step = 1  # batch, which is divided among the processes
+        self.is_batched = source.batch_size is None  # the user's batch sampler
+        self.sampler: Any = source.batch_sampler if self.is_batched else source.sampler
+        if type(self.sampler) not in (RandomSampler, SequentialSampler):
+            self.sampler = of_all_processes(self.sampler, self._divided[0], options.split_batches)
+        self.per_step = (source.batch_size or 1) * self._divided[0]  # samples, or the user's batches
+        self.drop_last = source.drop_last
+        self.mixture = self.sampler if hasattr(self.sampler, "name_of_batch") else None
+        if self.mixture is not None or (options.split_batches and self.is_batched):
+            self.per_step = 1  # batch, which is divided among the processes
         self._ranks = ranks
         self._seed = options.seed
         self._fill = options.fill
@@ -76,14 +76,14 @@ class _EpochShares:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
         epoch, position, limit, min_share, planned = self._next
         num_shares, numbers = self._divided
-        at_least = min(min_share, self._per_step // num_shares)
-        place = None if self._seed is None else mix(self._seed, epoch)
-        is_seeded = place is not None and self._rows is None
+        at_least = min(min_share, self.per_step // num_shares)
+        epoch_seed = None if self._seed is None else mix(self._seed, epoch)
+        is_seeded = epoch_seed is not None and self._rows is None
         lengths: list[int] = []
         name = seed = share = None
         for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
             indices = group
-            if self._is_batched:
+            if self.is_batched:
                 indices = list(chain(*group))
                 lengths = [len(batch) for batch in group]
                 at_least = min(min_share, max(lengths))
@@ -91,74 +91,51 @@ class _EpochShares:
             size = len(indices)
             for number in numbers:
                 begin, end = (0, size) if num_shares == 1 else split(size, number, num_shares, at_least, lengths)
-                own = end - begin
-                if not own and (number != numbers[0] or not self._fill):
+                count = end - begin
+                if not count and (number != numbers[0] or not self._fill):
                     continue
-                mine = indices if own == size else indices[begin:end]
-                first, to_read = (position + begin, mine) if own else (position, indices[:at_least])
-                if place is not None:
-                    seed = mix(first, after=place)
+                local = indices if count == size else indices[begin:end]
+                first, to_read = (position + begin, local) if count else (position, indices[:at_least])
+                if epoch_seed is not None:
+                    seed = mix(first, after=epoch_seed)
                 if self._is_logical:
                     ends_step = end == size or number == numbers[-1]
                     share = Share(number, mix(self._seed or 0, epoch, 0, position), ends_step)
-                planned.append((seed, (own, size, is_last, mine, name, share)))
-                yield (seed, place, first, to_read) if is_seeded else to_read
+                planned.append((seed, (count, size, is_last, local, name, share)))
+                yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
         order = self._draw_order(epoch)
-        if self._is_batched:
+        if self.is_batched:
             batches = skip_samples(filter(len, order), start, len, lambda batch, left: batch[-left:], "batch_sampler")
-            return grouped(batches, self._per_step)
+            return grouped(batches, self.per_step)
         if self._rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
             drawn = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
             order = as_rows(drawn, self._rows)  # once rather than for each batch
-        size = find_length(self._sampler)
+        size = find_length(self.sampler)
         if size is None:
-            return grouped(islice(order, start, None), self._per_step)
+            return grouped(islice(order, start, None), self.per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
-            raise wrong_length(self._sampler, size, len(order))
+            raise wrong_length(self.sampler, size, len(order))
         at_least = 1 if self._fill else self._divided[0]
-        bounds = global_batches(size, self._per_step, start, self._drop_last, at_least)
+        bounds = global_batches(size, self.per_step, start, self.drop_last, at_least)
         if isinstance(order, list):
             return map(order.__getitem__, starmap(slice, bounds))
         if isinstance(order, (torch.Tensor, range, ComputedOrder)):
             rows = indices_at(order, bounds)
             return map(torch.Tensor.tolist, rows) if self._rows is None else rows
-        return in_turn(self._sampler, order, start, [end - begin for begin, end in bounds])
+        return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
 
     def _draw_order(self, epoch: int) -> Any:
-        order = draw_order(self._sampler, self._ranks, self._seed, epoch, self._reported(epoch))
-        self.drawn = {"length": None if self._is_batched else find_length(self._sampler)}
+        order = draw_order(self.sampler, self._ranks, self._seed, epoch, self._reported(epoch))
+        self.drawn = {"length": None if self.is_batched else find_length(self.sampler)}
         is_own = isinstance(order, list) and self._seed is not None  # without one, all have that of the first process
         if is_own or self.resumed is not None:
-            check_order(self._sampler, order if is_own else None, self._ranks, self.drawn, self.resumed)
+            check_order(self.sampler, order if is_own else None, self._ranks, self.drawn, self.resumed)
             self.resumed = None
         return order
-
-    def __len__(self) -> int:
-        return count_global_batches(len(self._sampler), self._per_step, self._drop_last)
-
-    @property
-    def has_fixed_order(self) -> bool:
-        """Whether nothing that happens in an epoch affects its order, so that it may be drawn ahead."""
-        return type(self._sampler) in (RandomSampler, SequentialSampler)
-
-    def ends_in_one(self) -> bool:
-        """Whether the last step of an epoch has a single sample over all processes, as far as that is known."""
-        sampler = self._sampler
-        if self.mixture is not None:
-            return self.mixture.ends_in_one()  # type: ignore[no-any-return]
-        if not self._is_batched:
-            return ends_in_one(find_length(sampler), self._per_step, self._drop_last)
-        if type(sampler) is not BatchSampler:
-            return False
-        return ends_in_one(find_length(sampler.sampler), sampler.batch_size * self._per_step, sampler.drop_last)
-
-    def left_after(self, start: int) -> int | None:
-        size = None if self._is_batched else find_length(self._sampler)
-        return None if size is None else count_global_batches(max(size - start, 0), self._per_step, self._drop_last)
 
 
 class MapLoader(ShardedLoader):
@@ -267,7 +244,9 @@ class MapLoader(ShardedLoader):
         if self.options.seed is None:
             self._draw_seed_of_workers()
         pin = self.source.pin_memory and self._device.type == "cuda" and self._memory.is_on(torch.device("cpu"))
-        return read_rows(self._memory, self._shares, len(self.source.dataset), self._shares.has_fixed_order, pin)
+        # Nothing that happens in an epoch affects the orders of torch's samplers, so that they may be drawn ahead.
+        has_fixed_order = type(self._shares.sampler) in (RandomSampler, SequentialSampler)
+        return read_rows(self._memory, self._shares, len(self.source.dataset), has_fixed_order, pin)
 
     def stop_workers(self) -> None:
         super().stop_workers()
@@ -278,18 +257,30 @@ class MapLoader(ShardedLoader):
         return {"order": shares.resumed or shares.drawn} if shares.mixture is None else shares.mixture.state_dict()
 
     def move_to(self, position: Any) -> str:
-        holds = position if isinstance(position, dict) else {}  # nothing in states of earlier versions
+        state = position if isinstance(position, dict) else {}  # nothing in states of earlier versions
         if self._shares.mixture is None:
-            self._shares.resumed = holds.get("order")
-        elif "parts" in holds:
-            self._shares.mixture.load_state_dict(holds)
+            self._shares.resumed = state.get("order")
+        elif "parts" in state:
+            self._shares.mixture.load_state_dict(state)
         return ""
 
     def steps_left(self, start: int) -> int | None:
-        return self._shares.left_after(start)
+        size = None if self._shares.is_batched else find_length(self._shares.sampler)
+        return None if size is None else self._count_steps(max(size - start, 0))
 
     def _num_steps(self) -> int:
-        return len(self._shares)
+        return self._count_steps(len(self._shares.sampler))
+
+    def _count_steps(self, size: int) -> int:
+        return count_global_batches(size, self._shares.per_step, self._shares.drop_last)
 
     def _ends_in_one(self) -> bool:
-        return self._shares.ends_in_one()
+        sampler = self._shares.sampler
+        if self._shares.mixture is not None:
+            return self._shares.mixture.ends_in_one()  # type: ignore[no-any-return]
+        if not self._shares.is_batched:
+            return ends_in_one(find_length(sampler), self._shares.per_step, self._shares.drop_last)
+        if type(sampler) is not BatchSampler:
+            return False
+        size = sampler.batch_size * self._shares.per_step
+        return ends_in_one(find_length(sampler.sampler), size, sampler.drop_last)

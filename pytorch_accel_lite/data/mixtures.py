@@ -227,10 +227,7 @@ def _sizes_of(datasets: Mapping[str, Any], otherwise: str) -> dict[str, int]:
 
     :param otherwise: what to do with other datasets
     """
-    if not isinstance(datasets, Mapping):
-        raise TypeError(f"Datasets must be in a dict by name, not a {type(datasets).__name__}.")
-    if not datasets:
-        raise ValueError("A dict of datasets must have at least one.")
+    check_are_named(datasets)
     sizes: dict[str, int] = {}
     for name, dataset in datasets.items():
         size = None if isinstance(dataset, IterableDataset) else find_length(dataset)
@@ -242,6 +239,14 @@ def _sizes_of(datasets: Mapping[str, Any], otherwise: str) -> dict[str, int]:
             raise ValueError(f"The dataset {name!r} is empty.")
         sizes[name] = size
     return sizes
+
+
+def check_are_named(datasets: Mapping[str, Any]) -> None:
+    """Check that there are datasets, by name."""
+    if not isinstance(datasets, Mapping):
+        raise TypeError(f"Datasets must be in a dict by name, not a {type(datasets).__name__}.")
+    if not datasets:
+        raise ValueError("A dict of datasets must have at least one.")
 
 
 def check_by_name(

@@ -95,12 +95,12 @@ def skip_samples(
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yield each item with whether it is the last one, reading one ahead."""
     iterator = iter(items)
-    held = list(islice(iterator, 1))
+    pending = list(islice(iterator, 1))
     for following in iterator:
-        yield held.pop(), False
-        held.append(following)
-    if held:
-        yield held.pop(), True
+        yield pending.pop(), False
+        pending.append(following)
+    if pending:
+        yield pending.pop(), True
 
 
 def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:

@@ -155,11 +155,11 @@ class BatchReader(Dataset[Any]):
 
     def __getitems__(self, share: SeededShare) -> Any:
         """Return the samples of a share."""
-        seed, place, first, indices = share
+        seed, epoch_seed, first, indices = share
         if self._reads_batches:
             seed_generators(seed)
             return self.dataset.__getitems__(indices)
-        seeds = [mix(position, after=place) for position in range(first, first + len(indices))]
+        seeds = [mix(position, after=epoch_seed) for position in range(first, first + len(indices))]
         if self._draws is False:
             samples = self._read_without_draws(seeds, indices)
             if not self._draws:

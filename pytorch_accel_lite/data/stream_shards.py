@@ -90,13 +90,13 @@ def find_self_sharding(stream: Any, ranks: Ranks) -> str:
             f"process: each sample would be read {ranks.world_size} times. Add .sharding_filter() to the pipe."
         )
     shares = ranks.all_gather_object(share)
-    known = [share for share in shares if share is not None]
-    by_rank = [share for share in known if share.rank is None]
-    parts = {(share.rank, share.world_size) for share in known}
-    if known and len(by_rank) < len(shares) and parts != {(rank, len(shares)) for rank in range(len(shares))}:
+    sharded = [share for share in shares if share is not None]
+    by_rank = [share for share in sharded if share.rank is None]
+    parts = {(share.rank, share.world_size) for share in sharded}
+    if sharded and len(by_rank) < len(shares) and parts != {(rank, len(shares)) for rank in range(len(shares))}:
         read = ["all" if share is None else f"part {share.rank} of {share.world_size}" for share in shares]
         raise ValueError(
-            f"The data are sharded by {known[0].shared_by}, but not over the processes of this job, which would "
+            f"The data are sharded by {sharded[0].shared_by}, but not over the processes of this job, which would "
             f"read: {', '.join(read)}. Split them by trainer.ranks.rank and trainer.ranks.world_size, or do not split "
             f"them and let the trainer shard them. {IF_OWN_PART}"
         )

@@ -117,7 +117,7 @@ class StreamLoader(ReadInTurn):
         if not _is_divided(position) or not can_be_divided(self.source.dataset):
             return super().move_to(position)
         count = len(position[_PARTS])
-        said = [
+        notes = [
             f"This epoch was read in {count} parts, one by each process. The first process reads what is left of them "
             "for all."
         ]
@@ -129,9 +129,9 @@ class StreamLoader(ReadInTurn):
                     "state was saved, but cannot be divided into as many now. Create them as they were."
                 )
             part = _Part(like(self.source, dataset=dataset), self._ranks, self.device, self.options)
-            said.append(part.move_to_part(number, of_part))
+            notes.append(part.move_to_part(number, of_part))
             self._parts.append(part)
-        return " ".join(filter(None, dict.fromkeys(said)))
+        return " ".join(filter(None, dict.fromkeys(notes)))
 
     def stop_workers(self) -> None:
         """Stop the workers of all parts, too."""
@@ -231,14 +231,14 @@ class DividedLoader(PreShardedLoader):
         """Return the positions in all parts. Call it on every process."""
         if self._completes_whole:
             return self._whole.position()
-        own = {"samples": self._samples, "batches": self._batches, "position": super().position()}
-        return {_PARTS: self._ranks.all_gather_object(own)}
+        local = {"samples": self._samples, "batches": self._batches, "position": super().position()}
+        return {_PARTS: self._ranks.all_gather_object(local)}
 
     def move_to(self, position: Any) -> str:
         """Make the next, resumed epoch begin at the position of this part, or complete an epoch of other parts."""
         self._completes_whole = not _is_divided(position) or len(position[_PARTS]) != self._ranks.world_size
         if self._completes_whole:
             return self._whole.move_to(position)
-        own = position[_PARTS][self._ranks.rank]
-        self._samples, self._batches = int(own["samples"]), int(own.get("batches", 0))
-        return super().move_to(own["position"])
+        local = position[_PARTS][self._ranks.rank]
+        self._samples, self._batches = int(local["samples"]), int(local.get("batches", 0))
+        return super().move_to(local["position"])

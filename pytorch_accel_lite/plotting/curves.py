@@ -22,7 +22,7 @@ from pytorch_accel_lite.plotting.figures import (
     new_figure,
     save,
 )
-from pytorch_accel_lite.plotting.panels import TIME, Curve, Panel, panels_of
+from pytorch_accel_lite.plotting.panels import Curve, Panel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,8 +35,6 @@ _WIDTH, _HEIGHT = 4.3, 3.1  # inches of a panel, without its legend
 
 # With more curves, the legend omits the best values, which are still marked.
 _MOST_WITH_BEST = 5
-# The parts of an epoch's time, which are stacked.
-_PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "saving", "callbacks")
 
 
 def plot_curves(
@@ -159,23 +157,13 @@ def _labels(panel: Panel) -> list[str]:
 
 def _draw(axis: Any, panel: Panel, styles: Styles) -> None:
     """Draw one panel."""
-    is_stacked = panel.title == TIME and len({tuple(c.epochs) for c in panel.curves if c.label in _PARTS}) == 1
-    tops = [0.0] * max(len(curve.epochs) for curve in panel.curves)
     handles = []
     for number, curve in enumerate(panel.curves):
         style = line_style(number) if panel.is_monitor else styles[curve.label]
-        if is_stacked and curve.label in _PARTS:
-            colour = style["color"]
-            handles.append(axis.bar(curve.epochs, curve.values, 1, tops, color=colour, linewidth=0, alpha=0.85))
-            tops = [top + value for top, value in zip(tops, curve.values, strict=False)]
-        else:
-            if is_stacked:
-                style = {"color": INK, "linestyle": "-" if curve.label == TIME else "--"}
-            handles.append(_line(axis, curve, style))
-    if not is_stacked:
-        choose_scale(axis, [curve.values for curve in panel.curves])
-        if panel.is_monitor and axis.get_yscale() == "linear" and axis.get_ylim()[0] > 0:
-            axis.set_ylim(0, 1.05 * axis.dataLim.y1)  # a tiny relative change must not look large
+        handles.append(_line(axis, curve, style))
+    choose_scale(axis, [curve.values for curve in panel.curves])
+    if panel.is_monitor and axis.get_yscale() == "linear" and axis.get_ylim()[0] > 0:
+        axis.set_ylim(0, 1.05 * axis.dataLim.y1)  # a tiny relative change must not look large
     axis.xaxis.get_major_locator().set_params(integer=True)
     if max(len(curve.epochs) for curve in panel.curves) == 1:
         axis.set_xticks(panel.curves[0].epochs)
@@ -190,6 +178,6 @@ def _line(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
         curve.epochs, curve.values, label=curve.label, marker=marker, markersize=2.5, linewidth=1.4, **style
     )
     if curve.best is not None:
-        place = [curve.epochs[curve.best]], [curve.values[curve.best]]
-        axis.scatter(*place, s=55, facecolors="none", edgecolors=style["color"], linewidths=1.4, zorder=3)
+        best = [curve.epochs[curve.best]], [curve.values[curve.best]]
+        axis.scatter(*best, s=55, facecolors="none", edgecolors=style["color"], linewidths=1.4, zorder=3)
     return line

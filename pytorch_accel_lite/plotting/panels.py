@@ -21,7 +21,6 @@ _MONITORS = (
     ("memory", "memory", "MiB"),
     ("time", "time of an epoch", "seconds"),
 )
-TIME = "time of an epoch"
 _WITH_KIND = re.compile(r"(?:(.+?)_)?(train|eval|evaluation)_(.+)")
 _LOSS_OF_AN_EVALUATION = re.compile(r"(.+_)eval_loss(?:_epoch)?")
 
@@ -129,24 +128,24 @@ def _quality(name: str, prefixes: Sequence[str]) -> tuple[str, str, bool, str]:
 
 def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
     """Return whether larger values of a metric are better, which they are not for losses; ``None`` if unknown."""
-    known = directions.get(name)
-    return False if known is None and "loss" in name else known
+    is_greater_better = directions.get(name)
+    return False if is_greater_better is None and "loss" in name else is_greater_better
 
 
 def best_of(values: Sequence[float], greater_is_better: bool | None) -> int | None:
     """Return the index of the best value; ``None`` if the direction is unknown or no value is finite."""
-    places = [place for place, value in enumerate(values) if math.isfinite(value)]
-    if greater_is_better is None or not places:
+    finite = [index for index, value in enumerate(values) if math.isfinite(value)]
+    if greater_is_better is None or not finite:
         return None
-    return (max if greater_is_better else min)(places, key=lambda place: values[place])
+    return (max if greater_is_better else min)(finite, key=lambda index: values[index])
 
 
 def _spread(epochs: Sequence[int]) -> list[float]:
     """Return the horizontal positions of values: at the end of their epoch, or spread over it if it has several."""
     counts = Counter(epochs)
     seen: Counter[int] = Counter()
-    places = []
+    positions = []
     for epoch in epochs:
         seen[epoch] += 1
-        places.append(epoch - 1 + seen[epoch] / counts[epoch])
-    return places
+        positions.append(epoch - 1 + seen[epoch] / counts[epoch])
+    return positions

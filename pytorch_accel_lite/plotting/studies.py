@@ -86,11 +86,11 @@ def _draw_setting(axis: Any, name: str, complete: Trials, pruned: Trials) -> Non
     space = complete[0].distributions[name]
     choices = getattr(space, "choices", None)
 
-    def place(trial: Any) -> float:
+    def position(trial: Any) -> float:
         value = trial.params[name]
         return choices.index(value) if choices else value  # type: ignore[no-any-return]
 
-    _scatter(axis, place, complete, pruned)
+    _scatter(axis, position, complete, pruned)
     if choices:
         axis.set_xticks(range(len(choices)), list(map(str, choices)))
         axis.set_xlim(-0.5, len(choices) - 0.5)
@@ -99,15 +99,15 @@ def _draw_setting(axis: Any, name: str, complete: Trials, pruned: Trials) -> Non
     finish(axis, name, [])
 
 
-def _scatter(axis: Any, place: Callable[[Any], float], complete: Trials, pruned: Trials) -> list[Any]:
+def _scatter(axis: Any, position: Callable[[Any], float], complete: Trials, pruned: Trials) -> list[Any]:
     """Draw the values of trials, those that were pruned hollow; return the handles for a legend.
 
-    :param place: returns the horizontal position of a trial
+    :param position: returns the horizontal position of a trial
     """
     handles = []
     for trials, style in ((complete, {"color": _COMPLETE}), (pruned, {"fc": "none", "ec": INK, "alpha": 0.6})):
         if trials:
-            x, y = list(map(place, trials)), list(map(_value, trials))
+            x, y = list(map(position, trials)), list(map(_value, trials))
             handles.append(axis.scatter(x, y, s=26, zorder=3, linewidths=1.2, **style))
     choose_scale(axis, [list(map(_value, [*complete, *pruned]))])
     return handles

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.utils.operations import convert_outputs_to_fp32, convert_to_fp32, honor_type
+from accelerate.utils.operations import convert_to_fp32, honor_type
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional
@@ -79,18 +79,14 @@ class Scenario:
         block and the model; ``"none"``: a copy of the model on each process
     :param device_type: the kind of device, for which optimizers choose their implementation
     :param batch_size: number of samples in a batch of one process
-    :param gradients_in_buckets: whether ``DistributedDataParallel`` keeps gradients only in its buckets
     :param recomputes: whether the activations within blocks are computed again in the backward pass
-    :param computes_in_bf16: whether the step is made under autocast, if it is not anyway
     """
 
     world_size: int
     sharding: Literal["custom", "blocks", "none"]
     device_type: str
     batch_size: int
-    gradients_in_buckets: bool = False
     recomputes: bool = False
-    computes_in_bf16: bool = False
 
 
 def measure_step(trainer: TrainerLike, read: Run, batch: Batch, scenario: Scenario) -> LiveBytes:
@@ -303,10 +299,6 @@ class FakeTrainer:
         trainer = self.trainer
         attributes_to_copy = {name: value for name, value in vars(trainer).items() if name not in _NOT_COPIED}
         vars(trainer).update({name: self._copies.of(value) for name, value in attributes_to_copy.items()})
-        if self._scenario.computes_in_bf16:  # as under an accelerator with mixed_precision="bf16"
-            autocast = torch.autocast(trainer.device.type, torch.bfloat16, cache_enabled=False)
-            vars(trainer.model)["forward"] = convert_outputs_to_fp32(trainer.model.forward)
-            vars(trainer)["calculate_train_batch_loss"] = autocast(trainer.calculate_train_batch_loss)
         self._modules = [trainer.model, *attributes.modules(trainer).values()]
         self._parameters = list(dict.fromkeys(p for module in self._modules for p in module.parameters()))
         averages = [one for one in self._original.callback_handler if isinstance(one, ModelEmaCallback)]
@@ -338,22 +330,13 @@ class FakeTrainer:
         if are_sharded(trainer.model.parameters()):
             run.step = ShardedStep(trainer, run)
         elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
-            self._add_buckets()
+            trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+            self.live.add("communication", sum(map(_bytes, trained)))  # the buckets of DistributedDataParallel
         self._choose_implementations()
         run.loss_trackers = NoLosses()
         attributes.set_optimizer_modes(trainer, training=True)
         trainer.train_epoch_start()
         return run
-
-    def _add_buckets(self) -> None:
-        """Add the buckets of ``DistributedDataParallel``, which hold all gradients, beside these or instead."""
-        trained = [parameter for parameter in self.trainer.model.parameters() if parameter.requires_grad]
-        if not self._scenario.gradients_in_buckets:
-            self.live.add("communication", sum(map(_bytes, trained)))
-            return
-        for parameter in trained:  # they accumulate in the buckets, which are never freed
-            parameter.grad = torch.zeros_like(parameter)
-        vars(self.trainer)["optimizer_zero_grad"] = lambda: None
 
     def _choose_implementations(self) -> None:
         """Let optimizers update many tensors at once where they do so by default: the type of fake ones hides it."""

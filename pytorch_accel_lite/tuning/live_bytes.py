@@ -26,7 +26,7 @@ Owners = Callable[[], Iterable[tuple[str, Any]]]
 
 
 @dataclass
-class _Held:
+class _LiveStorage:
     """A storage that is alive: a reference that tells when it is freed, what it is for, and its size in bytes."""
 
     freed: Any
@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
         self._device = device.type
         self._owners = owners
         self._block = block
-        self._held: dict[int, _Held] = {}
+        self._storages: dict[int, _LiveStorage] = {}
         self._bytes: Counter[str] = Counter()
         self._total = 0
         self._sorted_at = 0
@@ -99,21 +99,21 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key not in self._held:
+        if key not in self._storages:
             freed = weakref.ref(storage, lambda _: self._forget(key))
-            self._held[key] = _Held(freed, kind=_kind_of_new())
+            self._storages[key] = _LiveStorage(freed, kind=_kind_of_new())
         self._measure(storage)
 
     def _measure(self, storage: Any) -> None:
         """Count the size that a storage has now, if it is counted at all."""
-        held = self._held.get(id(storage))
-        if held is not None:
-            before, held.size = held.size, math.ceil(storage.nbytes() / self._block) * self._block
-            self.add(held.kind, held.size - before)
+        live = self._storages.get(id(storage))
+        if live is not None:
+            before, live.size = live.size, math.ceil(storage.nbytes() / self._block) * self._block
+            self.add(live.kind, live.size - before)
 
     def _forget(self, key: int) -> None:
-        held = self._held.pop(key)
-        self.add(held.kind, -held.size)
+        live = self._storages.pop(key)
+        self.add(live.kind, -live.size)
 
     def add(self, kind: str, size: int) -> None:
         """Count bytes; also those that no tensor shows, such as the buffers of a wrapper."""
@@ -131,11 +131,11 @@ class LiveBytes(TorchDispatchMode):
         """Find out what tensors are for, which is only known once they have become gradients, for example."""
         self._sorted_at = self._total
         for kind, tensor in self._owners():
-            held = self._held.get(id(local(tensor).untyped_storage()))
-            if held is not None:
-                self._bytes[held.kind] -= held.size
-                self._bytes[kind] += held.size
-                held.kind = kind
+            live = self._storages.get(id(local(tensor).untyped_storage()))
+            if live is not None:
+                self._bytes[live.kind] -= live.size
+                self._bytes[kind] += live.size
+                live.kind = kind
 
 
 def _kind_of_new() -> str:
@@ -144,7 +144,7 @@ def _kind_of_new() -> str:
     for _ in range(_FRAMES_TO_SEARCH):
         if frame is None:
             break
-        if any(place in frame.f_code.co_filename for place in _FSDP):
+        if any(path in frame.f_code.co_filename for path in _FSDP):
             return "communication"
         frame = frame.f_back
     return "activations" if torch.is_grad_enabled() else "temporary"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
@@ -180,10 +179,8 @@ def estimate_memory(
     with preserving_generators():
         batch = _read_batch(self, run, per_device_batch_size, train_dataloader_kwargs)
         size = find_batch_size(batch.data, batch.num_samples)
-        ddp = self.accelerator.ddp_handler
-        in_buckets = ddp is not None and ddp.gradient_as_bucket_view
         kind = device_type or self.device.type.replace("cpu", "cuda")
-        scenario = Scenario(world_size, how, kind, size, in_buckets)
+        scenario = Scenario(world_size, how, kind, size)
         live = measure_step(self, run, batch, scenario)
         parts = {kind: live.at_peak[kind] for kind in KINDS}
         result = MemoryEstimate(live.peak, parts, live.stage, world_size, size, how != "none", memory)
@@ -233,12 +230,6 @@ def _changes(trainer: TrainerLike, scenario: Scenario) -> Iterator[tuple[str, Sc
         yield f"fully_shard for each block and the model, on {devices} devices", shared
     else:
         yield f"{2 * devices} devices", replace(scenario, world_size=2 * devices)
-    is_float32 = any(parameter.dtype == torch.float32 for parameter in model.parameters())
-    if is_float32 and trainer.accelerator.mixed_precision == "no" and not is_overridden(trainer, "train_step"):
-        yield "Accelerator(mixed_precision='bf16')", replace(scenario, computes_in_bf16=True)
-    if scenario.sharding == "none" and scenario.world_size > 1 and not scenario.gradients_in_buckets:
-        change = "DistributedDataParallelKwargs(gradient_as_bucket_view=True) in the accelerator's kwargs_handlers"
-        yield change, replace(scenario, gradients_in_buckets=True)
 
 
 def _check(trainer: TrainerLike, request: RunRequest) -> None:
@@ -275,20 +266,9 @@ def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Li
 
 
 def _device_memory(trainer: TrainerLike, requested: int | str | None) -> int | None:
-    """Return the memory of a device in bytes.
-
-    :raises ValueError: if what is requested is no size
-    """
+    """Return the memory of a device in bytes."""
     if requested is not None:
-        try:
-            size: int = convert_file_size_to_int(requested)
-        except (ValueError, AttributeError):
-            size = 0
-        if size <= 0:
-            raise ValueError(
-                f"device_memory={requested!r} must be a number of bytes, or a size such as '80GB' or '24GiB'."
-            )
-        return size
+        return check_positive_int("device_memory", convert_file_size_to_int(requested))
     properties = getattr(module_of(trainer.device), "get_device_properties", None)
     return getattr(properties(trainer.device), "total_memory", None) if properties is not None else None
 
