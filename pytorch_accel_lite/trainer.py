@@ -46,22 +46,18 @@ from pytorch_accel_lite.distributed import Ranks, collectives, launch, rewrappin
 from pytorch_accel_lite.engine import (
     arguments,
     evaluation,
+    lifecycle,
     losses,
     prediction,
     replicas,
-    resuming,
     scheduling,
-    setup,
     training,
 )
 from pytorch_accel_lite.engine.arguments import check_parallelism
 from pytorch_accel_lite.engine.history import InMemoryRunHistory, RunHistory
-from pytorch_accel_lite.engine.lifecycle import entering
 from pytorch_accel_lite.engine.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.engine.optimizer_factories import combine_or_defer
-from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, get_model
-from pytorch_accel_lite.engine.run import Run, Step
-from pytorch_accel_lite.engine.run_attributes import Offered, offered, run_property, settable
+from pytorch_accel_lite.engine.prepared_model import PreparedModel, can_rewrap_model, combine_or_defer, get_model
+from pytorch_accel_lite.engine.run import Offered, Run, Step, offered, run_property, settable
 from pytorch_accel_lite.engine.scheduling import check_scheduler
 from pytorch_accel_lite.engine.trainer_repr import html_of_trainer, of_trainer
 from pytorch_accel_lite.optimizers import gradients
@@ -294,19 +290,19 @@ class Trainer:
                 "first by raising StopTrainingError, or close the iterator."
             )
         self._check_data("train_dataset", train_dataset, per_device_batch_size, train_dataloader_kwargs, collate_fn)
-        arguments.check_training(self.optimizer, self.accelerator, request, create_scheduler_fn)
-        arguments.check_optimizers(self)
+        arguments.check_training(self.optimizer, self.accelerator, request)
+        arguments.check_optimizers(self, create_scheduler_fn)
         if eval_dataset is not None:
             self._check_data("eval_dataset", eval_dataset, per_device_batch_size, eval_dataloader_kwargs, collate_fn)
         batch_size = int(per_device_batch_size)  # may be a numpy integer
         run = Run.create(self.ranks, request, train_dataset, eval_dataset, collate_fn)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = create_scheduler_fn
-        with entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
-            setup.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
-            setup.begin_training(self, run, batch_size)
+        with lifecycle.entering(self, run, "train()" if resume_from is None else "train(resume_from=...)"):
+            lifecycle.find_data(self, run, batch_size, train_dataloader_kwargs, eval_dataloader_kwargs, resume_from)
+            lifecycle.begin_training(self, run, batch_size)
             scheduling.begin_schedule(self, run, self._check_scheduler)
-            setup.start_or_resume(self, run, reset_run_history)
+            lifecycle.start_or_resume(self, run, reset_run_history)
             with ending_in_order(run.control.request, request.ends_at_signals):
                 self._run_training()
         exit_for(run.end.pause)
@@ -360,12 +356,7 @@ class Trainer:
         return Accelerator(cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
-        run = self.current_run
-        request = replace(run.request, **asked)
-        data = run.data
-        sizes = data.ranks, data.train_loader, data.train_loader_kwargs, data.eval_loader_kwargs, per_device_batch_size
-        logical = None if self.logical is None else self.logical.count
-        return setup.resolve_run_config(request, self.accelerator, *sizes, self.seed, logical, self.backend_settings)
+        return lifecycle.resolve_run_config(self, replace(self.current_run.request, **asked), per_device_batch_size)
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of training batches. Override it to create your own.
@@ -479,7 +470,7 @@ class Trainer:
         else:
             self.scheduler.step(latest_metric(f"scheduler_metric={metric!r}", metric, self))
 
-    advance_scheduler = resuming.advance_scheduler
+    advance_scheduler = scheduling.advance_scheduler
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""

@@ -103,31 +103,10 @@ class MethodAdapter:
         return self._call(model, *self._match(batch))
 
     def _match(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the method for a batch.
-
-        :raises ValueError: if they do not fit; says what the batch has and what the method takes
-        """
+        """Return the arguments of the method for a batch."""
         if self._takes_whole or not isinstance(batch, (Mapping, tuple, list)):
             return (batch,), {}
-        if not isinstance(batch, Mapping):
-            try:
-                self._signature.bind(*batch)
-            except TypeError as error:
-                raise ValueError(
-                    f"{self._title} is called with the elements of the batch, of which there are {len(batch)}: "
-                    f"{error}. To get the batch as it is, name the only parameter batch."
-                ) from None
-            return tuple(batch), {}
-        missing = [name for name in self._required if name not in batch]
-        unknown = [] if self._takes_all else [str(key) for key in batch if key not in self._known]
-        if missing or unknown:
-            faults = [f"{_listed(missing)} is missing"] if missing else []
-            faults += [f"it does not take {_listed(unknown)}"] if unknown else []
-            raise ValueError(
-                f"{self._title} is called with the keys of the batch, {_listed(batch)}: {', and '.join(faults)}. "
-                "Rename the keys or the parameters; **kwargs takes all other keys."
-            )
-        return (), dict(batch)
+        return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
 
     def _call(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the method such that the wrappers of the model take part as they do in its forward pass."""
@@ -177,7 +156,3 @@ def _refuse_wrapper(model: nn.Module, name: str) -> None:
             f"model_methods: {name} would be called without the wrapper of the model, {type(model).__name__}. Pass the "
             "model itself; to compile its forward pass, use compile_model=True."
         )
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(repr, names)) or "none"

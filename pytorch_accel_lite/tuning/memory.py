@@ -25,8 +25,8 @@ from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.run_settings import RunRequest
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.engine.arguments import check_data, check_training
+from pytorch_accel_lite.engine.lifecycle import create_train_loader
 from pytorch_accel_lite.engine.run import Run
-from pytorch_accel_lite.engine.setup import create_train_loader
 from pytorch_accel_lite.engine.trial import report
 from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 from pytorch_accel_lite.tuning.fake_training import Scenario, measure_step
@@ -269,7 +269,7 @@ def _check(trainer: TrainerLike, request: RunRequest) -> None:
         )
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
-    check_training(trainer.optimizer, trainer.accelerator, request, None)
+    check_training(trainer.optimizer, trainer.accelerator, request)
 
 
 def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["own", "blocks", "none"]:
