@@ -281,9 +281,19 @@ class Trainer:
         :param sanity_eval_batches: number of batches to evaluate on each process before training, to catch errors early
         :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
-        steps = num_epochs, max_num_train_steps, gradient_accumulation_steps, gradient_clip_value, gradient_clip_norm
-        rest = scheduler_interval, scheduler_metric, eval_every_n_epochs, auto_microbatch, sanity_eval_batches
-        request = RunRequest("training", *steps, *rest)
+        request = RunRequest(
+            "training",
+            num_epochs=num_epochs,
+            max_num_train_steps=max_num_train_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_clip_value=gradient_clip_value,
+            gradient_clip_norm=gradient_clip_norm,
+            scheduler_interval=scheduler_interval,
+            scheduler_metric=scheduler_metric,
+            eval_every_n_epochs=eval_every_n_epochs,
+            auto_microbatch=auto_microbatch,
+            sanity_eval_batches=sanity_eval_batches,
+        )
         if self.is_running:
             raise RuntimeError(
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
@@ -392,9 +402,9 @@ class Trainer:
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        given = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
-        if not (self.scheduler is None and given is None and request.scheduler_interval == "update"):
-            check_scheduler(self.scheduler, request, given, steps_itself)
+        create = None if is_overridden(self, "create_scheduler") else self.create_scheduler_fn
+        if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
+            check_scheduler(self.scheduler, request, create, steps_itself)
 
     def _check_data(self, name: str, dataset: Any, batch_size: int, loader_kwargs: Any, collate_fn: Any) -> None:
         method = "create_train_dataloader" if name == "train_dataset" else "create_eval_dataloader"
@@ -571,8 +581,8 @@ class Trainer:
     @property
     def is_sharded(self) -> bool:
         """Whether the weights of the model are sharded over the processes (FSDP, DeepSpeed, ``fully_shard``)."""
-        known = self.prepared_model
-        return is_sharded(self.accelerator, self.model) if known is None else known.is_sharded
+        prepared = self.prepared_model
+        return is_sharded(self.accelerator, self.model) if prepared is None else prepared.is_sharded
 
     @property
     def device(self) -> torch.device:

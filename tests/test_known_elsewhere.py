@@ -215,9 +215,8 @@ DATA: dict[str, tuple[Any, str]] = {
 
 
 def test_inputs_and_targets_in_place_of_a_dataset():
-    text = message(TypeError, lambda: make_trainer().train(INPUTS, TARGETS))
-    assert text.startswith("num_epochs=tensor(")
-    assert text.endswith("must be a whole number, not Tensor.")
+    with pytest.raises(TypeError, match=r"(?s)num_epochs=tensor\(.*must be a whole number, not Tensor"):
+        make_trainer().train(INPUTS, TARGETS)
 
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts, find_length
 from pytorch_accel_lite.base.protocols import TrainerLike
+from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.engine.history import RunHistory
 from pytorch_accel_lite.optimizers import attributes
@@ -76,7 +77,7 @@ def check_constructor(model: nn.Module, loss_func: Any, optimizer: Any, seed: An
     _check_modes(model)
     _refuse_class("loss_func", loss_func)
     if loss_func is not None and not callable(loss_func):
-        raise TypeError(f"loss_func={loss_func!r} must be callable, or None.")
+        raise TypeError(f"loss_func={short(loss_func)} must be callable, or None.")
     several = isinstance(optimizer, (Mapping, list, tuple))  # checked when they are combined
     is_one = hasattr(optimizer, "param_groups") or (callable(optimizer) and not isinstance(optimizer, nn.Module))
     if optimizer is not None and not several and not is_one:

@@ -33,9 +33,8 @@ from pytorch_accel_lite.engine.snapshot import preserving_attributes, replaced
 
 
 @contextmanager
-def prefixed(trainer: TrainerLike, prefix: str) -> Iterator[None]:
+def prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
     """Prefix the names of the metrics recorded in a block."""
-    history = trainer.run_history
     before = history.metric_name_prefix
     history.set_metric_name_prefix(f"{before}{prefix}")
     try:
@@ -48,20 +47,18 @@ def evaluate_all(
     trainer: TrainerLike, run: Run, is_training: bool = True, is_intermediate: bool = False
 ) -> dict[str, float]:
     """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
-    if not run.data.eval_loaders and run.data.eval_loader is not None:
-        with _loss_in_evaluation_mode(trainer):
-            trainer._run_eval_epoch(run.data.eval_loader, is_training, is_intermediate)
-        return run.recorded_losses
+    data = run.data
     losses: dict[str, float] = {}
     try:
-        for name, loader in run.data.eval_loaders.items():
-            run.data.eval_loader = loader
-            run.data.eval_dataset_name = name
-            with prefixed(trainer, f"{name}_"), _loss_in_evaluation_mode(trainer):
+        for name, loader in (data.eval_loaders or {"": data.eval_loader}).items():
+            prefix = f"{name}_" if name else ""
+            data.eval_loader = loader
+            data.eval_dataset_name = name or None
+            with prefixed(trainer.run_history, prefix), _loss_in_evaluation_mode(trainer):
                 trainer._run_eval_epoch(loader, is_training, is_intermediate)
-            losses |= {f"{name}_{metric}": loss for metric, loss in run.recorded_losses.items()}
+            losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
     finally:
-        run.data.eval_dataset_name = None
+        data.eval_dataset_name = None
     return losses
 
 
@@ -140,7 +137,7 @@ def evaluate(
     self._check_data("dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("evaluation", num_epochs=1)
     with (
-        _finding_values(self) as result,
+        _collecting_values(self) as result,
         _apart_from_run(self),
         inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(self, run),
@@ -189,7 +186,7 @@ def run_evaluation(
         entering(self, run, "run_evaluation()"),
         preserving_generators(),
         preserving_modes(own.modules()),
-        prefixed(self, prefix),
+        prefixed(self.run_history, prefix),
         replaced(self, model=used, callback_handler=handler),
     ):
         if model is not None:
@@ -198,21 +195,21 @@ def run_evaluation(
 
 
 @contextmanager
-def _finding_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
+def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, Any]]:
     """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
 
     Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
     are not taken for those of the run.
     """
     history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
-    known = count_values(history)
-    found: dict[str, Any] = {}
+    counts_before = count_values(history)
+    latest: dict[str, Any] = {}
     try:
-        yield found
+        yield latest
     finally:
         counts = count_values(history)
-        before = {name: known.get(name, 0) for name in counts if counts[name] > known.get(name, 0)}
-        found.update((name, history.get_latest_metric(name)) for name in before)
+        before = {name: counts_before.get(name, 0) for name in counts if counts[name] > counts_before.get(name, 0)}
+        latest.update((name, history.get_latest_metric(name)) for name in before)
         if outer is not None:
             history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
@@ -235,18 +232,18 @@ def sanity_evaluation(trainer: TrainerLike, run: Run) -> None:
     """Evaluate the first batches of each evaluation dataset, and check that the watched metrics are recorded.
 
     Only callbacks that record metrics in evaluations take part, and all user-defined ones, as they may do so. If no
-    batches were asked for, a single one is evaluated without any callback, where that cannot use up a stream, to find
+    batches were requested, a single one is evaluated without any callback, where that cannot use up a stream, to find
     out whether there is a loss.
 
     :raises ValueError: if a watched metric is missing
     """
     expected = run.request.metrics
-    is_asked_for = run.request.sanity_eval_batches > 0
-    if not is_asked_for and not all(isinstance(loader, MapLoader) for loader in run.data.all_eval_loaders):
+    is_requested = run.request.sanity_eval_batches > 0
+    if not is_requested and not all(isinstance(loader, MapLoader) for loader in run.data.all_eval_loaders):
         return
     history = _copied(trainer.run_history)
     handler = CallbackHandler()
-    if is_asked_for:
+    if is_requested:
         handler.callbacks = [c for c in trainer.callback_handler if c in expected.evaluators or not is_ours(type(c))]
     before = count_values(history)
     with ExitStack() as stack:
@@ -260,7 +257,7 @@ def sanity_evaluation(trainer: TrainerLike, run: Run) -> None:
         trainer.run_history = history
         run_evaluation(trainer, is_intermediate=False, callbacks=handler)
     recorded = [name for name, count in count_values(history).items() if count > before.get(name, 0)]
-    expected.check_evaluated(recorded, history.metric_name_prefix, losses_only=not is_asked_for)
+    expected.check_evaluated(recorded, history.metric_name_prefix, losses_only=not is_requested)
 
 
 def _copied(history: RunHistory) -> RunHistory:

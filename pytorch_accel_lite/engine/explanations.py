@@ -1,4 +1,4 @@
-"""What is said of a step: notes on its errors, and warnings of a first batch whose loss is not what it seems."""
+"""Notes on the errors of a step, and warnings of a first batch whose loss is not what it seems."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ _TERMS = {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "Vi
 # Those that leave the loss of each sample what it is; means over other dimensions than the first do, too.
 _OF_EACH = _TERMS | {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "RsubBackward1", "SumBackward1"}
 _WEIGHING = ("Mul", "Div", "Softmax", "Mean", "torch::autograd::AccumulateGrad")
-_HEARING = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
+_BATCH_EVENTS = ("on_backward_start", "on_backward_end", "on_train_step_end", "on_eval_step_end")
 
 
 def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, Any]) -> None:
@@ -165,12 +165,12 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: dict[str, An
     elif isinstance(size, int) and adds_up_samples(loss, size):
         _warn_of_sum("The loss adds up the samples of a batch")
     if uses_loss_func and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
-        hears_batches = any(
+        has_listeners = any(
             not is_ours(type(getattr(listener, "__self__", None)))
-            for event in _HEARING
+            for event in _BATCH_EVENTS
             for listener in trainer.callback_handler.listeners[event]
         )
-        if not hears_batches and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):
+        if not has_listeners and _third_is_target(batch.data[1], batch.data[2], output.get("model_outputs")):
             warn_outside(
                 "loss_func is called with the second of the three elements of a batch, but the third looks like the "
                 "target; it is not used. Let the dataset return (inputs, targets), or a dict if the model takes "

@@ -153,13 +153,13 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_whole: bo
                 return
             yield from filter(None, mine)
             continue
-        has_any = sum(bool(parts) << step for step, parts in enumerate(mine))
+        has_outputs = [bool(parts) for parts in mine] + [False] * (steps - len(mine))
         microseconds = int(1e6 * (time.perf_counter() - begin))
-        numbers, found = gather_outputs(ranks, mine, [len(mine), has_any, microseconds], only_first)
-        counts, have_any, times, sizes = zip(*numbers, strict=True)
+        numbers, gathered = gather_outputs(ranks, mine, [len(mine), microseconds, *has_outputs], only_first)
+        counts, times, *have_outputs, sizes = zip(*numbers, strict=True)
         for step in range(max(counts)):
-            if any(of_rank >> step & 1 for of_rank in have_any):
-                yield [_of_its_own(part) for of_rank in found for part in chain(*of_rank[step : step + 1])]
+            if any(have_outputs[step]):
+                yield [_of_its_own(part) for of_rank in gathered for part in chain(*of_rank[step : step + 1])]
         if max(counts) < steps:
             return
         fraction = min(_BYTES_AT_ONCE / max(*sizes, 1), 1e6 * _SECONDS_AT_ONCE / max(*times, 1))

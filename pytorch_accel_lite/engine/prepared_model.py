@@ -41,7 +41,7 @@ class PreparedModel:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, training: bool) -> None:
-        self._given = model, optimizer
+        self._originals = model, optimizer
         self.trains = False
         self._forward = vars(model).get("forward")
         # Accelerate's lists of prepared objects. free_memory() would also drop what others have prepared, and collect
@@ -69,8 +69,8 @@ class PreparedModel:
         if self.optimizer is None or is_made(self.optimizer):
             self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
         elif accelerator.distributed_type in _PREPARED_TOGETHER:
-            self._given = model, self.optimizer.make(model)
-            self.model, self.optimizer = accelerator.prepare(*self._given)
+            self._originals = model, self.optimizer.make(model)
+            self.model, self.optimizer = accelerator.prepare(*self._originals)
         elif accelerator.is_fsdp2:  # which Accelerate prepares together, too, but only to exchange the parameters
             self.model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             accelerator._optimizers.pop()
@@ -82,7 +82,7 @@ class PreparedModel:
         if self.optimizer is None or is_made(self.optimizer):
             return
         made = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
-        self._given = self._given[0], made
+        self._originals = self._originals[0], made
         self.optimizer = made if self.is_plain else accelerator.prepare_optimizer(made)
         self._name_parts()
 
@@ -100,18 +100,18 @@ class PreparedModel:
 
     def release(self, model: nn.Module) -> tuple[nn.Module, Any]:
         """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
-        given, optimizer = self._given
-        for module in (given, unwrap(given, keep_torch_compile=False)):
+        original, optimizer = self._originals
+        for module in (original, unwrap(original, keep_torch_compile=False)):
             for mark in ("_is_accelerate_prepared", "_original_forward"):
                 vars(module).pop(mark, None)
-        vars(given).pop("forward", None)
+        vars(original).pop("forward", None)
         if self._forward is not None:
-            vars(given)["forward"] = self._forward
+            vars(original)["forward"] = self._forward
         for held, length in self._held:
             del held[length:]
         released = unwrap(model)
-        if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is given:
-            released = given  # compiled by Accelerate
+        if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is original:
+            released = original  # compiled by Accelerate
         return released, optimizer
 
 

@@ -23,8 +23,8 @@ def html_of_trainer(trainer: TrainerLike) -> str | None:
 def parameter_count(model: nn.Module) -> str:
     """Return the number of parameters of a model as text; lazy modules have theirs after the first batch."""
     parameters = list(model.parameters())
-    known = [p for p in parameters if not isinstance(p, UninitializedParameter)]
-    return f"{sum(p.numel() for p in known):,}{'' if len(known) == len(parameters) else ' + ?'}"
+    initialised = [p for p in parameters if not isinstance(p, UninitializedParameter)]
+    return f"{sum(p.numel() for p in initialised):,}{'' if len(initialised) == len(parameters) else ' + ?'}"
 
 
 def parts_of(trainer: TrainerLike) -> dict[str, str]:

@@ -102,7 +102,7 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     before.keep_generators()
 
 
-def report(trainer: TrainerLike, found: object) -> None:
+def report(trainer: TrainerLike, result: object) -> None:
     """Print what a tool has found, unless a console or a notebook shows the return value anyway."""
     if trainer.ranks.world_size > 1 or not hasattr(sys, "ps1"):
-        trainer.print(found)
+        trainer.print(result)

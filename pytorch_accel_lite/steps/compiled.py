@@ -95,7 +95,7 @@ class CompiledForward:
         run = self._trainer.current_run
         read = run.batch
         self.num_samples = read.num_samples if read is not None and batch is read.data else None
-        if not (self._runs_compiled and torch.is_grad_enabled()) or _is_odd(run, batch):
+        if not (self._runs_compiled and torch.is_grad_enabled()) or _has_other_size(run, batch):
             return self._usual(batch)
         if run is not self._run:
             self._begin(run)
@@ -257,7 +257,7 @@ class _Adapter:
         return output
 
 
-def _is_odd(run: Run, batch: Any) -> bool:
+def _has_other_size(run: Run, batch: Any) -> bool:
     """Whether a batch is the last of several in an epoch, and has a different number of samples."""
     read = run.batch
     if read is None or not read.is_last or run.progress.step == 0 or run.config is None:

@@ -67,8 +67,8 @@ class MethodAdapter:
         method = getattr(model, name, None)
         where = f"model_methods[{phase!r}]={name!r}"
         if not callable(method) or isinstance(method, nn.Module):
-            own = [known for known, value in inspect.getmembers(type(model), callable) if not hasattr(nn.Module, known)]
-            raise ValueError(f"{where}: {type(model).__name__} has no such method.{did_you_mean(name, own)}")
+            methods = [other for other, _ in inspect.getmembers(type(model), callable) if not hasattr(nn.Module, other)]
+            raise ValueError(f"{where}: {type(model).__name__} has no such method.{did_you_mean(name, methods)}")
         _refuse_wrapper(model, name)
         self._name = name
         self._signature = inspect.signature(method)
@@ -87,12 +87,12 @@ class MethodAdapter:
         """
         returned = self._call(model, *self._match(batch))
         if not isinstance(returned, Mapping) or "loss" not in returned:
-            found = f"the keys {list(returned)}" if isinstance(returned, Mapping) else type(returned).__name__
+            kind = f"the keys {list(returned)}" if isinstance(returned, Mapping) else type(returned).__name__
             raise TypeError(
-                f"{self._title} must return a dict with 'loss', not {found}. In evaluations, 'loss': None is allowed."
+                f"{self._title} must return a dict with 'loss', not {kind}. In evaluations, 'loss': None is allowed."
             )
-        known = read.num_samples if read is not None and batch is read.data else None
-        return {"batch_size": find_batch_size(batch, known or None), **returned}
+        size = read.num_samples if read is not None and batch is read.data else None
+        return {"batch_size": find_batch_size(batch, size or None), **returned}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return what the method returns for a batch without what it does not take, such as targets."""
